@@ -4,8 +4,11 @@ Metadata come before anything else and are small, so they are read with their ow
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 import grpc
@@ -24,7 +27,8 @@ from diloco_jax.transport.link import (
 from diloco_jax.transport.partials import HOLDINGS_BYTES_MAX, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.sessions import Refused
-from diloco_jax.transport.trust.security import Credentials, is_loopback
+from diloco_jax.transport.session.stream import REFUSAL, StreamSession
+from diloco_jax.transport.trust.security import Credentials, Denied, is_loopback
 
 SERVICE, CONNECT, STATUS, DRAIN = "diloco.v1.Syncer", "Connect", "Status", "Drain"
 ISLAND_SERVICE, FOLLOW = "diloco.v1.Island", "Follow"
@@ -35,6 +39,7 @@ SHARDS_KEY = "diloco-shards"
 SHARDS_MAX = 64
 SHARDS_BYTES_MAX = 8 << 10
 METADATA_BYTES_MAX = 16 << 10  # header, holdings and token, in the encoding of HTTP/2
+serialized = methodcaller("SerializeToString")
 
 
 def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
@@ -80,6 +85,29 @@ def open_server(
     return server, f"{config.address.rpartition(':')[0]}:{port}"
 
 
+@contextmanager
+def refusing(context: Any) -> Iterator[None]:
+    """Answer a call with the reason why its caller is not let in."""
+    try:
+        yield
+    except Denied as error:
+        context.abort(error.code, str(error))
+    except Refused as error:
+        context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
+
+
+def close_server(server: grpc.Server, sessions: Sequence[StreamSession], reason: str, grace_s: float) -> None:
+    """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
+    until_s = time.monotonic() + grace_s
+    for session in sessions:
+        session.retire(reason)
+    for session in sessions:
+        session.wait_written(until_s)
+    # The little extra lets streams whose last frame was just written end by themselves.
+    left_s = max(0.2, until_s - time.monotonic())
+    server.stop(left_s).wait(left_s + 1.0)
+
+
 def cannot_listen(address: str, why: object, setting: str = "transport.address") -> ValueError:
     """Return the error of an address that this machine, or this process, cannot have."""
     return ValueError(
@@ -121,11 +149,7 @@ def unanswered(config: TransportConfig, trouble: str) -> TransportError:
 
 
 def header_metadata(header: pb.Header) -> tuple[str, bytes]:
-    """Return the header as an item of a call's metadata.
-
-    Raises:
-        ValueError: The names in it are too long.
-    """
+    """Return the header as an item of a call's metadata; ValueError if the names in it are too long."""
     raw = header.SerializeToString()
     if len(raw) > HEADER_BYTES_MAX:
         raise ValueError(f"the names of run and learner take {len(raw)} bytes, the limit is {HEADER_BYTES_MAX}")
@@ -155,11 +179,7 @@ def read_header(metadata: Mapping[str, str | bytes]) -> pb.Header:
 
 
 def check_connections(header: pb.Header, config: TransportConfig) -> None:
-    """Check that the connections of all hosts of a learner may be open at a time.
-
-    Raises:
-        Refused: They may not.
-    """
+    """Check that the connections of all hosts of a learner may be open at a time; Refused if they may not."""
     wanted = header.hosts * (header.stripes + 1)
     if wanted > config.connections_max:
         raise Refused(
@@ -174,11 +194,7 @@ def holdings_metadata(holdings: pb.Holdings) -> tuple[tuple[str, bytes], ...]:
 
 
 def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
-    """Return what the caller has of payloads.
-
-    Raises:
-        Refused: That is too much, or cannot be read.
-    """
+    """Return what the caller has of payloads; Refused if that is too much, or cannot be read."""
     raw = metadata.get(HOLDINGS_KEY, b"")
     if not isinstance(raw, bytes) or len(raw) > HOLDINGS_BYTES_MAX:
         raise Refused(f"the call's {HOLDINGS_KEY} metadata has {len(raw)} bytes, the limit is {HOLDINGS_BYTES_MAX}")

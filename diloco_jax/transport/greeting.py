@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
-import xxhash
 from google.protobuf.message import DecodeError
 
+from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.transport.calls import SERVICE, open_channel, open_server
+from diloco_jax.transport.calls import SERVICE, open_channel, open_server, refusing, serialized
 from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.questions import ask, failure
-from diloco_jax.transport.trust.security import Denied, Gate, credentials
+from diloco_jax.transport.trust.security import Gate, credentials
 
 DESCRIBE, OFFER = "Describe", "Offer"
 LAYOUT_BYTES_MAX = 2 << 20
@@ -68,12 +68,9 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
         TransportError: the syncer is gone, or refuses.
     """
     own, pieces = credentials(config, learner_id), list(values)
-    hasher = xxhash.xxh3_64()
-    for piece in pieces:
-        hasher.update(piece)
 
     def requests() -> Iterator[bytes]:
-        yield pb.OfferRequest(learner_id=learner_id, layout=layout, digest=hasher.intdigest()).SerializeToString()
+        yield pb.OfferRequest(learner_id=learner_id, layout=layout, digest=digest(pieces)).SerializeToString()
         for piece in pieces:
             for start in range(0, piece.nbytes, VALUES_BYTES):
                 yield pb.OfferRequest(values=bytes(piece[start : start + VALUES_BYTES])).SerializeToString()
@@ -97,10 +94,8 @@ class DescriptionDesk:
 
     def serve(self, _: bytes, context: Any) -> pb.DescribeReply:
         """Serve one call."""
-        try:
+        with refusing(context):
             self._gate.check(dict(context.invocation_metadata()))
-        except Denied as error:
-            context.abort(error.code, str(error))
         found = self.description
         return pb.DescribeReply(config=found.config, layout=found.layout, coming=self._coming())
 
@@ -128,12 +123,8 @@ class ModelDesk:
         desk = DescriptionDesk(self._gate, lambda: self._busy.locked() or self._taken.is_set())
         desk.description = description
         handlers = {
-            DESCRIBE: grpc.unary_unary_rpc_method_handler(
-                desk.serve, response_serializer=pb.DescribeReply.SerializeToString
-            ),
-            OFFER: grpc.stream_unary_rpc_method_handler(
-                self._serve, response_serializer=pb.OfferReply.SerializeToString
-            ),
+            DESCRIBE: grpc.unary_unary_rpc_method_handler(desk.serve, response_serializer=serialized),
+            OFFER: grpc.stream_unary_rpc_method_handler(self._serve, response_serializer=serialized),
         }
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
@@ -149,11 +140,10 @@ class ModelDesk:
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> pb.OfferReply:
         try:
-            self._gate.check(dict(context.invocation_metadata()))
-            first = pb.OfferRequest.FromString(next(requests, b""))
-            self._gate.check_speaks_for(check_name(first.learner_id), context.auth_context())
-        except Denied as error:
-            context.abort(error.code, str(error))
+            with refusing(context):
+                self._gate.check(dict(context.invocation_metadata()))
+                first = pb.OfferRequest.FromString(next(requests, b""))
+                self._gate.check_speaks_for(check_name(first.learner_id), context.auth_context())
         except (DecodeError, ValueError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not self._busy.acquire(blocking=False):
@@ -172,7 +162,7 @@ class ModelDesk:
                     return pb.OfferReply(message=f"more than the {size} bytes came that the layout says")
                 values[filled : filled + len(piece)] = piece
                 filled += len(piece)
-            if filled < size or xxhash.xxh3_64_intdigest(values) != first.digest:
+            if filled < size or digest(values) != first.digest:
                 return pb.OfferReply(message=f"{filled} of {size} bytes came, or they are damaged")
             self._offer = ModelOffer(first.layout, values)
             self._taken.set()

@@ -8,7 +8,7 @@ The synchronous API is used on purpose: its client is the one that stays stable 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -20,6 +20,7 @@ from diloco_jax.transport.calls import (
     SHARDS_KEY,
     STATUS,
     check_connections,
+    close_server,
     keep_freed_memory,
     open_server,
     pack_shards,
@@ -27,6 +28,8 @@ from diloco_jax.transport.calls import (
     read_header,
     read_holdings,
     read_shards,
+    refusing,
+    serialized,
     unanswered,
 )
 from diloco_jax.transport.greeting import DESCRIBE, DescriptionDesk
@@ -48,9 +51,9 @@ from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.probe import PROBE, ProbeDesk
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.dialled import DialledStreams
-from diloco_jax.transport.session.inbox import Inbox, Session
+from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
-from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
+from diloco_jax.transport.session.stream import Lane, StreamSession
 from diloco_jax.transport.trust.security import Denied, Gate, credentials, diagnose
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
@@ -181,34 +184,25 @@ class GrpcListener:
     def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
         self.config = config
         self._inbox = Inbox()
-        self._book = SessionBook[StreamSession](config, run_id, epoch)
+        self._book = SessionBook(config, run_id, epoch)
         self._drains = Drains(self._inbox.wake)
-        self._heard: dict[str, Session] = {}  # only the driver's thread touches it
+        self._heard: dict[str, StreamSession] = {}  # only the driver's thread touches it
         self.on_drain: Callable[[str], str] | None = None
         keep_freed_memory()
         self._shards = pack_shards(shards)
-        self._partials: dict[
-            tuple[str, int], tuple[int, Partials]
-        ] = {}  # learner and host -> its incarnation, what its sessions left
+        # learner and host -> its incarnation, what its sessions left
+        self._partials: dict[tuple[str, int], tuple[int, Partials]] = {}
         self.status_json = "{}"
         own = credentials(config, SYNCER)
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
         self.greeter = DescriptionDesk(self._gate)
         handlers = {
-            DESCRIBE: grpc.unary_unary_rpc_method_handler(
-                self.greeter.serve, response_serializer=pb.DescribeReply.SerializeToString
-            ),
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
-            STATUS: grpc.unary_unary_rpc_method_handler(
-                self._tell, response_serializer=pb.StatusReply.SerializeToString
-            ),
-            DRAIN: grpc.unary_unary_rpc_method_handler(
-                self._drain, response_serializer=pb.DrainReply.SerializeToString
-            ),
-            PROBE: grpc.stream_stream_rpc_method_handler(
-                self.desk.serve, response_serializer=pb.ProbeReply.SerializeToString
-            ),
+            DESCRIBE: grpc.unary_unary_rpc_method_handler(self.greeter.serve, response_serializer=serialized),
+            STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=serialized),
+            DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=serialized),
+            PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=serialized),
         }
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
@@ -220,7 +214,7 @@ class GrpcListener:
             return None
         session, delivery = item
         if delivery.kind == "message":
-            self._heard[session.peer] = session
+            self._heard[session.peer] = cast(StreamSession, session)
         elif self._heard.get(session.peer) is session:
             del self._heard[session.peer]
         return delivery
@@ -257,20 +251,17 @@ class GrpcListener:
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
         """Answer `diloco status`."""
         del request
-        try:
+        with refusing(context):
             self._gate.check(dict(context.invocation_metadata()))
-        except Denied as error:
-            context.abort(error.code, str(error))
         return pb.StatusReply(json=self.status_json)
 
     def _drain(self, request: bytes, context: Any) -> pb.DrainReply:
         """Answer `diloco drain`."""
         try:
-            self._gate.check(dict(context.invocation_metadata()))
-            learner_id = read_drain_request(request)
-            self._gate.check_speaks_for(learner_id, context.auth_context(), or_syncer=True)
-        except Denied as error:
-            context.abort(error.code, str(error))
+            with refusing(context):
+                self._gate.check(dict(context.invocation_metadata()))
+                learner_id = read_drain_request(request)
+                self._gate.check_speaks_for(learner_id, context.auth_context(), or_syncer=True)
         except ValueError as error:
             return pb.DrainReply(ok=False, message=str(error))
         ok, message = self._drains.ask(learner_id)
@@ -283,32 +274,18 @@ class GrpcListener:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
-        until_s = time.monotonic() + grace_s
-        sessions = self.stop_admitting()
-        for session in sessions:
-            session.retire("closed by the syncer")
-        for session in sessions:
-            session.wait_written(until_s)
-        # The little extra lets streams whose last frame was just written end by themselves.
-        left_s = max(0.2, until_s - time.monotonic())
-        self._server.stop(left_s).wait(left_s + 1.0)
+        close_server(self._server, self.stop_admitting(), "closed by the syncer", grace_s)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve one lane of one learner: this generator writes, a thread of its own reads."""
-        try:
+        with refusing(context):
             session, lane = self._open_lane(context)
-        except Denied as error:
-            context.abort(error.code, str(error))
-        except Refused as error:
-            context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
         session.mark_ready(lane)
         if session.wait_ready(self.config.connect_timeout_s):
-            try:
+            with refusing(context):
                 self._book.establish(session)
-            except Refused as error:
-                context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
             if self._shards and not lane.bulk:
                 context.send_initial_metadata(((SHARDS_KEY, self._shards),))
             session.start_reader(lane, requests)

@@ -29,6 +29,7 @@ TEXT_LENGTHS_MAX = {
     "values_name": METRIC_LENGTH_MAX,
     "scores_name": SCORE_LENGTH_MAX,
 }
+FOR_PEOPLE = ("loss", "bits_per_byte", "values_value", "scores_value")  # of a run that diverges not finite
 
 Check = Callable[[Any], str]  # of a value: "" or what is wrong with it
 
@@ -65,12 +66,7 @@ def _check_of(field: FieldDescriptor) -> Check:
         longest = TEXT_LENGTHS_MAX.get(field.name, NAME_LENGTH_MAX)
         return lambda text: "" if len(text) <= longest else f"has {len(text)} characters, the limit is {longest}"
     if field.type == FieldDescriptor.TYPE_DOUBLE:
-        if field.name in (
-            "loss",
-            "bits_per_byte",
-            "values_value",
-            "scores_value",
-        ):  # for people: a run that diverges should show it
+        if field.name in FOR_PEOPLE:
             return lambda _: ""
         return lambda x: "" if math.isfinite(x) and x >= 0 else f"is {x!r}, no duration"
     if field.type in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_BOOL):

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import xxhash
 
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
@@ -21,15 +20,7 @@ PARTIALS_MAX = 16
 RANGES_KEPT = 16  # of a partial payload; smaller ones are sent again
 HOLDINGS_BYTES_MAX = 4096
 
-Key: TypeAlias = tuple[int, int]  # xxh3 of the payload, its size in bytes
-
-
-def payload_key(parts: Iterable[memoryview]) -> int:
-    """Return the xxh3 of a payload."""
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
+Key: TypeAlias = tuple[int, int]  # digest of the payload (core/codec.py), its size in bytes
 
 
 class Ranges:
@@ -54,11 +45,7 @@ class Ranges:
         return (at > 0 and self._stops[at - 1] == start) or (at < len(self) and self._starts[at] == stop)
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range.
-
-        Raises:
-            ValueError: It is empty, or some of it is there already.
-        """
+        """Add a range; ValueError if it is empty, or some of it is there already."""
         at = bisect_right(self._starts, start)
         if start >= stop or (at > 0 and self._stops[at - 1] > start) or (at < len(self) and self._starts[at] < stop):
             raise ValueError(f"bytes {start} to {stop} are empty or there already")

@@ -10,12 +10,14 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from diloco_jax.transport.calls import refusing
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.trust.security import Denied, Gate
 
@@ -50,13 +52,13 @@ def noise() -> Iterator[bytes]:
         yield bytes(block[:size])
 
 
+@dataclass
 class _Measurement:
     """Bytes that one caller may still move, over all of its connections."""
 
-    def __init__(self, number: int, left_bytes: int) -> None:
-        self.number = number
-        self.calls = 1
-        self.left_bytes = left_bytes
+    number: int
+    left_bytes: int
+    calls: int = 1
 
 
 class ProbeDesk:
@@ -73,10 +75,8 @@ class ProbeDesk:
 
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[pb.ProbeReply]:
         """Serve one call: a ping, or one connection of a measurement."""
-        try:
+        with refusing(context):
             self._gate.check(dict(context.invocation_metadata()))
-        except Denied as error:
-            context.abort(error.code, str(error))
         watchdog = threading.Timer(SECONDS_MAX + HANG_S, context.cancel)
         watchdog.daemon = True
         context.add_callback(watchdog.cancel)
@@ -90,10 +90,8 @@ class ProbeDesk:
             return
         if asked.kind not in (pb.PROBE_UP, pb.PROBE_DOWN):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no probe of kind {asked.kind}: update this side")
-        try:
+        with refusing(context):
             measurement = self._join(asked.probe)
-        except Denied as error:
-            context.abort(error.code, str(error))
         if not context.add_callback(lambda: self._leave(measurement)):
             self._leave(measurement)
             return

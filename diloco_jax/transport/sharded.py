@@ -131,8 +131,7 @@ class ShardedLink:
         self._inbox = inbox
         self._shares = shares
         self._in_parts = in_parts
-        self._up: Format = up
-        self._down: Format = down
+        self._up, self._down = up, down
         self._incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = {}
 
     @property

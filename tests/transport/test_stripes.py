@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import calls, wire
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import Delivery, LinkClosed, Rejected, TransportError
-from diloco_jax.transport.partials import Partials, payload_key
+from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import dialled
 from diloco_jax.transport.session.inbox import Inbox
@@ -192,9 +193,9 @@ def test_a_lie_about_a_payload_ends_the_session_and_the_next_one_sends_it_whole(
     ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payload = os.urandom(SIZE)
-    key = payload_key([memoryview(payload)])
+    key = digest(payload)
     with monkeypatch.context() as patch:
-        patch.setattr("diloco_jax.transport.session.stream.payload_key", lambda parts: key)
+        patch.setattr("diloco_jax.transport.session.stream.digest", lambda parts: key)
         leave_a_part(ends, os.urandom(SIZE))  # under the key of the other
     link = ends.connect()
     link.send(value(1, SIZE), payload)

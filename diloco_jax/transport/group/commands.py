@@ -190,31 +190,12 @@ class HostStop(NamedTuple):
     """Notice that this host shall end; the leader decides when the island does."""
 
 
-Command: TypeAlias = (
-    HostMeet
-    | HostVerdict
-    | HostWarmUp
-    | HostConnect
-    | HostPutBatch
-    | HostStep
-    | HostStage
-    | HostUnstage
-    | HostSend
-    | HostArrival
-    | HostSupersede
-    | HostAdopt
-    | HostStageState
-    | HostUnstageState
-    | HostLeaf
-    | HostEvaluate
-    | HostLoadState
-    | HostHave
-    | HostSave
-    | HostSaved
-    | HostRead
-    | HostRestore
-    | HostEnd
-)
+OfStart: TypeAlias = HostMeet | HostVerdict | HostWarmUp | HostConnect
+OfSteps: TypeAlias = HostPutBatch | HostStep | HostEvaluate
+OfFragments: TypeAlias = HostStage | HostUnstage | HostSend | HostArrival | HostSupersede | HostAdopt
+OfMoments: TypeAlias = HostStageState | HostUnstageState | HostLeaf | HostLoadState | HostHave
+OfSavedStates: TypeAlias = HostSave | HostSaved | HostRead | HostRestore
+Command: TypeAlias = OfStart | OfSteps | OfFragments | OfMoments | OfSavedStates | HostEnd
 Reply: TypeAlias = HostVerdict | HostAnswer | HostWant | HostStop
 COMMANDS: tuple[type, ...] = get_args(Command)
 REPLIES: tuple[type, ...] = get_args(Reply)

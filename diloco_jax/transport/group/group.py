@@ -8,14 +8,21 @@ the island is what fails, and starts again.
 
 import contextlib
 import secrets
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import grpc
 
-from diloco_jax.transport.calls import FOLLOW, ISLAND_SERVICE, keep_freed_memory, open_server, read_header
+from diloco_jax.transport.calls import (
+    FOLLOW,
+    ISLAND_SERVICE,
+    close_server,
+    keep_freed_memory,
+    open_server,
+    read_header,
+    refusing,
+)
 from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
 from diloco_jax.transport.link import LinkClosed, Payload, TransportConfig, TransportError, payload_parts
 from diloco_jax.transport.partials import Partials
@@ -23,8 +30,8 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Refused
-from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
-from diloco_jax.transport.trust.security import Denied, Gate, credentials, island_host
+from diloco_jax.transport.session.stream import Lane, StreamSession
+from diloco_jax.transport.trust.security import Gate, credentials, island_host
 
 LEADER = 0
 SILENCE_S = 20.0  # without a word from a host, after which it is lost
@@ -83,18 +90,16 @@ class GroupLeader:
         keep_freed_memory()
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.number = secrets.randbits(62)
-        self._config = config
         self._header = pb.Header(run_id=run_id, sender=learner_id, session=self.number, stripes=1, hosts=hosts)
         self._inbox = Inbox()
-        self._others = {host: self._session_with(host) for host in range(1, hosts)}
+        self._others: dict[int, StreamSession] = {}
+        for host in range(1, hosts):
+            header = pb.Header()
+            header.CopyFrom(self._header)
+            header.host = host
+            self._others[host] = _new_session(self._inbox, header, config, REPLIES, f"host {host}")
         handlers = {FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
         self._server, self.address = open_server(config, ISLAND_SERVICE, handlers, own.server)
-
-    def _session_with(self, host: int) -> StreamSession:
-        header = pb.Header()
-        header.CopyFrom(self._header)
-        header.host = host
-        return _new_session(self._inbox, header, self._config, REPLIES, f"host {host}")
 
     def send(self, command: Command, payload: Payload = b"", to: int | None = None) -> None:
         """Queue a command to one host, or to all others, in order; never blocks. Any thread.
@@ -119,22 +124,12 @@ class GroupLeader:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, tell all hosts, and end; safe to call again."""
-        until_s = time.monotonic() + grace_s
-        for session in self._others.values():
-            session.retire("the leader closed")
-        for session in self._others.values():
-            session.wait_written(until_s)
-        left_s = max(0.2, until_s - time.monotonic())
-        self._server.stop(left_s).wait(left_s + 1.0)
+        close_server(self._server, list(self._others.values()), "the leader closed", grace_s)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve one host: this generator writes, a thread of its own reads."""
-        try:
+        with refusing(context):
             session, lane = self._admit(context)
-        except Denied as error:
-            context.abort(error.code, str(error))
-        except Refused as error:
-            context.abort(REFUSAL, str(error))
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
         session.mark_ready(lane)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import google_crc32c
 import numpy as np
 
+from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import Message
-from diloco_jax.transport.partials import RESUME_BYTES_MIN, Key, Partial, Partials, Ranges, payload_key
+from diloco_jax.transport.partials import RESUME_BYTES_MIN, Key, Partial, Partials, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.wire import Incoming, WireError
 
@@ -142,7 +143,7 @@ class Assembly:
             return
         assert each.buffer is not None
         each.payload = each.buffer.data.toreadonly()
-        if payload_key([each.payload]) != each.key[0]:
+        if digest(each.payload) != each.key[0]:
             self._forget(number)
             raise WireError(f"the payload of message {number} is not the one whose first part was kept")
 

@@ -8,15 +8,12 @@ in number, and in bytes by `payload_bytes_max`; the oldest value makes room. All
 import logging
 import threading
 from functools import partial
-from typing import Generic, TypeVar
 
 from diloco_jax.core.parts import join_parts
 from diloco_jax.protocol.messages import FragmentValue
-from diloco_jax.transport.session.inbox import Session
+from diloco_jax.transport.session.stream import StreamSession
 
 VALUES_MAX = 64  # of one learner that wait for parts
-
-S = TypeVar("S", bound=Session)
 
 log = logging.getLogger(__name__)
 
@@ -63,23 +60,23 @@ class HostParts:
         self.held_bytes = 0
 
 
-class HostSessions(Generic[S]):
+class HostSessions:
     """The sessions of all hosts of one learner, on the syncer's side. Any thread may call the methods."""
 
-    def __init__(self, leader: S) -> None:
+    def __init__(self, leader: StreamSession) -> None:
         self.leader = leader
         self._lock = threading.Lock()
         self._joining = threading.Lock()  # held for one value at a time, so that others wait in parts and not whole
         self._parts = HostParts(leader.hosts, leader.config.payload_bytes_max)
-        self._sessions: dict[int, S] = {}
+        self._sessions: dict[int, StreamSession] = {}
         self._over = False
         self.add(leader)
 
-    def get(self, host: int) -> S | None:
+    def get(self, host: int) -> StreamSession | None:
         with self._lock:
             return self._sessions.get(host)
 
-    def add(self, session: S) -> None:
+    def add(self, session: StreamSession) -> None:
         """Let a session end with the others, and take the values that it brings as parts."""
         with self._lock:
             self._sessions[session.host] = session

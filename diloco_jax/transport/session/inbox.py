@@ -7,7 +7,6 @@ so that neither a talkative learner nor bulk data can keep the control messages 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -24,7 +23,7 @@ class Inbox:
         self.waiting: deque[tuple[Session, Delivery]] = deque()
         self._woken = False
         self._counting = threading.Lock()
-        self._traffic = Traffic(0, 0)
+        self.traffic = Traffic(0, 0)  # of all its sessions
 
     def get(self, timeout_s: float) -> tuple[Session, Delivery] | None:
         """Take the oldest delivery, or None after `timeout_s` seconds or a `wake`."""
@@ -49,16 +48,11 @@ class Inbox:
     def count(self, received_bytes: int = 0, sent_bytes: int = 0) -> None:
         """Add to the traffic of all sessions of this inbox; any thread."""
         with self._counting:
-            self._traffic = Traffic(
-                self._traffic.received_bytes + received_bytes, self._traffic.sent_bytes + sent_bytes
-            )
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._traffic
+            received, sent = self.traffic
+            self.traffic = Traffic(received + received_bytes, sent + sent_bytes)
 
 
-class Session(ABC):
+class Session:
     """One end of a session: puts what its peer sends into an inbox, until it is over."""
 
     def __init__(self, inbox: Inbox, header: pb.Header, peer: str, config: TransportConfig) -> None:
@@ -82,14 +76,6 @@ class Session(ABC):
     def hosts(self) -> int:
         return max(1, self.header.hosts)
 
-    @abstractmethod
-    def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
-        """Queue a message to the peer; LinkClosed if the session is over or its queue full, which ends it."""
-
-    @abstractmethod
-    def fail(self, reason: str) -> None:
-        """End the session on both sides, at once, telling the peer if that is still possible."""
-
     def offer(self, message: Message, payload: bytes | memoryview) -> bool:
         """Hand on what the peer sent; False if nothing becomes of it. See `put`."""
         if self.on_value is not None and isinstance(message, FragmentValue):
@@ -109,9 +95,8 @@ class Session(ABC):
                 return False
             self.room[bulk] -= 1
             self.waiting_bytes += size
-            self.inbox.waiting.append(
-                (self, Delivery("message", self.peer, message, payload, session=self.header.session))
-            )
+            delivery = Delivery("message", self.peer, message, payload, session=self.header.session)
+            self.inbox.waiting.append((self, delivery))
             self.inbox.changed.notify_all()
             return True
 
@@ -126,9 +111,8 @@ class Session(ABC):
             self.open = False
             self.reason = reason
             if tell and self.announced:
-                self.inbox.waiting.append(
-                    (self, Delivery("disconnected", self.peer, reason=reason, session=self.header.session))
-                )
+                end = Delivery("disconnected", self.peer, reason=reason, session=self.header.session)
+                self.inbox.waiting.append((self, end))
             self.inbox.changed.notify_all()
         if self.on_end is not None:
             self.on_end(reason)

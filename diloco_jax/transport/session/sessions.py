@@ -3,12 +3,12 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future
 
 from diloco_jax.transport.link import TransportConfig, TransportError, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.host_parts import HostSessions
-from diloco_jax.transport.session.inbox import Session
+from diloco_jax.transport.session.stream import StreamSession
 
 CLOSING = "the syncer is closing"
 KNOWN_MAX = 10_000  # learners that are remembered, so that an older process of one is recognised
@@ -28,10 +28,7 @@ class Refused(TransportError):
         self.final = final
 
 
-S = TypeVar("S", bound=Session)
-
-
-class SessionBook(Generic[S]):
+class SessionBook:
     """The sessions of a listener: who may open one, and which one is a learner's newest. Any thread."""
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
@@ -40,12 +37,12 @@ class SessionBook(Generic[S]):
         self.epoch = epoch
         self._lock = threading.Lock()
         self._leader_came = threading.Condition(self._lock)
-        self._opening: dict[tuple[object, ...], S] = {}  # by name; not all of their connections are there yet
-        self._newest: dict[str, S] = {}  # of leaders, by learner
-        self._hosts: dict[str, HostSessions[S]] = {}  # of learners in `_newest` that have several hosts
+        self._opening: dict[tuple[object, ...], StreamSession] = {}  # by name: connections are missing yet
+        self._newest: dict[str, StreamSession] = {}  # of leaders, by learner
+        self._hosts: dict[str, HostSessions] = {}  # of learners in `_newest` that have several hosts
         self._closed = False
 
-    def admit(self, header: pb.Header, make: Callable[[], S]) -> S:
+    def admit(self, header: pb.Header, make: Callable[[], StreamSession]) -> StreamSession:
         """Return the session that a header names, made now if the name is new.
 
         Call this only for a peer whose credentials are good. It ends nobody's session: `establish` does.
@@ -68,7 +65,7 @@ class SessionBook(Generic[S]):
                 session = self._opening[_name(header)] = make()
             return session
 
-    def establish(self, session: S) -> None:
+    def establish(self, session: StreamSession) -> None:
         """Take up a session whose connections are all there.
 
         That of a leader becomes the only one of its learner: the one before it ends. That of another host waits for its
@@ -100,10 +97,10 @@ class SessionBook(Generic[S]):
                 raise
             self._replace(session)
 
-    def _is_opening(self, session: S) -> bool:
+    def _is_opening(self, session: StreamSession) -> bool:
         return self._opening.get(_name(session.header)) is session
 
-    def _established(self, header: pb.Header, host: int) -> S | None:
+    def _established(self, header: pb.Header, host: int) -> StreamSession | None:
         """Return the session of a learner's host if it is open, and so are all its connections."""
         known = self._newest.get(header.sender)
         if known is None or _stamp(known.header) != _stamp(header) or not known.open:
@@ -112,7 +109,7 @@ class SessionBook(Generic[S]):
             return known
         return self._hosts[header.sender].get(host) if header.sender in self._hosts else None
 
-    def _replace(self, session: S) -> None:
+    def _replace(self, session: StreamSession) -> None:
         learner_id = session.header.sender
         known = self._newest.pop(learner_id, None)  # so that the newest comes last
         if known is not None:  # under the lock: its end must be in the inbox before the new session speaks
@@ -124,7 +121,7 @@ class SessionBook(Generic[S]):
             self._hosts[learner_id] = HostSessions(session)
         self._leader_came.notify_all()
 
-    def _wait_for_leader(self, session: S) -> None:
+    def _wait_for_leader(self, session: StreamSession) -> None:
         """Wait, without the lock, until the learner has a session at least as new.
 
         It lasts half as long as the dialling side waits.
@@ -137,7 +134,7 @@ class SessionBook(Generic[S]):
 
         self._leader_came.wait_for(came, timeout=self.config.connect_timeout_s / 2)
 
-    def _add_host(self, session: S) -> None:
+    def _add_host(self, session: StreamSession) -> None:
         who = f"host {session.host} of {session.header.sender!r}"
         leader = self._established(session.header, 0)
         if leader is None:
@@ -194,7 +191,7 @@ class SessionBook(Generic[S]):
         """Return the number of learners that have a session."""
         return sum(session.open for session in list(self._newest.values()))
 
-    def stop_admitting(self) -> list[S]:
+    def stop_admitting(self) -> list[StreamSession]:
         """Refuse everyone from now on, and return the sessions that are open."""
         with self._lock:
             self._closed = True
@@ -217,12 +214,12 @@ class Drains:
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
         self._lock = threading.Lock()
-        self._waiting: deque[_Drain] = deque()
+        self._waiting: deque[tuple[str, Future[tuple[bool, str]]]] = deque()  # learner, and the answer
         self._closed = False
 
     def ask(self, learner_id: str) -> tuple[bool, str]:
         """Let the driver drain a learner; return whether it did, and its words. Not on the driver's own thread."""
-        request = _Drain(learner_id)
+        request = learner_id, Future[tuple[bool, str]]()
         with self._lock:
             if self._closed:
                 return False, CLOSING
@@ -230,13 +227,14 @@ class Drains:
                 return False, f"{DRAINS_MAX} drain requests are waiting; ask again later"
             self._waiting.append(request)
         self._wake()
-        if request.done.wait(DRAIN_ANSWER_S):
-            return request.ok, request.message
-        with self._lock:
-            if request in self._waiting:
-                self._waiting.remove(request)
-                return False, f"the syncer was busy for {DRAIN_ANSWER_S:g} s and did nothing; ask again"
-        return False, f"the syncer has begun but did not end within {DRAIN_ANSWER_S:g} s; see `diloco status`"
+        try:
+            return request[1].result(DRAIN_ANSWER_S)
+        except TimeoutError:
+            with self._lock:
+                if request in self._waiting:
+                    self._waiting.remove(request)
+                    return False, f"the syncer was busy for {DRAIN_ANSWER_S:g} s and did nothing; ask again"
+            return False, f"the syncer has begun but did not end within {DRAIN_ANSWER_S:g} s; see `diloco status`"
 
     def answer(self, on_drain: Callable[[str], str] | None) -> None:
         """Carry out the requests that wait; on the driver's own thread."""
@@ -244,27 +242,17 @@ class Drains:
             with self._lock:
                 if not self._waiting:  # its caller gave up
                     return
-                request = self._waiting.popleft()
+                learner_id, answer = self._waiting.popleft()
             try:
                 if on_drain is None:
                     raise ValueError("this syncer cannot drain learners")
-                request.message = on_drain(request.learner_id)
-                request.ok = True
+                answer.set_result((True, on_drain(learner_id)))
             except ValueError as error:
-                request.message = str(error)
+                answer.set_result((False, str(error)))
             finally:  # whatever else went wrong is the driver's to handle, but the caller must not wait for it
-                request.done.set()
+                if not answer.done():
+                    answer.set_result((False, "the syncer failed; see its log"))
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-
-
-class _Drain:
-    """A request that waits for the driver."""
-
-    def __init__(self, learner_id: str) -> None:
-        self.learner_id = learner_id
-        self.done = threading.Event()
-        self.ok = False
-        self.message = "the syncer failed; see its log"

@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 
 import grpc
 
+from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.transport import wire
 from diloco_jax.transport.group.commands import Command, Reply
 from diloco_jax.transport.link import BULK_TYPES, LinkClosed, TransportConfig, is_bulk
-from diloco_jax.transport.partials import RESUME_BYTES_MIN, Partials, PeerHoldings, payload_key
+from diloco_jax.transport.partials import RESUME_BYTES_MIN, Partials, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.inbox import Inbox, Session
@@ -104,7 +105,7 @@ class Pieces:
         size = sum(part.nbytes for part in item.parts)
         key, held = 0, None
         if size > RESUME_BYTES_MIN:
-            key = payload_key(item.parts)
+            key = digest(item.parts)
             held = self.held.claim((key, size))
         return wire.pieces(self._number, item.body, item.parts, self._chunk_bytes, key, held)
 
@@ -275,7 +276,9 @@ class StreamSession(Session):
                 self.inbox.count(received_bytes=len(raw))
                 event = lane.reader.read(raw)
                 if isinstance(event, wire.Ready):
-                    self._hear_ready(lane, event.holdings)
+                    if not lane.bulk:
+                        self.hear_holdings(event.holdings)
+                    self.mark_ready(lane)
                 elif isinstance(event, wire.Goodbye):
                     self._hear_goodbye(lane, event.reason)
                 elif lane.bulk:
@@ -300,31 +303,17 @@ class StreamSession(Session):
 
     def fail_lost(self, lane: Lane, error: object = None) -> None:
         """Fail because a stream broke, in gRPC's words if there are any, or in those of the syncer that refused."""
-        if isinstance(error, grpc.Call) and error.code() is REFUSAL:
-            self.refused = "refused"
-            self.fail(error.details())
-            return
-        if isinstance(error, grpc.Call) and error.code() in DENIALS:
-            self.refused = "denied"
-            self.fail(error.details())
-            return
         lost = f"the {lane.name} connection to {self.peer!r} was lost"
-        if isinstance(error, grpc.Call):
-            self.fail(f"{lost}: {error.details()} ({error.code().name})")
-        else:
+        if not isinstance(error, grpc.Call):
             self.fail(f"{lost}: {error!r}" if error is not None and str(error) else lost)
-
-    def _hear_ready(self, lane: Lane, holdings: pb.Holdings) -> None:
-        if not lane.bulk:
-            self.hear_holdings(holdings)
-        self.mark_ready(lane)
+        elif error.code() in (REFUSAL, *DENIALS):
+            self.refused = "refused" if error.code() is REFUSAL else "denied"
+            self.fail(error.details())
+        else:
+            self.fail(f"{lost}: {error.details()} ({error.code().name})")
 
     def hear_holdings(self, holdings: pb.Holdings) -> None:
-        """Leave out, from now on, what the peer says that it has.
-
-        Raises:
-            WireError: It says what cannot be.
-        """
+        """Leave out, from now on, what the peer says that it has; WireError if it says what cannot be."""
         try:
             self.pieces.held = PeerHoldings(holdings)
         except ValueError as error:

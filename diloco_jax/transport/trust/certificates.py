@@ -29,6 +29,14 @@ LEARNER_URI = "diloco://learner/"
 CA_FILE, TOKEN_FILE = "ca.pem", "token"
 CA_DAYS = 3650
 LEARNERS_MAX = 4096
+UNUSED = (
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "encipher_only",
+    "decipher_only",
+)
 CLOCK_SKEW = datetime.timedelta(hours=1)  # a machine whose clock is late accepts a new certificate all the same
 
 Key: TypeAlias = ec.EllipticCurvePrivateKey
@@ -72,11 +80,7 @@ def check_key(pem: bytes, certificate: x509.Certificate) -> None:
 
 
 def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
-    """Check that the certificate is valid now.
-
-    Raises:
-        OutOfDate: It has expired, or is not valid yet.
-    """
+    """Check that the certificate is valid now; OutOfDate if it has expired, or is not valid yet."""
     if now > certificate.not_valid_after_utc:
         raise OutOfDate(f"expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: make a new one")
     if now < certificate.not_valid_before_utc:
@@ -105,11 +109,7 @@ def learner_names(common_name: str, dns: Iterable[str], uris: Iterable[str]) -> 
 
 
 def check_owner(certificate: x509.Certificate, name: str) -> None:
-    """Check that the certificate speaks for a learner, or for the syncer.
-
-    Raises:
-        Defect: It speaks for others.
-    """
+    """Check that the certificate speaks for a learner, or for the syncer; Defect if it speaks for others."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         dns = names.get_values_for_type(x509.DNSName)
@@ -154,10 +154,8 @@ def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
 
 
 def _public_bytes(key: object) -> bytes:
-    made: bytes = key.public_bytes(  # type: ignore[attr-defined]
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return made
+    form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return bytes(key.public_bytes(*form))  # type: ignore[attr-defined]
 
 
 def _first_line(error: Exception) -> str:
@@ -194,7 +192,8 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: 
     made = Made([], [])
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     if not _kept(folder, "ca", made):
-        _write_pair(folder, "ca", _new_authority(now), made)
+        name = f"diloco test authority {secrets.token_hex(4)}"  # two of them must not look alike
+        _write_pair(folder, "ca", _new_pair(name, None, now, now + datetime.timedelta(days=CA_DAYS)), made)
     authority = _read_pair(folder)
     until = min(now + datetime.timedelta(days=days), authority[1].not_valid_after_utc)
     for name in dict.fromkeys((SYNCER, *learners)):
@@ -250,11 +249,6 @@ def _kept(folder: Path, name: str, made: Made) -> bool:
     return bool(there)
 
 
-def _new_authority(now: datetime.datetime) -> Pair:
-    name = f"diloco test authority {secrets.token_hex(4)}"  # two of them must not look alike
-    return _new_pair(name, None, now, now + datetime.timedelta(days=CA_DAYS))
-
-
 def _new_certificate(
     name: str, authority: Pair, now: datetime.datetime, until: datetime.datetime, key: Key | None = None
 ) -> Pair:
@@ -285,12 +279,7 @@ def _new_pair(
         digital_signature=not is_authority,
         key_cert_sign=is_authority,
         crl_sign=is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        **dict.fromkeys(UNUSED, False),
     )
     builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now - CLOCK_SKEW).not_valid_after(until)

@@ -83,8 +83,8 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
     metadata = ((TOKEN_KEY, token),) if token else ()
     if not config.encrypted:
         _check_plaintext(config)
-        channel, server = grpc.experimental.insecure_channel_credentials(), grpc.insecure_server_credentials()
-        return Credentials(channel, server, (), metadata, token)
+        channel = grpc.experimental.insecure_channel_credentials()
+        return Credentials(channel, grpc.insecure_server_credentials(), (), metadata, token)
 
     def read() -> Files:
         ca, certificate, key = (_read(setting, path) for setting, path in _files(config, name).items())
@@ -92,13 +92,9 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
         return ca, certificate, key
 
     ca, certificate, key = files = read()
-    return Credentials(
-        grpc.ssl_channel_credentials(ca, key, certificate),
-        _renewable(read, files),
-        (("grpc.ssl_target_name_override", server),),
-        metadata,
-        token,
-    )
+    channel = grpc.ssl_channel_credentials(ca, key, certificate)
+    options = (("grpc.ssl_target_name_override", server),)
+    return Credentials(channel, _renewable(read, files), options, metadata, token)
 
 
 def _renewable(read: Callable[[], Files], shown: Files) -> grpc.ServerCredentials:
@@ -234,11 +230,7 @@ class Gate:
         self._token = token
 
     def check(self, metadata: Mapping[str, str | bytes]) -> None:
-        """Let whoever has the run's token pass.
-
-        Raises:
-            Denied: The token is missing or wrong.
-        """
+        """Let whoever has the run's token pass; Denied if the token is missing or wrong."""
         if not self._token:
             return
         sent = metadata.get(TOKEN_KEY, b"")
@@ -262,7 +254,10 @@ class Gate:
         """
         if not self._encrypted:
             return
-        dns, uris, common = (_texts(context, key) for key in ("peer_dns", "peer_uri", "x509_common_name"))
+        dns, uris, common = (
+            [value.decode("utf-8", "replace") for value in context.get(key, ())]
+            for key in ("peer_dns", "peer_uri", "x509_common_name")
+        )
         if or_syncer and SYNCER_HOST in dns:
             return
         names = certificates.learner_names(common[0] if common else "", dns, uris)
@@ -274,10 +269,6 @@ class Gate:
             grpc.StatusCode.PERMISSION_DENIED,
             f"the certificate is that of {owners!r}: set transport.tls_certificate and tls_key to those of {allowed}",
         )
-
-
-def _texts(context: Mapping[str, list[bytes]], key: str) -> list[str]:
-    return [value.decode("utf-8", "replace") for value in context.get(key, ())]
 
 
 def diagnose(config: TransportConfig, name: str) -> str:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.transport import partials as partials_module
 from diloco_jax.transport import wire
-from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Ranges, payload_key
+from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import assembly as assembly_module
 from diloco_jax.transport.session.assembly import MESSAGES_MAX, RANGES_MAX, Assembly
@@ -239,7 +240,7 @@ def _small_payloads_resume(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PAYLOAD = random.Random(0).randbytes(100)
-KEY = payload_key([memoryview(PAYLOAD)])
+KEY = digest(PAYLOAD)
 
 
 def continued(receiver: Receiver, payload: bytes = PAYLOAD, key: int = KEY) -> list[bytes]:

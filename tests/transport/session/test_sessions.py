@@ -21,7 +21,7 @@ class Side:
 
     def __init__(self) -> None:
         self.config, self.inbox = TransportConfig(), Inbox()
-        self.book = SessionBook[Quiet](self.config, "run", 3)
+        self.book = SessionBook(self.config, "run", 3)
 
     def admit(self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3) -> Quiet:
         header = pb.Header(run_id="run", epoch=epoch, sender=learner_id, incarnation=incarnation, session=number)
