@@ -114,6 +114,7 @@ class Member:
     adopted: tuple[Adopted, ...] = ()
     step_samples: int = 1
     evaluates: bool = True  # as it said when it greeted
+    goodbye: str = ""  # why it left, if it said so
     lease_step: int = 0  # its local step when leases were last sent
     step_s: float | None = None
     loss: float = nan
@@ -181,7 +182,7 @@ class Member:
         """The member that `to_plain` described."""
         member = cls(plain["learner_id"], plain["incarnation"], 0.0, 0.0)
         for owner in (member, member.down, member.credit):
-            for name in set(owner.__slots__) - {"down", "credit"}:
+            for name in plain.keys() & set(owner.__slots__):  # one that an older release did not write has its default
                 setattr(owner, name, plain[name])
         member.adopted = tuple(Adopted(*held) for held in plain["adopted"])
         member.credit.merged_base = {fragment_id: version for fragment_id, version in plain["merged_base"]}

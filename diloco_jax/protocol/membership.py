@@ -135,7 +135,7 @@ class Membership:
             self.set_state(member, JOINING, now_s)
         member.heard_s = now_s
         member.down.greeted(hello)
-        member.step_samples, member.evaluates = hello.step_samples, hello.evaluates
+        member.step_samples, member.evaluates, member.goodbye = hello.step_samples, hello.evaluates, ""
         return member
 
     def set_state(self, member: Member, state: str, now_s: float) -> None:

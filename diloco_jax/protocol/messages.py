@@ -194,6 +194,9 @@ class Heartbeat(NamedTuple):
     incarnation: int
 
 
+DRAINED, STOPPED_OUTSIDE = ON_PURPOSE = "drained", "stopped from outside"  # why a learner leaves that people stopped
+
+
 class Leave(NamedTuple):
     """A polite goodbye: expect nothing more from this incarnation."""
 

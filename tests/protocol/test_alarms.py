@@ -127,6 +127,16 @@ def test_what_may_be_weather_must_hold_for_a_while() -> None:
     assert book.look([SLOW], 2 * hold_s + 2.0) == ([SLOW], [])
 
 
+def test_a_link_that_breaks_again_and_again_is_told_of() -> None:
+    gone = Alarm("gone", "a", "a is gone")
+    book = AlarmBook()
+    begun = [book.look([gone] if second % 3 == 0 else [], float(second))[0] for second in range(10)]
+    assert begun == [[]] * 6 + [[gone]] + [[]] * 3, "it was away for 2 s at most, and is told once"
+    for second in range(10, 40):
+        begun = book.look([gone] if second % 6 == 0 else [], float(second))[0]
+        assert not begun, "back for longer each time, it begins anew"
+
+
 def test_the_book_is_bounded() -> None:
     book = AlarmBook()
     book.look([Alarm("silent", str(number), "silent") for number in range(KEPT_MAX + 9)], 1.0)

@@ -10,11 +10,11 @@ import pytest
 
 from diloco_jax.protocol.effects import Effect, Note, Send
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT
-from diloco_jax.protocol.messages import Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
+from diloco_jax.protocol.messages import ON_PURPOSE, Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch import health
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.protocol.watch.outrun import EPISODES_MAX, FACTOR, STEPS_MIN, Episode, Outrun
+from diloco_jax.protocol.watch.outrun import EPISODES_MAX, FACTOR, SECONDS_MIN, STEPS_MIN, Episode, Outrun
 from tests.protocol.pair import Pair
 from tests.protocol.syncer_inputs import hello, merged, new, only, report, running, sent, value
 
@@ -77,6 +77,19 @@ def test_gone(how: str) -> None:
     if waits:
         syncer.on_tick(3.0 + syncer.config.release_s + syncer.config.lease_s)
         assert said(syncer, "a", 99.0)[2] == "no connection; what it left undone goes to others"
+
+
+@pytest.mark.parametrize("reason", ON_PURPOSE)
+def test_who_was_asked_to_leave_has_left(reason: str) -> None:
+    syncer = running("a", "b")
+    syncer.on_message(Leave("a", 1, reason), 3.0)
+    told = ("left", 3.0, f"{reason}; what it left undone goes to others")
+    assert said(syncer, "a", 9.0) == told
+    restored = new()
+    restored.restore(syncer.state())
+    assert said(restored, "a", 9.0) == told
+    syncer.on_message(hello("a"), 10.0)
+    assert said(syncer, "a", 11.0)[0] == "joining"
 
 
 def test_leaving_a_complete_run_is_no_loss() -> None:
@@ -273,6 +286,17 @@ def test_steps_that_nobody_reported_count_when_they_are_heard_of() -> None:
     walk(outrun, 100, 1.0)
     outrun.on_steps("a", 4 * STEPS_MIN * len(NAMES), 100)
     assert outrun.current
+
+
+def test_short_steps_count_in_longer_windows() -> None:
+    outrun = Outrun()
+    for step in range(800):
+        clock = 0 if step < STEPS_MIN else step  # a snapshot holds rounds up for 16 steps
+        outrun.on_steps("a", 1, clock, 2 * SECONDS_MIN / 400)
+    assert not outrun.episodes
+    for _ in range(400):
+        outrun.on_steps("a", 1, 800, 2 * SECONDS_MIN / 400)
+    assert outrun.current and outrun.episodes[0].steps == 400
 
 
 def test_a_run_that_went_back_begins_a_new_window() -> None:

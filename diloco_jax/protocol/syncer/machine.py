@@ -23,6 +23,7 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import GONE, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
+    DRAINED,
     Advance,
     AnchorValue,
     FragmentValue,
@@ -213,6 +214,7 @@ class Syncer:
     def on_leave(self, member: Member, message: Leave, now_s: float) -> list[Effect]:
         """A learner says goodbye: its unfinished data is free at once."""
         effects = self.roster.lose(member, GONE, message.reason, now_s)
+        member.goodbye = message.reason
         if not self.progress.finished:
             self.roster.release(member, effects)
         self.comeback.proceed(effects, now_s)
@@ -261,7 +263,7 @@ class Syncer:
         if learner_id not in names:
             there = ", ".join(names[:16]) or "nobody"
             raise ValueError(f"no learner {learner_id[:80]!r} is connected; there are {there}")
-        return [Send(learner_id, Stop(self.global_step, "drained"))]
+        return [Send(learner_id, Stop(self.global_step, DRAINED))]
 
     def on_restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:
         """The process died and is back: links and values on their way are gone (comeback.py).

@@ -34,6 +34,7 @@ REMEDIES = {  # by kind
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
 CALM = 5.0  # seconds without it, after which an alarm is over
+FLAPPING = ("gone",)  # kinds of which gaps shorter than CALM count as well: a link that breaks again and again
 HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0}  # seconds; a shorter one is weather, or a new syncer
 
 
@@ -102,12 +103,19 @@ class AlarmBook:
 
     def __init__(self) -> None:
         self._found_s: dict[tuple[str, str], float] = {}  # since when, without a look that did not find it
+        self._last_s: dict[tuple[str, str], float] = {}  # the newest look that found it
         self._episodes: dict[tuple[str, str], Standing] = {}
 
     def look(self, found: Iterable[Alarm], now_s: float, calm: float = CALM) -> tuple[list[Alarm], list[Alarm]]:
         """Take what is wrong at this moment; return the alarms that begin and those that end."""
         newest = {(alarm.kind, alarm.who): alarm for alarm in found}
-        self._found_s = {key: self._found_s.get(key, now_s) for key in newest}
+        missed = (key for key in self._found_s.keys() - newest.keys() if now_s - self._last_s[key] >= CALM)
+        strict = (key for key in self._found_s.keys() - newest.keys() if key[0] not in FLAPPING)
+        for key in {*missed, *strict}:
+            del self._found_s[key], self._last_s[key]
+        for key in newest:
+            self._found_s.setdefault(key, now_s)
+            self._last_s[key] = now_s
         begun, ended = [], []
         for key, alarm in newest.items():
             episode = self._episodes.get(key)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
+from diloco_jax.protocol.messages import ON_PURPOSE
 from diloco_jax.protocol.syncer.machine import Syncer
 
 CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
@@ -32,6 +33,8 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
     if member.state == GONE:
         if syncer.finished:
             return Condition(name, "left", since_s, "the run is complete")
+        if member.goodbye in ON_PURPOSE:
+            return Condition(name, "left", since_s, f"{member.goodbye}; what it left undone goes to others")
         if name in syncer.leases.holdings:
             return Condition(name, "gone", since_s, "no connection; its data goes to others after release_s")
         return Condition(name, "gone", since_s, "no connection; what it left undone goes to others")

@@ -1,13 +1,16 @@
 """Notice when islands make steps much faster than rounds close: what they learn is not merged, and tokens are used up.
 
-Counted in windows of STEPS_MIN steps per island. An episode is a row of windows in which islands made at least FACTOR
-steps per round; the clock of rounds follows the fastest islands, so in a healthy run it is about one. No rule reads it.
+Counted in windows of STEPS_MIN steps per island, or of as many as take SECONDS_MIN. An episode is a row of windows in
+which islands made at least FACTOR steps per round; the clock of rounds follows the fastest islands, so in a healthy run
+it is about one. No rule reads it.
 """
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, NamedTuple
 
 STEPS_MIN = 16
+SECONDS_MIN = 3.0  # where steps are short, a snapshot alone holds rounds up for 16 of them
 FACTOR = 2.0
 EPISODES_MAX = 8  # that are told apart; later ones count as part of the last
 
@@ -36,15 +39,15 @@ class Outrun:
         self._steps = 0  # all of them together
         self._since = 0  # global step at which the window began
 
-    def on_steps(self, learner_id: str, steps: int, global_step: int) -> None:
-        """Count steps that a learner has made."""
+    def on_steps(self, learner_id: str, steps: int, global_step: int, step_s: float = inf) -> None:
+        """Count steps that a learner has made; the last of them took `step_s` seconds."""
         if global_step < self._since:  # back to a snapshot
             self._begin(global_step)
             self.current = False
         self._names.add(learner_id)
         self._steps += steps
         mean = self._steps / len(self._names)
-        if mean < STEPS_MIN:
+        if mean < STEPS_MIN or mean * step_s < SECONDS_MIN:
             return
         rounds = global_step - self._since
         before, self.current = self.current, mean >= FACTOR * rounds

@@ -114,7 +114,7 @@ class RunStats:
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
-        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step)
+        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step, report.step_s)
         self.losses.on_report(report)
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s

@@ -30,7 +30,7 @@ from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import OWN_TIME, STALE, Leave, Metric, MetricsReport
+from diloco_jax.protocol.messages import OWN_TIME, STALE, STOPPED_OUTSIDE, Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, Ranges
@@ -246,7 +246,7 @@ class Joined:
         self._profiling.close()
         stopped = self._signals.stop.is_set()
         if stopped and not self.finished:
-            self._decisions.apply(lambda machine, now_s: machine.leave("stopped from outside", now_s))
+            self._decisions.apply(lambda machine, now_s: machine.leave(STOPPED_OUTSIDE, now_s))
         finished = self.finished
         self._payloads.close()
         self._effects.close_link(2.0)

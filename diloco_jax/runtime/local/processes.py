@@ -32,7 +32,8 @@ class Process:
         code = self.process.returncode
         killed = code is not None and code < 0
         how = f"killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
-        return f"{self.name} {how}: {self.last_line()} (log: {self.log})"
+        last = "; its last line was" if killed else ""
+        return f"{self.name} {how}{last}: {self.last_line()} (log: {self.log})"
 
     def last_line(self) -> str:
         """Return the last line of its log."""

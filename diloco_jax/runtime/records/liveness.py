@@ -16,7 +16,7 @@ from diloco_jax.runtime.records.signals import PARENT_ENV
 QUIET_S = 5.0  # ten times the pause between two words of a syncer
 FAR_QUIET_S = 60.0  # a folder of another machine: shared disks show files late, and clocks differ
 BEGIN_S = 300.0  # a process that begins says nothing until the model is built
-NOT_RUNNING, SILENT, AWAY = "not running", "silent", "syncer away"
+NOT_RUNNING, SILENT, AWAY = "not running", "silent", "without a syncer"
 DEAD = (NOT_RUNNING, SILENT)
 ENDED = ("complete", "stopped")
 
@@ -82,8 +82,8 @@ def _living(name: list[int] | None) -> _Seen | None:
 def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     """Check the status of a folder against the processes of its run, and return it, or a newer one.
 
-    Of a run that does not go on as it says, `state` is "not running", "silent" (its process is there) or "syncer away"
-    (its supervisor starts it again), and `remedy` says what to do.
+    Of a run that does not go on as it says, `state` is "not running", "silent" (its process is there) or
+    "without a syncer" (its supervisor starts it again), and `remedy` says what to do.
 
     Args:
         ask: asks the syncer itself; None when it does not answer.

@@ -134,7 +134,7 @@ def draw_details(random: Random, kind: str, lease_s: float) -> dict[str, Any]:
         case "cut":
             return {"how": random.choice(("rst", "fin"))}
         case "slow-link":
-            duration_s = round(random.uniform(1.0, 6.0), 3)
+            duration_s = round(random.uniform(2.0, 12.0), 3)
             return {"duration_s": duration_s, "amount": random.choice((2_000, 20_000, 200_000))}
         case "corrupt":
             return {"direction": way(), "amount": random.choice((1, 100, 5_000, 50_000))}

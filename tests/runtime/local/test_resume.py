@@ -77,7 +77,7 @@ def stop_and_kill_the_syncer(job: Job) -> None:
     told = call("status", job.run_dir)
     assert told.returncode == 1 and f"kill -CONT {syncer}" in told.stdout
     os.kill(syncer, signal.SIGKILL)
-    wait_for(lambda: state() == "syncer away", "a word about the syncer's death", 10)
+    wait_for(lambda: state() == "without a syncer", "a word about the syncer's death", 10)
     assert call("status", job.run_dir).returncode == 0
 
 

@@ -63,7 +63,7 @@ def test_who_ended_without_a_summary_does_not_run(tmp_path: Path, state: str) ->
 @pytest.mark.parametrize(
     ("said", "state", "words"),
     [
-        ({}, "syncer away", ["starts it again"]),
+        ({}, "without a syncer", ["starts it again"]),
         ({"supervisor": None}, "not running", ["diloco syncer", "--rewind", "--resume"]),
     ],
 )

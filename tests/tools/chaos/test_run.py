@@ -64,21 +64,31 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 @pytest.mark.slow
 def test_every_alarm_is_shown_by_a_fault(tmp_path: Path) -> None:
-    certificates.make(tmp_path / "certs", [f"island-{index}" for index in range(3)])
+    names = [f"island-{index}" for index in range(3)]
+    certificates.make(tmp_path / "certs", names)
     encrypted = {"transport": certificates.settings(tmp_path / "certs")}
     often = {"train": {"steps": 16_000}, "islands": {"count": 3}, "protocol": {"snapshot_every": 50}}
     config = write_config(tmp_path, **merged(CHANGES, merged(encrypted, often)))
-    kinds = {"kill": {"gone"}, "stop": {"silent"}, "nan": {"striking", "expelled"}, "slow-link": {"link", "unmerged"}}
+    kinds = {
+        "kill": {"gone"},
+        "stop": {"silent"},
+        "nan": {"striking", "expelled"},
+        "slow-link": {"link", "unmerged", "gone"},
+    }
     kinds |= {"stop-syncer": {"outrun"}, "full-disk": {"tape"}, "slow": {"slow"}, "bad-loss": {"loss"}}
     kinds |= {"wrong-clock": {"clock"}, "block-snapshots": {"snapshot"}, "old-certificate": {"certificate"}}
     with small_disk(tmp_path / "disk") as mounted:
         kinds |= {"low-disk": {"disk"}} if mounted else {}
+        asked: dict[str, Any] = {"faults": len(kinds), "steps": 16_000, "lease_s": 2.0}
+        targets = [(each.kind, each.target) for each in draw_schedule(1604, names, **asked, kinds=[*kinds])]
         words = ("--faults", len(kinds), "--seed", 1604, "--kinds", ",".join(kinds), "--json")
         result = run("chaos", config, *words, "--run-dir", tmp_path / "disk" / "run", timeout_s=1100)
         records = list(read_metrics(tmp_path / "disk" / "run" / "metrics.jsonl"))
         summary = json.loads((tmp_path / "disk" / "run" / "summary.json").read_text())
-    begun = {record["alarm"] for record in records if record["kind"] == "alarm" and record["state"] == "begins"}
-    assert {fault: alarms for fault, alarms in kinds.items() if not alarms & begun} == {}, result.stderr
+    begins = [record for record in records if record["kind"] == "alarm" and record["state"] == "begins"]
+    begun = {record["alarm"] for record in begins}
+    of = {kind: {record["alarm"] for record in begins if record["members"] in ([], [name])} for kind, name in targets}
+    assert {fault: alarms for fault, alarms in kinds.items() if not alarms & of[fault]} == {}, result.stderr
     assert result.returncode == 0 and json.loads(result.stdout)["skipped"] == 0, result.stdout + result.stderr
     assert begun <= {each["kind"] for each in summary["alarms"]}
     assert all(each["text"] and each["remedy"] and each["times"] >= 1 for each in summary["alarms"])
