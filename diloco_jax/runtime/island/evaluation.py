@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from diloco_jax.protocol.messages import SCORE_LENGTH_MAX, SCORES_MAX, Metric, Score
-from diloco_jax.runtime.model.evaluation import examiner_of
-from diloco_jax.runtime.model.scores import Scorer
+from diloco_jax.runtime.model.evaluation import Scorer, examiner_of
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source

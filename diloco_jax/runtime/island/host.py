@@ -89,12 +89,7 @@ class Host:
             log.warning(f"the evaluation could not be compiled: {error!r}")
 
     def connect(self, epoch: int, number: int) -> None:
-        """Give every other host a link to the syncer of its own; TransportError if one cannot have it.
-
-        Args:
-            epoch: newest life of the syncer that the learner has heard of.
-            number: of the learner's new session.
-        """
+        """Give every other host a link of its own to this epoch of the syncer; TransportError if one cannot have it."""
 
     def tell_batch(self, ranges: Ranges, ahead: Ranges) -> None:
         """Tell the other hosts which samples the next step reads, and the steps after it."""

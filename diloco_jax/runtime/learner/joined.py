@@ -33,6 +33,7 @@ from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import OWN_TIME, STALE, Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
+from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
@@ -51,6 +52,7 @@ from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.link import Rejected, check_name
 from diloco_jax.transport.sharded import Dialler
 from diloco_jax.transport.trust.security import Denied
@@ -91,6 +93,11 @@ class Joining(NamedTuple):
         if self.hosts is None:
             return Host(self.config, island, compile_step, evaluate, self.saved_states())
         return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
+
+    def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
+        """Return what one of the other processes does."""
+        assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
+        return Follower(self.config, host, self.dialler(host.plan), self.hosts.group, stop, on_batch, self.pulse)
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
@@ -265,12 +272,7 @@ class Joined:
             link.close(2.0)
 
     def check_end(self) -> None:
-        """Raise an error if the syncer refused or expelled this learner.
-
-        Raises:
-            ValueError: the syncer refused it before it had a place in the run.
-            ConnectionError: it refused or expelled this incarnation; a new one may join.
-        """
+        """Raise ValueError if the syncer refused this learner, ConnectionError if it refused this incarnation only."""
         kind, _, reason = self.finished.partition(": ")
         if kind == "refused" and not self.machine.epoch and STALE not in reason:
             raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")

@@ -69,11 +69,7 @@ class Child:
         self._began_s = time.monotonic()
 
     def mourn(self, delay_s: float) -> None:
-        """Note that it ended too early, and when it starts again: later each time while its lives are brief.
-
-        Args:
-            delay_s: from the end of the first of them to the next start.
-        """
+        """Note that it ended too early, and starts again after `delay_s`: later each time while its lives are brief."""
         lived_s = self._ended_s - self._began_s
         self.brief = self.brief + 1 if lived_s < BRIEF_S else 1
         # else it was asked to end, as by a preemption notice, perhaps before it could hear

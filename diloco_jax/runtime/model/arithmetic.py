@@ -9,9 +9,8 @@ import numpy as np
 from diloco_jax.core.passes import Flat, Run, Squares, State
 from diloco_jax.core.shards import fill, split
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.held import HeldStates
 from diloco_jax.runtime.model.merge_shards import HeldCapture, RemoteShare
-from diloco_jax.runtime.model.model_share import Bytes, ModelShare, Setup
+from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, Setup
 
 
 class Moment:

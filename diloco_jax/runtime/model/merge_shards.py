@@ -180,13 +180,7 @@ class HeldCapture:
 
 
 class MergeShards:
-    """The processes with the shares of a model.
-
-    Args:
-        plan: from which every shard makes the same setup.
-        threads: that all merges together may use.
-        on_event, on_death: as `RemoteShare`.
-    """
+    """The processes with the shares of a model, of which all merges together may use so many threads."""
 
     def __init__(
         self,

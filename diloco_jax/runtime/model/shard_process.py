@@ -24,8 +24,7 @@ import numpy as np
 from diloco_jax.protocol.messages import FragmentValue, Hello
 from diloco_jax.runtime.model import shard_commands as commands
 from diloco_jax.runtime.model.global_model import make_setup
-from diloco_jax.runtime.model.held import HeldStates
-from diloco_jax.runtime.model.model_share import ModelShare
+from diloco_jax.runtime.model.model_share import HeldStates, ModelShare
 from diloco_jax.runtime.model.shard_pipe import Pipe
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.grpc_link import GrpcListener, listen

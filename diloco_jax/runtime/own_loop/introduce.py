@@ -27,10 +27,6 @@ def introduce(
 ) -> RunConfig:
     """Return the config of the run whose syncer listens at `transport.address`; it has this model afterwards.
 
-    Args:
-        params: initial values by path.
-        kinds: what they are, by path.
-
     Raises:
         TransportError: the syncer cannot be reached, or does not take the model.
         ValueError: the run's model is another one; names the first tensor that differs.

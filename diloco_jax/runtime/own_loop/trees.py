@@ -27,14 +27,8 @@ ONE_DEVICE = "device"  # the axis of a mesh of one device
 class LoopState:
     """Parameters and optimizer state of a user's loop, with the names and layouts that they had at the beginning.
 
-    Attributes:
-        shapes: of every parameter, by path.
-        kinds: what every parameter is, by path.
-        params: initial values by path, until `exchanged`.
-        devices: on which they lie.
-
     Args:
-        params: any pytree of JAX arrays.
+        params: any pytree of JAX arrays; the attribute has the initial values by path, until `exchanged`.
         opt_state: likewise; None if it stays with the loop.
         axes: logical names of the axes of parameters, by path, as a Flax module would give them ("vocab", "layers").
 

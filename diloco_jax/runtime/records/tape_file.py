@@ -22,15 +22,11 @@ class TapeStopped(Exception):
 
 
 class TapeFile:
-    """Appends to a run's tape; a full disk makes it wait, not fail.
+    """Appends to a run's tape; a full disk makes it wait, not fail. ValueError if another syncer writes it.
 
     Args:
         stop: set from outside when the run shall end: then waiting ends too.
         on_wait: called before each wait, on the writing thread, with `condition` set.
-
-    Raises:
-        ValueError: another syncer writes this tape.
-        OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path, stop: threading.Event, on_wait: Callable[[], None]) -> None:

@@ -84,11 +84,7 @@ class SyncerDriver:
                 self._execute(self._taped.on_tick(self._now_s()))
 
     def bid_farewell(self, *, lingers: bool) -> None:
-        """Let learners hear Stop: until all are gone, or the time for it is over.
-
-        Args:
-            lingers: some may still be on their way back from a process that died, so take the whole time.
-        """
+        """Let learners hear Stop until all are gone; the whole time if some may be on their way back (`lingers`)."""
         if not self._finished:  # stopped from outside: they would train on for nobody
             stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
             self._execute([asked.Send(m.learner_id, stop) for m in self._machine.membership.connected()])

@@ -1,7 +1,7 @@
 """Snapshots of the whole run: the global model and the machine at one moment, written while the run goes on.
 
 A snapshot is captured on the thread that owns model and machine, which costs nothing, and written on a thread of its
-own, fragment by fragment: there is no second copy of the model (runtime/model/held.py). It holds everything that a
+own, fragment by fragment: there is no second copy of the model (HeldStates). It holds everything that a
 syncer needs to go on as if nothing had happened:
 
     parameters, outer   arrays; what versions they are, their digests and medians are in `meta`

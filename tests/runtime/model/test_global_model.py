@@ -14,7 +14,7 @@ from diloco_jax.core.fragments import FINEST
 from diloco_jax.core.layout import value_digest
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.model import held
+from diloco_jax.runtime.model import model_share
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.model.usable import RATES_KEPT, RATES_MIN
 from diloco_jax.settings.text import load
@@ -341,7 +341,7 @@ def test_a_bounded_capture_holds_up_whoever_replaces_it_until_it_is_read(monkeyp
     for merged in waiting:
         model.publish(merged.result(30))
     assert found.keys() == wanted.keys() and all(np.array_equal(found[key], wanted[key]) for key in wanted)
-    monkeypatch.setattr(held, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(model_share, "PATIENCE_S", 0.01)
     late = model.capture(bounded=True)
     assert merge(model, 9, {"a": gradient(model, 0, 7)}).state is not None, "it was given up"
     with pytest.raises(ValueError, match="no fragment was written; the disk is too slow, or hangs"):
