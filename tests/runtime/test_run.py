@@ -17,15 +17,9 @@ from tests.runtime.syncer.scraped import get, samples
 
 pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(500)]
 
-SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
-    "waiting_for_data",
-    "contributors_per_round",
-    "unmerged_fragments",
-    "steps_per_round",
-    "alarms",
-    "wire",
-    "learners",
-}
+SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"}
+SUMMARY_KEYS |= {"waiting_for_data", "contributors_per_round", "unmerged_fragments", "steps_per_round", "alarms"}
+SUMMARY_KEYS |= {"wire", "learners"}
 LEARNER_KEYS = {"local_steps", "tokens", "participation", "restarts", "step_overhead"}
 
 
@@ -153,10 +147,8 @@ def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
 
 def test_prometheus_saw_the_run(finished: Path) -> None:
     """Asked twenty times a second while it trained; this is its last answer."""
-    found, summary = (
-        samples((finished / "scraped.txt").read_text()),
-        json.loads((finished / "summary.json").read_text()),
-    )
+    found = samples((finished / "scraped.txt").read_text())
+    summary = json.loads((finished / "summary.json").read_text())
     records = list(read_metrics(finished / "metrics.jsonl"))
     closed = sum(record["kind"] == "closed" for record in records)
     merged = [record for record in records if record["kind"] == "merged"]
@@ -166,9 +158,7 @@ def test_prometheus_saw_the_run(finished: Path) -> None:
     assert found["diloco_global_step", ()] == closed == 80 and found["diloco_rounds_merged_total", ()] == len(merged)
     assert found["diloco_values_merged_total", ()] == sum(len(record["members"]) for record in merged)
     assert 0 < found["diloco_broadcast_seconds_count", ()] <= 2 * len(merged)
-    assert (
-        found["diloco_run_state", (("state", "evaluating"),)] + found["diloco_run_state", (("state", "complete"),)] == 1
-    )
+    assert sum(found["diloco_run_state", (("state", state),)] for state in ("evaluating", "complete")) == 1
     assert 0 < found["diloco_goodput_ratio", ()] <= 1
     for name, row in summary["learners"].items():
         label = (("island", name),)
