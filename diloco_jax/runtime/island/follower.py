@@ -191,7 +191,6 @@ class Follower:
             self._answer(command.number, reason=self._host.read(StateName.parse(json.loads(command.state))))
 
     def _ask_leaf(self, name: str) -> np.ndarray:
-        """Return a leaf of the state that the leader loads; none is kept here."""
         self._group.send(commands.HostWant(name))
         have, payload = self._received_leaves.get()
         assert have.leaf == name, f"asked for {name}, got {have.leaf}"

@@ -112,7 +112,6 @@ class Host:
         self._adoptions.stage(fragment_id, local_step)
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
-        """Forget a copy that nobody will ask for."""
         self.tell(commands.HostUnstage(fragment_id, local_step))
         self._adoptions.unstage(fragment_id, local_step)
 

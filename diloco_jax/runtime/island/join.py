@@ -198,7 +198,6 @@ def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
 
 
 def _hear(group: GroupLeader | GroupMember, kind: type[_Said]) -> _Said:
-    """Return the next message of a host, which is of this kind."""
     item = group.receive(START_S)
     if item is not None and isinstance(item.message, kind):
         return item.message

@@ -44,7 +44,6 @@ class StateName(NamedTuple):
     digests: tuple[int, ...]  # of the global values that its parameters are based on
 
     def to_text(self) -> str:
-        """Return it as JSON, for the other hosts."""
         return json.dumps(self)
 
     @classmethod

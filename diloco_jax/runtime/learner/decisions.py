@@ -33,7 +33,6 @@ class Signals:
         return self._failure is not None
 
     def check(self) -> None:
-        """Raise the error of another thread, if there is one."""
         if self._failure is not None:
             raise self._failure
 

@@ -89,19 +89,16 @@ class Joining(NamedTuple):
         evaluate: Evaluation | None,
         stop: threading.Event,
     ) -> Host | LeadingHost:
-        """Return the host of an island's first process."""
         if self.hosts is None:
             return Host(self.config, island, compile_step, evaluate, self.saved_states())
         return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
 
     def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
-        """Return what one of the other processes does."""
         assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
         return Follower(self.config, host, self.dialler(host.plan), self.hosts.group, stop, on_batch, self.pulse)
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
-    """Return the signs of life of an island, or of one of its processes."""
     name = f"{check_name(learner_id)}-h{host}" if host else check_name(learner_id)
     return Pulse(config.watchdog, f"the loop of {name}", (run_dir, name))
 
@@ -248,7 +245,6 @@ class Joined:
             self._effects.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self) -> None:
-        """Say goodbye, and end everything."""
         self._pulse.patient()
         self._profiling.close()
         stopped = self._signals.stop.is_set()

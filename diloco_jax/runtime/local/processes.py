@@ -35,7 +35,6 @@ class Process:
         return f"{self.name} {how}: {self.last_line()} (log: {self.log})"
 
     def last_line(self) -> str:
-        """Return the last line of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         said = [line for line in lines[-4:] if not line.startswith(("-----", "For simplicity, JAX has removed"))]
         return said[-1][:400] if said else "it said nothing"
@@ -59,7 +58,6 @@ class Child:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """Return the process that leads."""
         return self.hosts[0].process
 
     def start_again(self, hosts: Sequence[Process]) -> None:
@@ -106,7 +104,6 @@ class Child:
 
     @property
     def log(self) -> Path:
-        """Return the log of the process that leads."""
         return self.hosts[0].log
 
     def signal(self, number: signal.Signals) -> None:

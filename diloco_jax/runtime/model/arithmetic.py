@@ -28,7 +28,6 @@ class Moment:
         return self._setup.join(fragment_id, dict(zip(holders, found, strict=True)))
 
     def value(self, fragment_id: int) -> Flat:
-        """Return a fragment's newest value, for nobody to write to."""
         return self.state(fragment_id, value_only=True).value
 
     def release(self, fragment_id: int | None = None) -> None:
@@ -92,7 +91,6 @@ class Arithmetic:
             self._shares[shard].publish(fragment_id)
 
     def capture(self, bounded: bool = False) -> Moment:
-        """Return the model as it is now; see ModelShare.capture."""
         return Moment(self.setup, self._run, [share.capture(bounded) for share in self._shares])
 
     def load(self, fragment_id: int, version: int, state: State) -> None:

@@ -179,6 +179,5 @@ class Evaluator:
 
 
 def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source) -> Examiner:
-    """Return what measures the run's model."""
     train, seed = config.train, config.data.shuffle_seed + config.seed
     return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed)

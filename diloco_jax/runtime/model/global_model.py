@@ -307,7 +307,6 @@ class GlobalModel:
 
 
 def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
-    """Return how a run's model is dealt out."""
     return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
 
 
@@ -327,5 +326,4 @@ def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
 
 
 def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
-    """Return the global model of a run at its beginning."""
     return GlobalModel(plan, parameters, arithmetic, config.weights, config.merge.outlier_factor)

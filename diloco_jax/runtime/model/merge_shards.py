@@ -87,7 +87,6 @@ class RemoteShare:
         self.tell(commands.ShardEnd())
 
     def await_end(self) -> None:
-        """Wait a little until it has ended, then kill it."""
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -170,12 +169,10 @@ class HeldCapture:
         weakref.finalize(self, share.tell, commands.ShardFree(capture=number)).atexit = False
 
     def read(self, fragment_id: int, value_only: bool) -> State:
-        """Copy a fragment of what was captured."""
         names, arrays = self._share.ask(commands.ShardRead(self._number, fragment_id, value_only))
         return commands.unpack_state(names, arrays)
 
     def release(self, fragment_id: int | None = None) -> None:
-        """Let the shard let go of a fragment, or of all."""
         self._share.tell(commands.ShardFree(-1, self._number, -1 if fragment_id is None else fragment_id))
 
 

@@ -33,7 +33,6 @@ class Pipe:
         self._writer = threading.Thread(target=self._write, name="pipe-out", daemon=True)
 
     def start(self) -> None:
-        """Begin to read and write."""
         self._writer.start()
         threading.Thread(target=self._read, name="pipe-in", daemon=True).start()
 

@@ -63,7 +63,6 @@ class Candidate(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Return the norm per inner step."""
         return self.norm / self.part.steps
 
 

@@ -77,7 +77,6 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
 
 
 def _compare(ours: str, theirs: str) -> None:
-    """Raise ValueError if the run's model is not ours."""
     (shapes, kinds), (their_shapes, their_kinds) = read_layout(ours), read_layout(theirs)
     for path in sorted(shapes.keys() | their_shapes.keys()):
         here, there = (shapes.get(path), kinds.get(path)), (their_shapes.get(path), their_kinds.get(path))

@@ -222,7 +222,6 @@ def complete(folder: Path) -> list[Path]:
 
 
 def global_step_of(checkpoint: Path) -> int:
-    """Return the global step that a checkpoint's name says."""
     return int(checkpoint.name.removeprefix("step_"))
 
 

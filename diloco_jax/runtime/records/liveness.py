@@ -74,7 +74,6 @@ def _name(pid: int) -> list[int]:
 
 
 def _living(name: list[int] | None) -> _Seen | None:
-    """Return the process that `_name` named, if it is there."""
     seen = _look(name[0]) if name is not None else None
     return seen if seen is not None and name is not None and seen.began == name[1] else None
 

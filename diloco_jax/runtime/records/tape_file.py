@@ -37,7 +37,6 @@ class TapeFile:
 
     @property
     def position(self) -> int:
-        """Return the bytes of all lines written so far."""
         return self._file.position
 
     def write(self, line: str) -> None:

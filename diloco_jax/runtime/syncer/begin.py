@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 
 def mode_of(run_dir: Path, *, rewind: bool) -> str:
-    """Return how a syncer in this folder begins."""
     tape = run_dir / TAPE_FILE
     if not tape.exists() or last_time_s(tape) is None:
         return FRESH

@@ -127,7 +127,6 @@ class SnapshotWriter:
         return self._writing is not None and not self._writing.done()
 
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:
-        """Begin to write in the background."""
         assert not self.busy, "one snapshot at a time"
         self._writing = self._thread.submit(self.write, capture, snapshot)
 
@@ -228,5 +227,4 @@ class Keeper:
         self._writer.wait(tell)
 
     def rescue(self) -> None:
-        """Keep the model of a run that ends by an error. See SnapshotWriter.rescue."""
         self._writer.rescue(self._parts.machine.global_step, self._parts.stats.tokens)

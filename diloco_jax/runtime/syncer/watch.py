@@ -82,7 +82,6 @@ class Watch:
         self._pulse.ready(True)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
-        """Count a learner's report."""
         stats = self._parts.stats
         if not stats.on_report(report, now_s):
             return
@@ -139,7 +138,6 @@ class Watch:
             log.info(f"{', '.join(note.members) or 'round ' + str(note.global_step)} {note.kind}: {note.reason}")
 
     def on_score(self, score: Score, now_s: float) -> None:
-        """Tell what an island's evaluation came to."""
         finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
         bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
         tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
