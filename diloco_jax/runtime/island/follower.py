@@ -1,12 +1,6 @@
 """A host of an island that does not lead: no machine, no decisions. It does what the leader says, in that order.
 
-Threads
-  * the caller's ("steps"): the only one to touch the devices: copies, adoptions, states; it makes the steps.
-  * "group": receives what the leader says and hands it on.
-  * "link": reads and checks global fragments before they are adopted; connects to the syncer.
-  * "payload": encodes and sends this host's parts of fragments (payloads.py).
-  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes; reads saved
-    states.
+Its threads are in the table of docs/architecture.md. Only the caller's, which steps, touches the devices.
 """
 
 import json

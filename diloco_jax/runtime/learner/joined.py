@@ -5,15 +5,8 @@ never steps: whoever does (the built-in loop in run.py, or a loop of the user's 
 step, asks `take_batch` for what to read, and calls `stepped` after each one, in which values and states are adopted;
 `leave` comes last.
 
-Threads
-  * the caller's ("steps"): the only one to touch the island; between two steps it adopts what came.
-  * "link": receives, checks and decodes what came, gives the machine (under its lock) at once what its mailbox says,
-    reconnects (inbox.py).
-  * "payload": waits for staged copies, encodes and sends them (island/payloads.py).
-  * "compile": compiles what the island runs while the model and, after a restart, a healthy learner's state arrive.
-  * "save": writes this process's shards of the learner's own states to disk (island/saved_states.py).
-
-Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
+Its threads are in the table of docs/architecture.md. Only the caller's, which steps, touches the island, and nothing
+that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
 
 import logging
@@ -39,8 +32,7 @@ from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
-from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
-from diloco_jax.runtime.learner.effects import Effects
+from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, Effects, Signals
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling

@@ -11,7 +11,7 @@ from diloco_jax.protocol.leases import Batch
 from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.learner.decisions import Signals
+from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
 from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.settings.run import RunConfig

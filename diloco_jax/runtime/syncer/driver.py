@@ -1,10 +1,7 @@
 """The driver of the syncer's machine: deliveries, merges and time in; sends and merges out.
 
-Threads
-  * the caller's: owns machine, tape, model, statistics and listener; takes one input after the other. Never computes.
-  * "merge": one worker that computes what the model becomes; the caller's thread puts it in place.
-  * "snapshot": one worker that writes captures of the whole run to disk.
-The workers put their results into a queue and wake the listener, which is where the caller's thread waits.
+The caller's thread owns machine, tape, model, statistics and listener, takes one input after the other, and never
+computes. What the others make (docs/architecture.md) comes by a queue that wakes the listener, where it waits.
 
 Every input is on the tape before it is executed, so a process that takes this one's place does the same and goes on
 (begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.

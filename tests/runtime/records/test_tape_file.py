@@ -52,7 +52,6 @@ def test_lines_come_back_in_order_and_the_position_is_their_end(tmp_path: Path) 
         assert tape.position == path.stat().st_size, "a line is with the operating system when write returns"
     assert list(read_lines(path)) == ['["tick",1.0]', '["tick",2.5]', '["merged",3.0,7,0,[]]']
     assert list(read_lines(path, positions[1])) == ['["tick",2.5]', '["merged",3.0,7,0,[]]']
-    assert list(read_lines(path, 0, positions[2])) == ['["tick",1.0]', '["tick",2.5]']
     assert last_time_s(path) == 3.0
 
 
