@@ -12,7 +12,7 @@ import pytest
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.runtime.records.telemetry import read_metrics
-from tests.runtime.helpers import call, processes_of, run, start, wait_for, write_config
+from tests.runtime.helpers import call, processes_of, run, start, trained, wait_for, write_config
 from tests.runtime.syncer.scraped import get, samples
 
 pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(500)]
@@ -59,10 +59,8 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
 
 
 def test_data_parallel_ends_with_the_same_keys(tmp_path: Path) -> None:
-    config = write_config(tmp_path, algorithm="data_parallel", train={"steps": 0, "tokens": 1500, "eval_every": 0})
-    result = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=200)
-    assert result.returncode == 0, result.stdout + result.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    run_dir = trained(tmp_path, algorithm="data_parallel", train={"steps": 0, "tokens": 1500, "eval_every": 0})
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS and summary["complete"]
     assert summary["global_steps"] == 6 and summary["merged_tokens"] == 6 * 8 * 32, "the first multiple above 1500"
     assert [row.keys() >= LEARNER_KEYS for row in summary["learners"].values()] == [True]

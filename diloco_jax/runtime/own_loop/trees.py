@@ -37,7 +37,8 @@ class LoopState:
     """
 
     def __init__(self, params: Any, opt_state: Any = None, axes: Mapping[str, LogicalAxes] | None = None) -> None:
-        leaves, self._treedef = jax.tree.flatten(params)
+        leaves, treedef = jax.tree.flatten(params)
+        self._treedef: Any = treedef
         self._paths = _paths(params)
         named, axes = dict(zip(self._paths, leaves, strict=True)), axes or {}
         if unknown := sorted(set(axes) - set(self._paths)):

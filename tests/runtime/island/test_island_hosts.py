@@ -15,7 +15,7 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.replay import Replay
-from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import kill_processes, processes_of, run, start, status, trained, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,13 +39,11 @@ def stopped(process: Any) -> str:
     return str(output)
 
 
-def trained(folder: Path, **changes: Any) -> Path:
+def shared(folder: Path, **changes: Any) -> Path:
     """Train to the end, with shares of both islands; returns the run's folder."""
-    config = write_config(folder, islands=ISLANDS, **changes)
-    done = run("train", config, "--run-dir", folder / "run", "--quiet", timeout_s=PATIENCE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert min(shares(folder / "run", name) for name in ("island-0", "island-1")) > 3
-    return folder / "run"
+    run_dir = trained(folder, islands=ISLANDS, timeout_s=PATIENCE_S, **changes)
+    assert min(shares(run_dir, name) for name in ("island-0", "island-1")) > 3
+    return run_dir
 
 
 def shares(run_dir: Path, name: str) -> int:
@@ -80,7 +78,7 @@ def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) 
     float32 on the wire, because rounding to 4 bits would turn a last bit into a whole step of the format. The distance
     that remains is compared with the way that training went.
     """
-    run_dir = trained(tmp_path, train={"steps": 30, "eval_every": 0}, wire={"up": "float32", "down": "float32"})
+    run_dir = shared(tmp_path, train={"steps": 30, "eval_every": 0}, wire={"up": "float32", "down": "float32"})
     [path] = checkpoint.complete(run_dir / "checkpoints")[:1]
     learnt, _ = checkpoint.load_parameters(path)
     replay = Replay(load(run_dir / "config.yaml"), run_dir)
@@ -96,7 +94,7 @@ def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) 
 
 
 def test_merge_shards_get_their_parts_from_every_host(tmp_path: Path) -> None:
-    trained(tmp_path, train={"steps": 20, "eval_every": 0}, syncer={"shards": 2})
+    shared(tmp_path, train={"steps": 20, "eval_every": 0}, syncer={"shards": 2})
 
 
 @pytest.mark.parametrize(
