@@ -40,7 +40,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / "run" / "scraped.txt").write_text(get(told[1]))
             time.sleep(0.05)
     said, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, said
+    assert process.returncode == 0 and processes_of(folder / "run") == {}, said
     return folder / "run"
 
 
@@ -197,7 +197,3 @@ def test_a_run_can_be_asked_to_write(finished: Path) -> None:
     text = json.loads(told[0].stdout)
     assert text["global_step"] == 80 and text["prompt"] == "def " and len(text["text"]) == 20
     assert told[0].stdout == told[1].stdout, "equal seeds draw the same"
-
-
-def test_no_process_is_left(finished: Path) -> None:
-    assert processes_of(finished) == {}

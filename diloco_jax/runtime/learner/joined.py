@@ -208,12 +208,7 @@ class Joined:
         return self._decisions.ask(lambda machine: machine.allotment.upcoming(steps))
 
     def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
-        """Report a step that is done, adopt what came meanwhile, and wait until the next one may begin (`ready`).
-
-        Args:
-            clock: step of the schedule when it began.
-            metrics: of its training; `loss` is one of them.
-        """
+        """Report a step that began at this step of the schedule, adopt what came, and wait for the next (`ready`)."""
         loss = float(metrics["loss"])
 
         def report(machine: Learner, now_s: float) -> list[Effect]:

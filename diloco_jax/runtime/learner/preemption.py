@@ -18,11 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def watch(source: str, stop: threading.Event) -> None:
-    """Set `stop`, which ends the watch too, when a notice comes; returns at once.
-
-    Args:
-        source: "gce" for the metadata server, else the path of a file whose existence is the notice.
-    """
+    """Set `stop`, which ends the watch too, when a notice comes from "gce" or as a file; returns at once."""
     threading.Thread(target=_watch, args=(source, stop), name="preemption", daemon=True).start()
 
 

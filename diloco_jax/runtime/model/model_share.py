@@ -181,10 +181,8 @@ class ModelShare:
     def inspect(self, fragment_id: int, parts: Sequence[Bytes], bases: Sequence[int]) -> Squares:
         """Measure the learners' values, and keep them for `update`.
 
-        What others did since a learner's base counts in the merge, but not in its norm: it is no work of that learner.
-
-        Args:
-            bases: the version against which each is.
+        What others did since the version against which a value is, its base, counts in the merge, but not in its norm:
+        it is no work of that learner.
         """
         merger, state = self._mergers[fragment_id], self._states[fragment_id]
         moved = {version: self._moved(merger, state, version) for version in set(bases) - {state.version}}

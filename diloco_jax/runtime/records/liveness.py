@@ -82,10 +82,7 @@ def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     """Check the status of a folder against the processes of its run, and return it, or a newer one.
 
     Of a run that does not go on as it says, `state` is "not running", "silent" (its process is there) or "syncer away"
-    (its supervisor starts it again), and `remedy` says what to do.
-
-    Args:
-        ask: asks the syncer itself; None when it does not answer.
+    (its supervisor starts it again), and `remedy` says what to do. The syncer itself is asked by `ask`.
     """
     said = status.get("said", {})
     if status["state"] in ENDED and (run_dir / SUMMARY_FILE).exists():

@@ -74,10 +74,9 @@ class Patience:
 
 
 class Pulse:
-    """Signs of life of one loop. Its own thread calls `beat`, `patient` and `rest`.
+    """Signs of life of one loop, named `what` in the log. Its own thread calls `beat`, `patient` and `rest`.
 
     Args:
-        what: loop, in words of the log.
         files: folder and name of the loop's files; None for a loop without.
     """
 

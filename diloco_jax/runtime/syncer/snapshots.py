@@ -49,11 +49,7 @@ def write_snapshot(
     keep: int,
     on_piece: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write a snapshot, let go of its capture, and delete all but the newest `keep`; returns its folder.
-
-    Args:
-        on_piece: called when a piece is to be written.
-    """
+    """Write a snapshot, piece by piece, let go of its capture, and delete all but the newest `keep`."""
     state = json.loads(snapshot.machine)
     meta = {
         "run": run,
@@ -202,9 +198,7 @@ class Keeper:
     def save_last(self, tell: Callable[[], None]) -> None:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
 
-        Args:
-            tell: says that the run is alive while something is written, and what further attempts wait for, on a disk
-                that takes nothing; stopping the run ends them.
+        `tell` says that the run is alive meanwhile. Stopping the run ends attempts on a disk that takes nothing.
         """
         if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
