@@ -18,11 +18,7 @@ def options_of(config: RunConfig, island: IslandConfig) -> dict[str, str]:
 
 
 def compiler_variable(config: RunConfig, island: IslandConfig, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the environment variable that gives an island's processes these options, and its value.
-
-    Args:
-      environment: of the process; an option that it sets already stays as it is.
-    """
+    """Return the variable that gives an island's processes these options, and its value; those that are set stay."""
     variable = TPU_VARIABLE if island.slice else OTHER_VARIABLE
     words = environment.get(variable, "").split()
     given = {word.lstrip("-").partition("=")[0] for word in words}

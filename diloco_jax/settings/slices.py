@@ -107,14 +107,10 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, own: Mapping[str, Generation] | None = None) -> Topology:
-        """Read a name such as "v5p:4x4x8" or "v6e:16x16".
+        """Read a name such as "v5p:4x4x8" or "v6e:16x16"; ValueError if there is no such generation, or no such slice.
 
         Args:
-          text: the name.
           own: generations that a config describes (islands.generations), beside those of the table.
-
-        Raises:
-          ValueError: no such generation, a wrong number of dimensions, or no slice of this shape.
         """
         known = {**GENERATIONS, **(own or {})}
         written, _, dims = text.partition(":")
@@ -134,7 +130,6 @@ class Topology:
         return topology
 
     def _check(self, text: str) -> None:
-        """Refuse, with ValueError, a shape that the generation does not have."""
         generation, name = self.generation, self.name
         if self.chips > generation.chips_max:
             raise ValueError(

@@ -17,7 +17,7 @@ import yaml
 from flax import nnx
 
 from diloco_jax.cli import main as cli
-from diloco_jax.runtime.model.scores import Scorer
+from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import EvaluationConfig, OptimizerConfig, RunConfig

@@ -93,6 +93,20 @@ def run(*arguments: object, timeout_s: float = 100, step_s: float = STEP_S) -> s
     )
 
 
+def trained(folder: Path, *, timeout_s: float = 200, **changes: Any) -> Path:
+    """Train the small job with changes to its end; returns the run's folder."""
+    done = run("train", write_config(folder, **changes), "--run-dir", folder / "run", "--quiet", timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+def replayed(run_dir: Path) -> None:
+    """Replay a run bit for bit."""
+    done = run("replay", run_dir, "--json", timeout_s=400, step_s=0)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["identical"] and not found["step_difference"], done.stdout + done.stderr
+
+
 def call(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in this process, for what only reads or is refused: without a start that costs seconds."""
     words, out, err = list(map(str, arguments)), io.StringIO(), io.StringIO()

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.telemetry import read_metrics
-from tests.runtime.helpers import processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import processes_of, run, start, status, trained, wait_for, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.net, pytest.mark.timeout(900)]
 
@@ -39,17 +39,15 @@ def test_the_island_that_evaluates_the_final_model_is_killed(tmp_path: Path) -> 
 
 
 def test_in_lockstep_evaluations_do_not_change_a_bit(tmp_path: Path) -> None:
-    def trained(every: int) -> dict[str, np.ndarray]:
+    def evaluated(every: int) -> dict[str, np.ndarray]:
         folder = tmp_path / str(every)
         folder.mkdir()
         protocol: dict[str, Any] = {"overlap_steps": 0, "quorum": 2}
-        config = write_config(folder, train={"steps": 18, "eval_every": every}, protocol=protocol)
-        result = run("train", config, "--run-dir", folder / "run", "--quiet", timeout_s=400)
-        assert result.returncode == 0, result.stdout + result.stderr
-        records = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if r["kind"] == "eval"]
+        run_dir = trained(folder, train={"steps": 18, "eval_every": every}, protocol=protocol, timeout_s=400)
+        records = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "eval"]
         assert len(records) > (3 if every else 0)
-        return load_parameters(complete(folder / "run" / "checkpoints")[0])[0]
+        return load_parameters(complete(run_dir / "checkpoints")[0])[0]
 
-    with_them, without = trained(3), trained(0)
+    with_them, without = evaluated(3), evaluated(0)
     assert with_them.keys() == without.keys()
     assert all(np.array_equal(with_them[path], without[path]) for path in without)

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.runtime.records.telemetry import read_metrics
-from tests.runtime.helpers import call, run, write_config
+from tests.runtime.helpers import call, replayed, trained
 
 PERIODS = {"sync_every": {"mlp": 4, "rest": 12}, "sync_later": {36: {"mlp": 8, "rest": 8}}, "num_fragments": 24}
 
 
 @pytest.mark.long
 def test_each_fragment_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bit(tmp_path: Path) -> None:
-    config = write_config(
+    run_dir = trained(
         tmp_path,
         islands={"count": 2, "devices": 1},
         train={"steps": 60, "eval_every": 0},
@@ -22,10 +22,6 @@ def test_each_fragment_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bi
         adopt={"mode": "rebase"},
         wire={"up": "int2", "down": "int2"},
     )
-    run_dir = tmp_path / "run"
-    trained = run("train", config, "--run-dir", run_dir, "--quiet", timeout_s=200)
-    assert trained.returncode == 0, trained.stderr
-
     merged = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == "merged"]
     turns = {row["global_step"]: row["fragment_id"] for row in merged}
     # 12,288 elements of the MLP every 4 steps and 14,496 others every 12 are 4,280 in the mean step: three fragments
@@ -36,8 +32,6 @@ def test_each_fragment_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bi
     expected |= {step: second[step % 8] for step in range(36, 61) if step % 8 in second}
     assert turns == expected
 
-    result = run("replay", run_dir, "--json", timeout_s=300, step_s=0)
-    found = json.loads(result.stdout)
-    assert result.returncode == 0 and found["identical"] and not found["step_difference"], found
+    replayed(run_dir)
     audited = json.loads(call("audit", run_dir, "--json").stdout)
     assert audited["violations"] == 0 and audited["rounds"] == len(merged), audited

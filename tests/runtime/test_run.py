@@ -12,20 +12,14 @@ import pytest
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.runtime.records.telemetry import read_metrics
-from tests.runtime.helpers import call, processes_of, run, start, wait_for, write_config
+from tests.runtime.helpers import call, processes_of, run, start, trained, wait_for, write_config
 from tests.runtime.syncer.scraped import get, samples
 
 pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(500)]
 
-SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
-    "waiting_for_data",
-    "contributors_per_round",
-    "unmerged_fragments",
-    "steps_per_round",
-    "alarms",
-    "wire",
-    "learners",
-}
+SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"}
+SUMMARY_KEYS |= {"waiting_for_data", "contributors_per_round", "unmerged_fragments", "steps_per_round", "alarms"}
+SUMMARY_KEYS |= {"wire", "learners"}
 LEARNER_KEYS = {"local_steps", "tokens", "participation", "restarts", "step_overhead"}
 
 
@@ -46,7 +40,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / "run" / "scraped.txt").write_text(get(told[1]))
             time.sleep(0.05)
     said, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, said
+    assert process.returncode == 0 and processes_of(folder / "run") == {}, said
     return folder / "run"
 
 
@@ -65,10 +59,8 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
 
 
 def test_data_parallel_ends_with_the_same_keys(tmp_path: Path) -> None:
-    config = write_config(tmp_path, algorithm="data_parallel", train={"steps": 0, "tokens": 1500, "eval_every": 0})
-    result = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=200)
-    assert result.returncode == 0, result.stdout + result.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    run_dir = trained(tmp_path, algorithm="data_parallel", train={"steps": 0, "tokens": 1500, "eval_every": 0})
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS and summary["complete"]
     assert summary["global_steps"] == 6 and summary["merged_tokens"] == 6 * 8 * 32, "the first multiple above 1500"
     assert [row.keys() >= LEARNER_KEYS for row in summary["learners"].values()] == [True]
@@ -153,10 +145,8 @@ def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
 
 def test_prometheus_saw_the_run(finished: Path) -> None:
     """Asked twenty times a second while it trained; this is its last answer."""
-    found, summary = (
-        samples((finished / "scraped.txt").read_text()),
-        json.loads((finished / "summary.json").read_text()),
-    )
+    found = samples((finished / "scraped.txt").read_text())
+    summary = json.loads((finished / "summary.json").read_text())
     records = list(read_metrics(finished / "metrics.jsonl"))
     closed = sum(record["kind"] == "closed" for record in records)
     merged = [record for record in records if record["kind"] == "merged"]
@@ -166,9 +156,7 @@ def test_prometheus_saw_the_run(finished: Path) -> None:
     assert found["diloco_global_step", ()] == closed == 80 and found["diloco_rounds_merged_total", ()] == len(merged)
     assert found["diloco_values_merged_total", ()] == sum(len(record["members"]) for record in merged)
     assert 0 < found["diloco_broadcast_seconds_count", ()] <= 2 * len(merged)
-    assert (
-        found["diloco_run_state", (("state", "evaluating"),)] + found["diloco_run_state", (("state", "complete"),)] == 1
-    )
+    assert sum(found["diloco_run_state", (("state", state),)] for state in ("evaluating", "complete")) == 1
     assert 0 < found["diloco_goodput_ratio", ()] <= 1
     for name, row in summary["learners"].items():
         label = (("island", name),)
@@ -209,7 +197,3 @@ def test_a_run_can_be_asked_to_write(finished: Path) -> None:
     text = json.loads(told[0].stdout)
     assert text["global_step"] == 80 and text["prompt"] == "def " and len(text["text"]) == 20
     assert told[0].stdout == told[1].stdout, "equal seeds draw the same"
-
-
-def test_no_process_is_left(finished: Path) -> None:
-    assert processes_of(finished) == {}

@@ -81,11 +81,7 @@ class Adoptions:
         return staged
 
     def adopt(self, fragment_id: int, version: int, merged_round: int, values: Values) -> None:
-        """Replace a fragment by a global value, between two steps.
-
-        Args:
-            merged_round: the newest round that merged a value of this island, as the message says.
-        """
+        """Replace a fragment by a global value, between two steps; the newest round with its own is `merged_round`."""
         first, mode = fragment_id not in self._held, self._how.mode
         self._held.add(fragment_id)
         asked, sent = self._sent.get(fragment_id, (version + 1, None))

@@ -163,11 +163,7 @@ class BuiltInLoop:
         self.island.warm_up(batch_shapes(self._sample, batch_size or self.batch_size))
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
-        """Copy the samples of the next step to the devices, and read `ahead` those after it; returns at once.
-
-        Args:
-            ahead: of the batches after it, as far as they are known.
-        """
+        """Copy the samples of the next step to the devices, and read those that are known after it; returns at once."""
         self._feed.put(ranges, ahead)
 
     def step(self, clock: int) -> StepHandle:

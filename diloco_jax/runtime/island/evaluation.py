@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from diloco_jax.protocol.messages import SCORE_LENGTH_MAX, SCORES_MAX, Metric, Score
-from diloco_jax.runtime.model.evaluation import examiner_of
-from diloco_jax.runtime.model.scores import Scorer
+from diloco_jax.runtime.model.evaluation import Scorer, examiner_of
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source
@@ -43,7 +42,6 @@ def make_score(
 
 
 def failed_score(error: Exception) -> Score:
-    """Return the answer of an island that could not evaluate."""
     words = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     log.warning(f"the global model could not be evaluated: {words}", exc_info=error)
     return make_score(inf, None, 0, {}, [words])
@@ -59,7 +57,6 @@ class ModelEvaluation:
         self._scorer: Scorer | None = None  # of the user's own; made when it is first needed
 
     def warm_up(self) -> None:
-        """Compile the evaluation of a batch. Any thread."""
         self._examiner.warm_up()
 
     def __call__(self, params: Params, global_step: int, final: bool) -> Score:

@@ -1,12 +1,6 @@
 """A host of an island that does not lead: no machine, no decisions. It does what the leader says, in that order.
 
-Threads
-  * the caller's ("steps"): the only one to touch the devices: copies, adoptions, states; it makes the steps.
-  * "group": receives what the leader says and hands it on.
-  * "link": reads and checks global fragments before they are adopted; connects to the syncer.
-  * "payload": encodes and sends this host's parts of fragments (payloads.py).
-  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes; reads saved
-    states.
+Its threads are in the table of docs/architecture.md. Only the caller's, which steps, touches the devices.
 """
 
 import json
@@ -16,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import TypeVar, cast
@@ -45,35 +40,23 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Follower:
-    """One host that follows, from its first message to its last; whoever steps it calls `next_step` and `leave`.
+    """One host that follows, from its first message to its last; whoever steps it calls `next_step` and `leave`."""
 
-    Args:
-        stop: set from outside to leave politely; the leader decides when.
-        on_batch: takes the samples of the next step, while the one before may be running, and what is known of those
-            after it.
-    """
+    config: RunConfig
+    host: Host
+    dialler: Dialler
+    group: GroupMember
+    stop: threading.Event  # set from outside to leave politely; the leader decides when
+    on_batch: Callable[[Ranges, Ranges], None]  # takes the samples of the next step, and what is known of later ones
+    pulse: Pulse
 
-    def __init__(
-        self,
-        config: RunConfig,
-        host: Host,
-        dialler: Dialler,
-        group: GroupMember,
-        stop: threading.Event,
-        on_batch: Callable[[Ranges, Ranges], None],
-        pulse: Pulse,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.status: int | None = None  # exit status that the leader said in the end; None before
-        self._on_batch = on_batch
-        self._pulse = pulse
         self._stepped_s = 0.0
-        self._group = group
-        self._stop = stop
         self._told_stop = False
-        self._host = host
-        self._dialler = dialler
-        self._values = GlobalValues(host.fragments, config.wire.down)  # the link thread's
+        self._values = GlobalValues(self.host.fragments, self.config.wire.down)  # the link thread's
         self._arrived: dict[tuple[int, int], Values] = {}  # fragment, arrival -> value that may be adopted
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
@@ -98,40 +81,40 @@ class Follower:
             try:
                 command = self._steps_do.get(timeout=POLL_S)
             except queue.Empty:  # the leader has nothing to do, or watches itself
-                self._pulse.beat()
+                self.pulse.beat()
                 continue
             if isinstance(command, commands.HostStep):
-                self._host.forget_saved()
+                self.host.forget_saved()
                 now_s, before_s = time.monotonic(), self._stepped_s
                 self._stepped_s = now_s
-                self._pulse.beat(now_s - before_s if before_s else None)
-                self._pulse.ready(self._link is not None)
+                self.pulse.beat(now_s - before_s if before_s else None)
+                self.pulse.ready(self._link is not None)
                 return command.clock
             if isinstance(command, LONG):
-                self._pulse.patient()
+                self.pulse.patient()
             else:
-                self._pulse.beat()
+                self.pulse.beat()
             self._do(command)
         return None
 
     def leave(self) -> int:
         """End, and return the exit status that the leader said; FAILED if it did not."""
-        self._pulse.patient()  # with what is being written to a disk
-        self._host.close()
-        self._pulse.close()
+        self.pulse.patient()  # with what is being written to a disk
+        self.host.close()
+        self.pulse.close()
         self._payloads.close()
         if self._link is not None:
             self._link.close(0.0)
-        self._group.close()
+        self.group.close()
         return FAILED if self.status is None else self.status
 
     def _do(self, command: commands.Command) -> None:
-        host = self._host
+        host = self.host
         match command:
             case commands.HostWarmUp(number):
                 self._in_thread("compile", partial(self._warm_up, number))
             case commands.HostPutBatch(ranges, ahead):
-                self._on_batch(ranges, ahead)
+                self.on_batch(ranges, ahead)
             case commands.HostStage(fragment_id, local_step):
                 host.stage(fragment_id, local_step)
             case commands.HostUnstage(fragment_id, local_step):
@@ -156,10 +139,10 @@ class Follower:
                 host.island.load_moments(self._ask_leaf)
                 self._answer(number)
             case commands.HostSave(number, state, kept):
-                saving = self._host.save_own(StateName.parse(json.loads(state)), kept)
+                saving = self.host.save_own(StateName.parse(json.loads(state)), kept)
                 saving.add_done_callback(lambda done: self._answer(number, reason=done.result()))
             case commands.HostRestore(number, fragments):
-                self._host.restore(fragments)
+                self.host.restore(fragments)
                 self._answer(number)
             case commands.HostEnd(status):
                 self.status = status
@@ -167,35 +150,34 @@ class Follower:
                 raise ValueError(f"a {type(command).__name__} is not expected here")
 
     def _warm_up(self, number: int) -> None:
-        self._host.warm_up(self._pulse.phase)
+        self.host.warm_up(self.pulse.phase)
         self._answer(number)
-        self._host.warm_up_evaluation()
+        self.host.warm_up_evaluation()
 
     def _send(self, number: int, value: FragmentValue) -> None:
-        staged = self._host.send(value)
+        staged = self.host.send(value)
         if number:
             self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose()))
         if self._link is not None:
             self._payloads.value(self._link, value, staged)
 
     def _send_leaf(self, number: int, name: int, leaf: str) -> None:
-        if (staged := self._host.states.get(name)) is None:
+        if (staged := self.host.states.get(name)) is None:
             self._answer(number, reason=f"it has no copy of step {name} any more")
         else:
             self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
 
     def _on_disk(self, command: commands.HostSaved | commands.HostRead) -> None:
         if isinstance(command, commands.HostSaved):
-            self._answer(command.number, json.dumps(self._host.saved()).encode())
+            self._answer(command.number, json.dumps(self.host.saved()).encode())
         else:
-            self._answer(command.number, reason=self._host.read(StateName.parse(json.loads(command.state))))
+            self._answer(command.number, reason=self.host.read(StateName.parse(json.loads(command.state))))
 
     def _ask_leaf(self, name: str) -> np.ndarray:
-        """Return a leaf of the state that the leader loads; none is kept here."""
-        self._group.send(commands.HostWant(name))
+        self.group.send(commands.HostWant(name))
         have, payload = self._received_leaves.get()
         assert have.leaf == name, f"asked for {name}, got {have.leaf}"
-        leaf = self._host.island.state_layout.by_name[name]
+        leaf = self.host.island.state_layout.by_name[name]
         return np.frombuffer(payload, np.dtype(leaf.dtype)).reshape(leaf.shape)
 
     def _serve_link(self) -> None:
@@ -207,22 +189,22 @@ class Follower:
                         if self._link is not None:
                             self._link.close(0.0)
                         self._link = None
-                        self._link = self._dialler.connect(epoch, session)
+                        self._link = self.dialler.connect(epoch, session)
                     case commands.HostArrival(number, message):
                         values = self._values.read(message, payload)
                         self._values.keep(message, values)
                         self._arrived[message.fragment_id, number] = values
             except (TransportError, ValueError) as error:
-                self._group.send(commands.HostAnswer(command.number, str(error)))
+                self.group.send(commands.HostAnswer(command.number, str(error)))
             else:
                 self._answer(command.number)
 
     def _receive(self) -> None:
         while self.status is None:
-            item = self._group.receive(POLL_S)
-            if self._stop.is_set() and not self._told_stop:
+            item = self.group.receive(POLL_S)
+            if self.stop.is_set() and not self._told_stop:
                 self._told_stop = True
-                self._group.send(commands.HostStop())
+                self.group.send(commands.HostStop())
             if item is None:
                 continue
             match item.message:
@@ -241,7 +223,7 @@ class Follower:
                     self._steps_do.put(cast(commands.Command, command))
 
     def _answer(self, number: int, payload: Payload = b"", reason: str = "") -> None:
-        self._group.send(commands.HostAnswer(number, reason[:REASON_LENGTH_MAX]), payload)
+        self.group.send(commands.HostAnswer(number, reason[:REASON_LENGTH_MAX]), payload)
 
     def _in_thread(self, name: str, body: Callable[[], None]) -> None:
         threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True).start()

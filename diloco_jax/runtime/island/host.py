@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.fragments import Fragment, FragmentPlan
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
@@ -50,8 +50,6 @@ class Host:
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
         self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
-        self.fragments = self.plan.fragments
-        self.evaluates = evaluate is not None
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
         self._compile_step = compile_step
         self._evaluate = evaluate
@@ -63,6 +61,14 @@ class Host:
         self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
         self._complete = -1  # global step of the newest state that all hosts have on disk
         self._read: Leaves = {}  # what was read from disk, until it is taken over or not wanted any more
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        return self.plan.fragments
+
+    @property
+    def evaluates(self) -> bool:
+        return self._evaluate is not None
 
     def tell(self, command: commands.Command) -> None:
         """Let the other hosts do the same, before this one does it; an island of one process has none."""
@@ -89,12 +95,7 @@ class Host:
             log.warning(f"the evaluation could not be compiled: {error!r}")
 
     def connect(self, epoch: int, number: int) -> None:
-        """Give every other host a link to the syncer of its own; TransportError if one cannot have it.
-
-        Args:
-            epoch: newest life of the syncer that the learner has heard of.
-            number: of the learner's new session.
-        """
+        """Give every other host a link of its own to this epoch of the syncer; TransportError if one cannot have it."""
 
     def tell_batch(self, ranges: Ranges, ahead: Ranges) -> None:
         """Tell the other hosts which samples the next step reads, and the steps after it."""
@@ -111,7 +112,6 @@ class Host:
         self._adoptions.stage(fragment_id, local_step)
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
-        """Forget a copy that nobody will ask for."""
         self.tell(commands.HostUnstage(fragment_id, local_step))
         self._adoptions.unstage(fragment_id, local_step)
 

@@ -198,7 +198,6 @@ def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
 
 
 def _hear(group: GroupLeader | GroupMember, kind: type[_Said]) -> _Said:
-    """Return the next message of a host, which is of this kind."""
     item = group.receive(START_S)
     if item is not None and isinstance(item.message, kind):
         return item.message
@@ -252,17 +251,22 @@ def _forget_multislice() -> None:
         log.info(f"{name}={os.environ.pop(name)} was set; an island is a job of its own, so it is not used")
 
 
+def ask_metadata(path: str, variable: str) -> str:
+    """Ask Google Cloud of this machine, where GCE_METADATA_HOST (or IP) says; OSError without an answer."""
+    host = os.environ.get(f"GCE_METADATA_{variable}", "metadata.google.internal")
+    url = f"http://{host}/computeMetadata/v1/instance/{path}"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    with direct.open(request, timeout=METADATA_S) as answer:
+        return str(answer.read(1 << 20).decode(errors="replace"))
+
+
 def _refuse_multislice() -> None:
     """Refuse a slice of a multislice job: JAX asks Google Cloud's metadata server what the environment lacks."""
     if not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio"):
         return
-    name = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
-    url = f"http://{name}/computeMetadata/v1/instance/attributes/tpu-env"
-    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
     try:
-        with direct.open(request, timeout=METADATA_S) as answer:
-            told = answer.read(1 << 20).decode(errors="replace")
+        told = ask_metadata("attributes/tpu-env", "IP")
     except OSError as error:
         log.info(f"no metadata of this slice: {error}")
         return

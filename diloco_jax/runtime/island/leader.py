@@ -70,7 +70,6 @@ class Questions:
         self._open: dict[int, Answers] = {}
 
     def ask(self, command: Callable[[int], commands.Command], payload: Payload = b"") -> Answers:
-        """Send the command that is made with the next number."""
         number = next(self._numbers)
         self._open[number] = answers = Answers(number, self._count)
         self._group.send(command(number), payload)

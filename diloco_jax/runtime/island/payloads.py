@@ -56,7 +56,6 @@ class PayloadSender:
         self._add(URGENT, lambda: link.send(message, self._gradient(message, staged)))
 
     def anchor(self, link: Link, message: AnchorValue, anchor: Values) -> None:
-        """Send a global value back, bit for bit."""
 
         def send() -> None:
             payload = codec.encode(anchor, "float32")

@@ -44,7 +44,6 @@ class StateName(NamedTuple):
     digests: tuple[int, ...]  # of the global values that its parameters are based on
 
     def to_text(self) -> str:
-        """Return it as JSON, for the other hosts."""
         return json.dumps(self)
 
     @classmethod
@@ -180,11 +179,7 @@ class SavedStates:
         raise ValueError("; ".join(problems) or "it is not there any more")
 
     def save(self, staged: StagedShards, name: StateName, keep: int) -> Future[str]:
-        """Begin to write a state; gives the reason why it was not saved anywhere, "" if it was.
-
-        Args:
-            keep: global step of the newest state that is complete, which stays; negative if there is none.
-        """
+        """Begin to write a state beside the newest complete one; gives the reason why it is not saved, "" if it is."""
         return self._worker.submit(self._save, staged, name, keep)
 
     def _save(self, staged: StagedShards, name: StateName, keep: int) -> str:

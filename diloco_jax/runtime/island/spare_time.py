@@ -29,12 +29,7 @@ def idle_time_s() -> float | None:
 
 
 class SpareTime:
-    """The pauses of a thread that works in the background.
-
-    Args:
-        idle_s: how long the cores were idle so far.
-        cores: how many there are; those of this process if not given.
-    """
+    """The pauses of a thread that works in the background, on the cores of this process if no number is given."""
 
     def __init__(
         self,

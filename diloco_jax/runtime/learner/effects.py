@@ -1,15 +1,15 @@
-"""The effects that the learner machine asks for, executed on the island, the link, the tape and the whole states.
-
-It decides nothing, and knows no threads: it is called under the lock of `Decisions`.
-"""
+"""The learner's machine as its threads use it: one input at a time, with its effects executed before the next one."""
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from diloco_jax.protocol import effects as asked
 from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.learner.mailbox import Given
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
 from diloco_jax.runtime.island.adoptions import ReceivedState, Values
 from diloco_jax.runtime.island.host import Host
@@ -18,7 +18,33 @@ from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.transport.link import Link, LinkClosed
 
+IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end
+
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class Signals:
+    """The words that the threads of one learner have for each other: that it ends, and that something came."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.stop = stop  # set from outside to leave politely
+        self.woken = threading.Event()  # set when something came that a step thread without a step may wait for
+        self.compiled = threading.Event()  # set when steps can run
+        self._failure: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """End the learner by an error of one of its threads, the first of them; the step thread raises it."""
+        self._failure = self._failure or error
+        self.woken.set()
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
 class Mail(NamedTuple):
@@ -130,3 +156,36 @@ class Effects:
     def forget_saved(self) -> None:
         self._saved = None
         self._host.forget_saved()
+
+
+class Decisions:
+    """The machine, its effects and the lock that guards both. Any thread may call."""
+
+    def __init__(self, machine: Learner, effects: Effects, signals: Signals) -> None:
+        self.machine = machine
+        self._effects = effects
+        self._signals = signals
+        self._lock = threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """Tell if the machine has ended, or shall."""
+        return bool(self._effects.finished) or self._signals.stop.is_set()
+
+    def ask(self, question: Callable[[Learner], T]) -> T:
+        """Call the machine for an answer without effects."""
+        with self._lock:
+            return question(self.machine)
+
+    def apply(self, decide: Callable[[Learner, float], list[asked.Effect]]) -> None:
+        """Give the machine an input and execute what it asks for. Called with the machine and the time in seconds."""
+        with self._lock:
+            self._effects.execute(decide(self.machine, time.monotonic()))
+
+    def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
+        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
+        with self._lock:
+            given = give(time.monotonic())
+            if given is not None:
+                self._effects.execute(given.effects, given.item)
+        return given is not None

@@ -12,8 +12,7 @@ from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import GlobalFragment, StatePart, SyncerMessage
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
-from diloco_jax.runtime.learner.effects import Effects, Mail
+from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, Effects, Mail, Signals
 from diloco_jax.transport.link import Rejected, TransportError
 from diloco_jax.transport.sharded import Dialler
 

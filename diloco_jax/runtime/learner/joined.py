@@ -5,15 +5,8 @@ never steps: whoever does (the built-in loop in run.py, or a loop of the user's 
 step, asks `take_batch` for what to read, and calls `stepped` after each one, in which values and states are adopted;
 `leave` comes last.
 
-Threads
-  * the caller's ("steps"): the only one to touch the island; between two steps it adopts what came.
-  * "link": receives, checks and decodes what came, gives the machine (under its lock) at once what its mailbox says,
-    reconnects (inbox.py).
-  * "payload": waits for staged copies, encodes and sends them (island/payloads.py).
-  * "compile": compiles what the island runs while the model and, after a restart, a healthy learner's state arrive.
-  * "save": writes this process's shards of the learner's own states to disk (island/saved_states.py).
-
-Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
+Its threads are in the table of docs/architecture.md. Only the caller's, which steps, touches the island, and nothing
+that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
 
 import logging
@@ -33,13 +26,13 @@ from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import OWN_TIME, STALE, STOPPED_OUTSIDE, Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
+from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
-from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
-from diloco_jax.runtime.learner.effects import Effects
+from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, Effects, Signals
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
@@ -51,6 +44,7 @@ from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.link import Rejected, check_name
 from diloco_jax.transport.sharded import Dialler
 from diloco_jax.transport.trust.security import Denied
@@ -87,14 +81,16 @@ class Joining(NamedTuple):
         evaluate: Evaluation | None,
         stop: threading.Event,
     ) -> Host | LeadingHost:
-        """Return the host of an island's first process."""
         if self.hosts is None:
             return Host(self.config, island, compile_step, evaluate, self.saved_states())
         return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
 
+    def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
+        assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
+        return Follower(self.config, host, self.dialler(host.plan), self.hosts.group, stop, on_batch, self.pulse)
+
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
-    """Return the signs of life of an island, or of one of its processes."""
     name = f"{check_name(learner_id)}-h{host}" if host else check_name(learner_id)
     return Pulse(config.watchdog, f"the loop of {name}", (run_dir, name))
 
@@ -212,12 +208,7 @@ class Joined:
         return self._decisions.ask(lambda machine: machine.allotment.upcoming(steps))
 
     def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
-        """Report a step that is done, adopt what came meanwhile, and wait until the next one may begin (`ready`).
-
-        Args:
-            clock: step of the schedule when it began.
-            metrics: of its training; `loss` is one of them.
-        """
+        """Report a step that began at this step of the schedule, adopt what came, and wait for the next (`ready`)."""
         loss = float(metrics["loss"])
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
@@ -241,7 +232,6 @@ class Joined:
             self._effects.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self) -> None:
-        """Say goodbye, and end everything."""
         self._pulse.patient()
         self._profiling.close()
         stopped = self._signals.stop.is_set()
@@ -265,12 +255,7 @@ class Joined:
             link.close(2.0)
 
     def check_end(self) -> None:
-        """Raise an error if the syncer refused or expelled this learner.
-
-        Raises:
-            ValueError: the syncer refused it before it had a place in the run.
-            ConnectionError: it refused or expelled this incarnation; a new one may join.
-        """
+        """Raise ValueError if the syncer refused this learner, ConnectionError if it refused this incarnation only."""
         kind, _, reason = self.finished.partition(": ")
         if kind == "refused" and not self.machine.epoch and STALE not in reason:
             raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")

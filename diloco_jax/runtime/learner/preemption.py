@@ -7,23 +7,18 @@ TRUE, about 30 s before the machine goes); others have a file written by an agen
 import logging
 import os
 import threading
-import urllib.request
 from pathlib import Path
+
+from diloco_jax.runtime.island.join import ask_metadata
 
 GCE = "gce"
 POLL_S = 1.0
-TIMEOUT_S = 2.0
-ANSWER_BYTES_MAX = 64
 
 log = logging.getLogger(__name__)
 
 
 def watch(source: str, stop: threading.Event) -> None:
-    """Set `stop`, which ends the watch too, when a notice comes; returns at once.
-
-    Args:
-        source: "gce" for the metadata server, else the path of a file whose existence is the notice.
-    """
+    """Set `stop`, which ends the watch too, when a notice comes from "gce" or as a file; returns at once."""
     threading.Thread(target=_watch, args=(source, stop), name="preemption", daemon=True).start()
 
 
@@ -31,7 +26,7 @@ def _watch(source: str, stop: threading.Event) -> None:
     told = False
     while not stop.is_set():
         try:
-            if _asks_gce() if source == GCE else os.path.exists(source):
+            if ask_metadata("preempted", "HOST").strip() == "TRUE" if source == GCE else os.path.exists(source):
                 log.warning(f"preemption notice ({source}): leaving politely")
                 stop.set()
             told = False
@@ -40,16 +35,6 @@ def _watch(source: str, stop: threading.Event) -> None:
                 log.warning(f"no preemption notices: {source} cannot be asked ({error}); trying on")
             told = True
         stop.wait(POLL_S)
-
-
-def _asks_gce() -> bool:
-    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-    request = urllib.request.Request(
-        f"http://{host}/computeMetadata/v1/instance/preempted", headers={"Metadata-Flavor": "Google"}
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
-    with direct.open(request, timeout=TIMEOUT_S) as answer:
-        return bool(answer.read(ANSWER_BYTES_MAX).strip() == b"TRUE")
 
 
 def check_source(source: str) -> str:

@@ -61,7 +61,6 @@ class Profiling:
                 self._tell("failed", str(error))
 
     def close(self) -> None:
-        """End a profile early: there are no more steps."""
         if self._left:
             self._left = 1
             self.step_done(0)

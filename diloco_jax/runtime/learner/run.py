@@ -9,14 +9,12 @@ import jax
 
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
-from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.learner.decisions import Signals
+from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
 from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.group.group import GroupMember
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +93,10 @@ class LearnerRun:
 
 def follow(joining: Joining, stop: threading.Event) -> int:
     """Make the steps of a host that does not lead, until its leader ends; returns the exit status."""
-    assert joining.hosts is not None and isinstance(joining.hosts.group, GroupMember), "host 0 leads"
     joining.pulse.phase(LOADING)
     loop = BuiltInLoop(joining.config, joining.learner_id)
     host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
-    dialler = joining.dialler(host.plan)
-    follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch, joining.pulse)
+    follower = joining.follower(host, stop, loop.put_batch)
     while (clock := follower.next_step()) is not None:
         loop.step(clock)
     loop.close()

@@ -51,7 +51,6 @@ class LearnerTape:
         self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
 
     def end(self, reason: str, digests: Sequence[int]) -> None:
-        """Write down that the learner stops, and close the file."""
         self.note("end", reason, digests)
         if self._file is not None:
             self._file.close()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -97,25 +98,19 @@ class _Failure(NamedTuple):
     final: bool  # another attempt would fail as well
 
 
+@dataclass(eq=False)
 class IslandsRun:
     """All islands of a run in this process, on all devices by default; ValueError if they cannot share them."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        address: str,
-        stop: threading.Event,
-        *,
-        devices: Sequence[jax.Device] | None = None,
-        kind: type[LearnerRun] = LearnerRun,
-    ) -> None:
-        self._config = config
-        self._run_dir = run_dir
-        self._address = address
-        self._stop = stop
-        self._kind = kind
-        self._devices = split_devices(config, jax.devices() if devices is None else devices)
+    config: RunConfig
+    run_dir: Path
+    address: str  # where the syncer listens
+    stop: threading.Event
+    devices: Sequence[jax.Device] | None = None
+    kind: type[LearnerRun] = LearnerRun
+
+    def __post_init__(self) -> None:
+        self._devices = split_devices(self.config, jax.devices() if self.devices is None else self.devices)
         self._lock = threading.Lock()
         self._lives: dict[str, threading.Event] = {}  # island -> what ends its present life
         self._outcomes: dict[str, Literal["left", "failed"]] = {}
@@ -127,9 +122,9 @@ class IslandsRun:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            self._stop.wait(POLL_S)
-            if self._stop.is_set() or self._hopeless():
-                self._stop.set()
+            self.stop.wait(POLL_S)
+            if self.stop.is_set() or self._hopeless():
+                self.stop.set()
                 with self._lock:
                     for life in self._lives.values():
                         life.set()
@@ -141,20 +136,20 @@ class IslandsRun:
     def _hopeless(self) -> bool:
         """Say whether no round can ever be merged again. An island that was drained may come back."""
         alive = len(self._devices) - len(self._outcomes)
-        lost = "failed" in self._outcomes.values() and alive < self._config.protocol.quorum
-        return lost and not complete(self._run_dir)
+        lost = "failed" in self._outcomes.values() and alive < self.config.protocol.quorum
+        return lost and not complete(self.run_dir)
 
     def _live(self, name: str) -> None:
         """Live one life after the other; the body of an island's thread."""
         wait_s, brief = 0.0, 0
-        for _ in range(self._config.islands.restarts_max + 1):
-            if self._stop.wait(wait_s):
+        for _ in range(self.config.islands.restarts_max + 1):
+            if self.stop.wait(wait_s):
                 return
             began_s = time.monotonic()
             failure = self._live_once(name)
             brief = brief + 1 if time.monotonic() - began_s < BRIEF_S else 1
-            wait_s = pause_s(self._config.islands.restart_delay_s, brief)
-            if failure is None or last_state(self._run_dir) == "complete":
+            wait_s = pause_s(self.config.islands.restart_delay_s, brief)
+            if failure is None or last_state(self.run_dir) == "complete":
                 self._outcomes[name] = "left"
                 return
             self._reasons[name] = failure.why
@@ -167,13 +162,13 @@ class IslandsRun:
         life = threading.Event()
         with self._lock:
             self._lives[name] = life
-            if self._stop.is_set():
+            if self.stop.is_set():
                 life.set()
         try:
-            incarnation, devices = next_incarnation(self._run_dir, name), self._devices[name]
-            with closing(island_pulse(self._config, self._run_dir, name)) as pulse:
-                joining = Joining(self._config, name, incarnation, self._address, self._run_dir, pulse)
-                log.info(f"{name}: {self._kind(joining, life, devices=devices).run()}")
+            incarnation, devices = next_incarnation(self.run_dir, name), self._devices[name]
+            with closing(island_pulse(self.config, self.run_dir, name)) as pulse:
+                joining = Joining(self.config, name, incarnation, self.address, self.run_dir, pulse)
+                log.info(f"{name}: {self.kind(joining, life, devices=devices).run()}")
             return None
         except ValueError as error:  # a wrong setting stays wrong
             log.error(f"{name} is not started again: {error}")

@@ -111,12 +111,10 @@ def limit_jax(environment: MutableMapping[str, str], machine: Machine) -> None:
 def settings_of(config: RunConfig, name: str, machine: Machine, host: int = 0) -> dict[str, str]:
     """Return the environment variables with which a process of a local run gets its devices.
 
+    ValueError if the machine has not what the islands want.
+
     Args:
       name: `syncer`, an island, the process that drives all of them, or the data-parallel trainer.
-      host: which process of the island.
-
-    Raises:
-      ValueError: the machine has not what the islands want.
     """
     own = config.island(name)
     if name != "syncer" and not machine.emulates:

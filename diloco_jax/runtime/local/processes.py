@@ -36,7 +36,6 @@ class Process:
         return f"{self.name} {how}{last}: {self.last_line()} (log: {self.log})"
 
     def last_line(self) -> str:
-        """Return the last line of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         said = [line for line in lines[-4:] if not line.startswith(("-----", "For simplicity, JAX has removed"))]
         return said[-1][:400] if said else "it said nothing"
@@ -60,7 +59,6 @@ class Child:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """Return the process that leads."""
         return self.hosts[0].process
 
     def start_again(self, hosts: Sequence[Process]) -> None:
@@ -70,11 +68,7 @@ class Child:
         self._began_s = time.monotonic()
 
     def mourn(self, delay_s: float) -> None:
-        """Note that it ended too early, and when it starts again: later each time while its lives are brief.
-
-        Args:
-            delay_s: from the end of the first of them to the next start.
-        """
+        """Note that it ended too early, and starts again after `delay_s`: later each time while its lives are brief."""
         lived_s = self._ended_s - self._began_s
         self.brief = self.brief + 1 if lived_s < BRIEF_S else 1
         # else it was asked to end, as by a preemption notice, perhaps before it could hear
@@ -111,7 +105,6 @@ class Child:
 
     @property
     def log(self) -> Path:
-        """Return the log of the process that leads."""
         return self.hosts[0].log
 
     def signal(self, number: signal.Signals) -> None:

@@ -72,10 +72,7 @@ def _close(spare: Process, words: str = "") -> bool:
 def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:
     """Load what an island needs, and wait for the word to become it: syncer's address, incarnation, and a loaded loop.
 
-    None if the word never comes.
-
-    Args:
-        loads: the model and its programs too, where devices are emulated.
+    None if the word never comes. The model and its programs are loaded where `loads` says so and devices are emulated.
     """
     undo = _lower_priority()
     importlib.import_module("diloco_jax.runtime.learner.run")

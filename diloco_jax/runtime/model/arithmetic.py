@@ -9,9 +9,8 @@ import numpy as np
 from diloco_jax.core.passes import Flat, Run, Squares, State
 from diloco_jax.core.shards import fill, split
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.held import HeldStates
 from diloco_jax.runtime.model.merge_shards import HeldCapture, RemoteShare
-from diloco_jax.runtime.model.model_share import Bytes, ModelShare, Setup
+from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, Setup
 
 
 class Moment:
@@ -29,7 +28,6 @@ class Moment:
         return self._setup.join(fragment_id, dict(zip(holders, found, strict=True)))
 
     def value(self, fragment_id: int) -> Flat:
-        """Return a fragment's newest value, for nobody to write to."""
         return self.state(fragment_id, value_only=True).value
 
     def release(self, fragment_id: int | None = None) -> None:
@@ -93,7 +91,6 @@ class Arithmetic:
             self._shares[shard].publish(fragment_id)
 
     def capture(self, bounded: bool = False) -> Moment:
-        """Return the model as it is now; see ModelShare.capture."""
         return Moment(self.setup, self._run, [share.capture(bounded) for share in self._shares])
 
     def load(self, fragment_id: int, version: int, state: State) -> None:

@@ -1,7 +1,9 @@
 """Build the initial model and evaluate global parameters on the held-out split, in one process without a mesh."""
 
+import logging
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -9,8 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from diloco_jax.runtime.model.scores import Scorer
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.run import EvaluationConfig, RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import Source, load_source
@@ -19,7 +20,60 @@ from diloco_jax.training.data.tokenizer import Tokenizer
 from diloco_jax.training.examiner import Examiner
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.models.variables import Variables
+from diloco_jax.training.named import failure, make_named
 from diloco_jax.training.sharding import MeshConfig, put_array
+
+NAMES_MAX = 32  # of numbers of the user's own
+NAME_MAX = 64  # characters
+
+log = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Numbers of the user's own (`evaluation.module`), which no run depends on; ValueError if nothing makes them."""
+
+    def __init__(self, config: EvaluationConfig) -> None:
+        self._module, self._timeout_s, self.alarms = config.module, config.timeout_s, list[str]()
+        self._object = make_named("evaluation", config.module, config.args) if config.module else None
+        if config.module and not callable(self._object):
+            kind = f"a {type(self._object).__name__} without __call__(self, model, step)"
+            raise ValueError(f"evaluation.module '{config.module}' makes {kind}, which returns numbers by name; add it")
+
+    def scores(self, model: Callable[[], nnx.Module], global_step: int) -> dict[str, float | None]:
+        """Return what the object says of a model, None for what is not finite; nothing if it fails or hangs."""
+        if self._object is None:
+            return {}
+        score, found, errors = self._object, list[dict[str, float | None]](), list[BaseException]()
+
+        def call() -> None:
+            try:
+                found.append(_checked(score(model(), global_step)))
+            except (Exception, SystemExit) as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call, name="scores", daemon=True)  # one that hangs must not hold the run's end
+        thread.start()
+        thread.join(self._timeout_s)
+        if found:
+            return found[0]
+        if not errors:
+            self._object = None  # its thread may still be there
+        why = f"evaluation.module '{self._module}' took more than evaluation.timeout_s = {self._timeout_s:g} s"
+        if not self.alarms:
+            told = failure("evaluation.module", self._module, errors[0]) if errors else why
+            self.alarms.append(f"{told}; the run goes on without its numbers")
+            log.warning(self.alarms[0], exc_info=errors[0] if errors else None)
+        return {}
+
+
+def _checked(found: Any) -> dict[str, float | None]:
+    if not isinstance(found, Mapping) or len(found) > NAMES_MAX:
+        raise TypeError(f"it returned {str(found)[:NAME_MAX]}; return a dict of at most {NAMES_MAX} numbers by name")
+    for name in found:
+        if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= NAME_MAX):
+            raise TypeError(f"it named a number {str(name)[:NAME_MAX]!r}; use 1 to {NAME_MAX} printable characters")
+    values = {name: float(value) for name, value in found.items()}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 class Evaluator:
@@ -125,6 +179,5 @@ class Evaluator:
 
 
 def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source) -> Examiner:
-    """Return what measures the run's model."""
     train, seed = config.train, config.data.shuffle_seed + config.seed
     return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed)

@@ -140,11 +140,7 @@ class GlobalModel:
         return [mark.digest for mark in self._marks]
 
     def capture(self, bounded: bool = False) -> Capture:
-        """Return the model as it is now, which stays as it is.
-
-        Args:
-            bounded: a merge waits while what it replaces is held; see held.py.
-        """
+        """Return the model as it is now, which stays so; if bounded, a merge waits while what it replaces is held."""
         return Capture(tuple(self._marks), self._arithmetic.capture(bounded))
 
     def load(self, capture: Capture) -> None:
@@ -291,11 +287,7 @@ class GlobalModel:
     def load_saved(self, read: Callable[[str, Slice], np.ndarray], plain: Mapping[str, Any]) -> None:
         """Become what a snapshot holds, fragment by fragment; older versions are gone, and so are steps.
 
-        Args:
-            read: reads a piece of a group.
-
-        Raises:
-            ValueError: these are not values of this model, or not the ones that were saved; some may be here by then.
+        ValueError if `read` gives other values than those that were saved; some may be here by then.
         """
         for number, fragment in enumerate(self.plan.fragments):
             flat = np.empty(self.layout(number).size, np.float32)
@@ -315,7 +307,6 @@ class GlobalModel:
 
 
 def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
-    """Return how a run's model is dealt out."""
     return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
 
 
@@ -335,5 +326,4 @@ def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
 
 
 def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
-    """Return the global model of a run at its beginning."""
     return GlobalModel(plan, parameters, arithmetic, config.weights, config.merge.outlier_factor)

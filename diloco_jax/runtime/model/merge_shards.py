@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Pipe as connect_pair
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,24 +33,16 @@ END_S = 5.0
 Reply = tuple[Any, list[np.ndarray]]  # an answer, and the arrays beside it
 
 
+@dataclass(eq=False)
 class RemoteShare:
-    """A share in a process of its own, with the methods of a ModelShare; parts of learners' values are HeldParts.
+    """A share in a process of its own, with the methods of a ModelShare; parts of learners' values are HeldParts."""
 
-    Args:
-        on_event: gets what the shard says unasked, on a thread of its own.
-        on_death: gets the error when the shard is gone, there too.
-    """
+    shard: int
+    config_path: Path
+    on_event: Callable[[tuple[int, commands.ShardEvent]], None]  # gets what it says unasked, on a thread of its own
+    on_death: Callable[[Exception], None]  # gets the error when it is gone, there too
 
-    def __init__(
-        self,
-        shard: int,
-        config_path: Path,
-        on_event: Callable[[tuple[int, commands.ShardEvent]], None],
-        on_death: Callable[[Exception], None],
-    ) -> None:
-        self._shard = shard
-        self._on_event = on_event
-        self._on_death = on_death
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Reply]] = {}
         self._numbers = itertools.count(1)
@@ -57,8 +50,8 @@ class RemoteShare:
         self._death: Exception | None = None
         self._ending = False
         ours, theirs = connect_pair()
-        command = [sys.executable, "-m", "diloco_jax", MERGE_SHARD, str(config_path)]
-        words = ["--shard", str(shard), "--connection", str(theirs.fileno())]
+        command = [sys.executable, "-m", "diloco_jax", MERGE_SHARD, str(self.config_path)]
+        words = ["--shard", str(self.shard), "--connection", str(theirs.fileno())]
         self.process = subprocess.Popen([*command, *words], pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe = Pipe(ours, self._on_message, self._on_end)
@@ -87,7 +80,6 @@ class RemoteShare:
         self.tell(commands.ShardEnd())
 
     def await_end(self) -> None:
-        """Wait a little until it has ended, then kill it."""
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -97,18 +89,18 @@ class RemoteShare:
 
     def _on_message(self, message: commands.ShardAnswer | commands.ShardEvent, arrays: list[np.ndarray]) -> None:
         if not isinstance(message, commands.ShardAnswer):
-            self._on_event((self._shard, message))
+            self.on_event((self.shard, message))
             return
         with self._lock:
             future = self._calls.pop(message.number)
         if message.error:
-            future.set_exception(ValueError(f"merge shard {self._shard}: {message.error}"))
+            future.set_exception(ValueError(f"merge shard {self.shard}: {message.error}"))
         else:
             future.set_result((message.result, arrays))
 
     def _on_end(self, reason: str) -> None:
         error = ConnectionError(
-            f"merge shard {self._shard} (process {self.process.pid}) is gone ({reason}); its words are in this log, "
+            f"merge shard {self.shard} (process {self.process.pid}) is gone ({reason}); its words are in this log, "
             "and the syncer must be started again"
         )
         with self._lock:
@@ -117,7 +109,7 @@ class RemoteShare:
         for future in calls.values():
             future.set_exception(error)
         if not self._ending:
-            self._on_death(error)
+            self.on_death(error)
 
     def inspect(self, fragment_id: int, parts: Sequence[HeldPart], bases: Sequence[int]) -> Squares:
         command = commands.ShardInspect(fragment_id, tuple(part.number for part in parts), tuple(bases))
@@ -170,23 +162,15 @@ class HeldCapture:
         weakref.finalize(self, share.tell, commands.ShardFree(capture=number)).atexit = False
 
     def read(self, fragment_id: int, value_only: bool) -> State:
-        """Copy a fragment of what was captured."""
         names, arrays = self._share.ask(commands.ShardRead(self._number, fragment_id, value_only))
         return commands.unpack_state(names, arrays)
 
     def release(self, fragment_id: int | None = None) -> None:
-        """Let the shard let go of a fragment, or of all."""
         self._share.tell(commands.ShardFree(-1, self._number, -1 if fragment_id is None else fragment_id))
 
 
 class MergeShards:
-    """The processes with the shares of a model.
-
-    Args:
-        plan: from which every shard makes the same setup.
-        threads: that all merges together may use.
-        on_event, on_death: as `RemoteShare`.
-    """
+    """The processes with the shares of a model, of which all merges together may use so many threads."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ Of older versions the encoded steps between them are kept, not the values (docs/
 """
 
 import mmap
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.outer import Outer
+from diloco_jax.core.outer import NOTHING, Outer
 from diloco_jax.core.passes import (
     Flat,
     Merger,
@@ -32,10 +33,51 @@ from diloco_jax.core.passes import (
 )
 from diloco_jax.core.shards import Shares
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.held import HeldStates
 
+PATIENCE_S = 120.0  # for a disk from which nothing is heard
 FREE_MAX = 4  # arrays that wait to be written again: those of a fragment, and one for a sum of steps
 Bytes = bytes | memoryview
+
+
+class HeldStates:
+    """The states of a share's fragments at one moment, by number, for nobody to write to; any thread.
+
+    What is replaced while a snapshot of it is written takes memory of its own. So a merge that would replace a fragment
+    of a bounded capture waits until that is written; those that are due next are written first. A disk that is slower
+    than the rounds thereby slows them down while it writes, and learners train on meanwhile. To give the snapshot up
+    instead would leave a run whose disk is always slower without any. Only if nothing was let go of for PATIENCE_S it
+    is given up: the run goes on.
+    """
+
+    def __init__(self, states: Mapping[int, State]) -> None:
+        self._states = dict(states)
+        self._changed = threading.Condition()
+        self._given_up = False
+
+    def read(self, fragment_id: int, value_only: bool = False) -> State:
+        """Return a fragment's state, or a state of nothing but its value; ValueError if the capture was given up."""
+        with self._changed:
+            if self._given_up:
+                raise ValueError(
+                    f"rounds waited {PATIENCE_S:g} s for it and no fragment was written; the disk is too slow, or hangs"
+                )
+            state = self._states[fragment_id]
+        return State(state.value, {}, NOTHING) if value_only else state
+
+    def release(self, fragment_id: int | None = None) -> None:
+        """Let go of a fragment that is not needed any more, or of all."""
+        with self._changed:
+            for number in [*self._states] if fragment_id is None else [fragment_id]:
+                self._states.pop(number, None)
+            self._changed.notify_all()
+
+    def admit(self, fragment_id: int) -> None:
+        """Wait until a fragment may be replaced."""
+        with self._changed:
+            while fragment_id in self._states:
+                if not self._changed.wait(PATIENCE_S):
+                    self._given_up = True
+                    self._states.clear()
 
 
 class Buffers:
@@ -139,10 +181,8 @@ class ModelShare:
     def inspect(self, fragment_id: int, parts: Sequence[Bytes], bases: Sequence[int]) -> Squares:
         """Measure the learners' values, and keep them for `update`.
 
-        What others did since a learner's base counts in the merge, but not in its norm: it is no work of that learner.
-
-        Args:
-            bases: the version against which each is.
+        What others did since the version against which a value is, its base, counts in the merge, but not in its norm:
+        it is no work of that learner.
         """
         merger, state = self._mergers[fragment_id], self._states[fragment_id]
         moved = {version: self._moved(merger, state, version) for version in set(bases) - {state.version}}
@@ -168,7 +208,7 @@ class ModelShare:
     ) -> tuple[bool, list[int]]:
         """Make the fragment's next version; return whether it is finite, and the digests of its leaves.
 
-        Waits while a snapshot that is being written holds what it replaces (held.py).
+        Waits while a snapshot that is being written holds what it replaces (HeldStates).
 
         Args:
             chosen: indices of the inspected values.

@@ -42,10 +42,6 @@ class OfferedModel:
         self._kept = checkpoint.CheckpointReader(kept)
         self.shapes, self.kinds = read_layout(str(self._kept.meta["layout"]))
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Read the initial values: (path, new float32 array) by ascending path; ValueError if they are damaged."""
         return ((path, self._kept.array(checkpoint.PARAMETERS, path)) for path in self.shapes)

@@ -146,5 +146,4 @@ def pack_state(state: State) -> tuple[tuple[str, ...], list[np.ndarray]]:
 
 
 def unpack_state(names: Sequence[str], arrays: Sequence[np.ndarray]) -> State:
-    """Return the state that `pack_state` packed."""
     return State(arrays[0], dict(zip(names, arrays[2:], strict=True)), arrays[1])

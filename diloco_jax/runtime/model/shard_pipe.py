@@ -9,31 +9,26 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 
+@dataclass(eq=False)
 class Pipe:
-    """One end. Both ends run the same program on the same host, and trust each other.
+    """One end. Both ends run the same program on the same host, and trust each other."""
 
-    Args:
-        on_message: gets every message and its arrays, on the pipe's own thread.
-        on_end: is called there once, with the reason, when the other end is gone.
-    """
+    connection: Connection
+    on_message: Callable[[Any, list[np.ndarray]], None]  # gets every message and its arrays, on the pipe's own thread
+    on_end: Callable[[str], None]  # is called there once, with the reason, when the other end is gone
 
-    def __init__(
-        self, connection: Connection, on_message: Callable[[Any, list[np.ndarray]], None], on_end: Callable[[str], None]
-    ) -> None:
-        self._connection = connection
-        self._on_message = on_message
-        self._on_end = on_end
+    def __post_init__(self) -> None:
         self._outgoing: queue.SimpleQueue[tuple[Any, Sequence[np.ndarray]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="pipe-out", daemon=True)
 
     def start(self) -> None:
-        """Begin to read and write."""
         self._writer.start()
         threading.Thread(target=self._read, name="pipe-in", daemon=True).start()
 
@@ -45,17 +40,17 @@ class Pipe:
         """Write what is queued for at most so many seconds, and end the connection."""
         self._outgoing.put(None)
         self._writer.join(timeout_s)
-        self._connection.close()
+        self.connection.close()
 
     def _write(self) -> None:
         try:
             while (item := self._outgoing.get()) is not None:
                 message, arrays = item
-                self._connection.send((message, [(array.dtype.str, array.shape) for array in arrays]))
+                self.connection.send((message, [(array.dtype.str, array.shape) for array in arrays]))
                 for array in arrays:
                     view = _bytes_of(np.ascontiguousarray(array))
                     while view:
-                        view = view[os.write(self._connection.fileno(), view) :]
+                        view = view[os.write(self.connection.fileno(), view) :]
                 del item, message, arrays
         except OSError:
             return  # the reader says so
@@ -63,18 +58,18 @@ class Pipe:
     def _read(self) -> None:
         try:
             while True:
-                message, kinds = self._connection.recv()
+                message, kinds = self.connection.recv()
                 arrays = [np.empty(shape, dtype) for dtype, shape in kinds]
                 for array in arrays:
                     view = _bytes_of(array)
                     while view:
-                        count = os.readv(self._connection.fileno(), [view])
+                        count = os.readv(self.connection.fileno(), [view])
                         if not count:
                             raise EOFError("the connection ended")
                         view = view[count:]
-                self._on_message(message, arrays)
+                self.on_message(message, arrays)
         except (EOFError, OSError) as error:
-            self._on_end(str(error) or "the connection ended")
+            self.on_end(str(error) or "the connection ended")
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -1,11 +1,7 @@
 """A merge shard: holds its share of the global model, takes values from learners and sends versions to them.
 
 It decides nothing: the syncer's control process, which starts it and owns it, says over a pipe what to do with what, in
-which order. When the pipe ends, so does the process.
-
-Threads
-  * the caller's: share and listener; takes one command or delivery after the other. Never computes.
-  * "merge": measures and merges. "read": copies what was captured. "pipe-in", "pipe-out": the pipe.
+which order. When the pipe ends, so does the process. The caller's thread takes one command or delivery after the other.
 """
 
 import itertools
@@ -24,8 +20,7 @@ import numpy as np
 from diloco_jax.protocol.messages import FragmentValue, Hello
 from diloco_jax.runtime.model import shard_commands as commands
 from diloco_jax.runtime.model.global_model import make_setup
-from diloco_jax.runtime.model.held import HeldStates
-from diloco_jax.runtime.model.model_share import ModelShare
+from diloco_jax.runtime.model.model_share import HeldStates, ModelShare
 from diloco_jax.runtime.model.shard_pipe import Pipe
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.grpc_link import GrpcListener, listen

@@ -63,24 +63,19 @@ class Candidate(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Return the norm per inner step."""
         return self.norm / self.part.steps
 
 
 def choose(
     candidates: Sequence[Candidate], known: Mark, length: float, outlier_factor: float, left_out: dict[str, str]
 ) -> tuple[list[int], tuple[Odd, ...]]:
-    """Choose who may be merged; who may not is added to `left_out` with the reason.
+    """Return the indices of those who may be merged, and the fragment's next `Mark.odd`, as long as these are merged.
 
     Args:
         candidates: in the order of the learners' names.
-        known: of the fragment.
         length: the fragment's initial norm, or that of as many average parameters of the model if that is more.
         outlier_factor: how many times what is usual a value may be; 0 for no limit.
-        left_out: learner -> why.
-
-    Returns:
-        Indices of those who may be merged, and the next `Mark.odd`, as long as these are merged.
+        left_out: learner -> why; who may not be merged is added to it.
     """
     finite = [i for i, candidate in enumerate(candidates) if math.isfinite(candidate.norm)]
     for candidate in candidates:

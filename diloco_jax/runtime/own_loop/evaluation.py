@@ -14,9 +14,7 @@ from diloco_jax.training.models.protocol import Params
 class OwnEvaluation:
     """The evaluation of the global model by a function of the user's own.
 
-    Args:
-        function: takes the parameters as the loop's tree; returns a loss, or numbers by name with one called `loss`.
-        tree: makes that tree of the parameters by path.
+    It takes the parameters as the loop's tree, which `tree` makes, and returns a loss, or numbers by name with `loss`.
     """
 
     def __init__(self, function: Callable[[Any], Any], tree: Callable[[Params], Any]) -> None:

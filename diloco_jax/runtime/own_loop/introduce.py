@@ -27,10 +27,6 @@ def introduce(
 ) -> RunConfig:
     """Return the config of the run whose syncer listens at `transport.address`; it has this model afterwards.
 
-    Args:
-        params: initial values by path.
-        kinds: what they are, by path.
-
     Raises:
         TransportError: the syncer cannot be reached, or does not take the model.
         ValueError: the run's model is another one; names the first tensor that differs.
@@ -81,7 +77,6 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
 
 
 def _compare(ours: str, theirs: str) -> None:
-    """Raise ValueError if the run's model is not ours."""
     (shapes, kinds), (their_shapes, their_kinds) = read_layout(ours), read_layout(theirs)
     for path in sorted(shapes.keys() | their_shapes.keys()):
         here, there = (shapes.get(path), kinds.get(path)), (their_shapes.get(path), their_kinds.get(path))

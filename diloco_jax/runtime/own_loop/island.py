@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die, meet
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.learner.decisions import Signals
+from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.metrics import own_metrics
 from diloco_jax.runtime.learner.preemption import check_source, watch
@@ -46,20 +46,12 @@ from diloco_jax.runtime.records.signals import die_with_parent, stop_on_sigterm
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.train_step import TrainState
-from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.link import TransportConfig
 
 COMING_STEPS = 8  # whose samples a loop may read ahead
 NOTHING = TrainState({}, None)  # between two steps' ends the arrays are the loop's alone
 
 log = logging.getLogger(__name__)
-
-
-class Leading(NamedTuple):
-    """The first process of an island: it decides."""
-
-    joined: Joined
-    host: Host
 
 
 class OwnIsland:
@@ -93,7 +85,7 @@ class OwnIsland:
         self._handed = False  # the state, to the loop
         self._going: bool | None = None
         self._ready_s = 0.0
-        self._side: Leading | Follower | None = None
+        self._side: Joined | Follower | None = None  # the first process decides, the others follow
         self._host: Host | None = None
         self._several = False  # processes of this island
         self._undo = ExitStack()
@@ -173,10 +165,9 @@ class OwnIsland:
             self._held.state = self._state.taken(params, opt_state, "after_step()")
             values = scalars(metrics)
             side = self._side
-            if isinstance(side, Leading):
+            if isinstance(side, Joined):
                 took_s = time.monotonic() - self._ready_s
-                self._going = side.joined.stepped(self._batch, self.global_step, values, took_s)
-                self._next(self._going)
+                self._next(side, side.stepped(self._batch, self.global_step, values, took_s))
             else:
                 self._follow()
             return self._state.given_back(self._held.state.params)
@@ -211,8 +202,8 @@ class OwnIsland:
             elif side is not None:
                 if self._going:
                     self._stop.set()
-                side.joined.leave()
-                side.joined.check_end()
+                side.leave()
+                side.check_end()
         finally:
             self._undo.close()
         self._going = False
@@ -242,16 +233,12 @@ class OwnIsland:
         evaluation = OwnEvaluation(evaluate, self._state.given_back) if evaluate is not None else None
         self._several = hosts is not None
         if hosts is not None and hosts.host:
-            assert isinstance(hosts.group, GroupMember), "host 0 leads"
             self._host = host = Host(self.config, self._held, evaluate=evaluation, saves=joining.saved_states())
-            dialler = joining.dialler(host.plan)
-            self._side = Follower(self.config, host, dialler, hosts.group, self._stop, self._take_ranges, joining.pulse)
+            self._side = joining.follower(host, self._stop, self._take_ranges)
             return
         self._host = host = joining.host(self._held, None, evaluation, self._stop)
         metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
-        payloads = PayloadSender(signals.fail)
-        joined = Joined(joining, host, size, signals, payloads, metrics)
-        self._side = Leading(joined, host)
+        self._side = Joined(joining, host, size, signals, PayloadSender(signals.fail), metrics)
 
     def on_leaving(self, undo: Callable[[], object]) -> None:
         """Call this once the island has left."""
@@ -261,25 +248,23 @@ class OwnIsland:
         side = self._side
         if side is None:
             raise ValueError("this island has left its run; join again")
-        if isinstance(side, Leading):
-            self._going = side.joined.begin()
-            side.joined.check_end()
-            self._next(self._going)
+        if isinstance(side, Joined):
+            going = side.begin()
+            side.check_end()
+            self._next(side, going)
         else:
             self._follow()
 
-    def _next(self, going: bool) -> None:
-        """Tell the other hosts of the next step."""
-        side = self._side
-        assert isinstance(side, Leading), "host 0 leads"
-        self._asked = False
-        if not going:
+    def _next(self, joined: Joined, going: bool) -> None:
+        """Tell the other hosts of the next step, if there is one."""
+        self._going, self._asked = going, False
+        if not going or self._host is None:
             return
-        self.global_step = side.joined.machine.schedule_step
-        self._batch = side.joined.take_batch()
-        self._ahead = side.joined.upcoming(COMING_STEPS) if self._leased else ()
-        side.host.tell_batch(self._batch.ranges, self._ahead)
-        side.host.tell_step(self.global_step)
+        self.global_step = joined.machine.schedule_step
+        self._batch = joined.take_batch()
+        self._ahead = joined.upcoming(COMING_STEPS) if self._leased else ()
+        self._host.tell_batch(self._batch.ranges, self._ahead)
+        self._host.tell_step(self.global_step)
         self._ready_s = time.monotonic()
 
     def _follow(self) -> None:

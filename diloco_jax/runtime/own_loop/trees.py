@@ -27,14 +27,8 @@ ONE_DEVICE = "device"  # the axis of a mesh of one device
 class LoopState:
     """Parameters and optimizer state of a user's loop, with the names and layouts that they had at the beginning.
 
-    Attributes:
-        shapes: of every parameter, by path.
-        kinds: what every parameter is, by path.
-        params: initial values by path, until `exchanged`.
-        devices: on which they lie.
-
     Args:
-        params: any pytree of JAX arrays.
+        params: any pytree of JAX arrays; the attribute has the initial values by path, until `exchanged`.
         opt_state: likewise; None if it stays with the loop.
         axes: logical names of the axes of parameters, by path, as a Flax module would give them ("vocab", "layers").
 
@@ -43,27 +37,28 @@ class LoopState:
     """
 
     def __init__(self, params: Any, opt_state: Any = None, axes: Mapping[str, LogicalAxes] | None = None) -> None:
-        leaves = jax.tree.leaves(params)
-        self._treedef: Any = jax.tree.structure(params)
+        leaves, treedef = jax.tree.flatten(params)
+        self._treedef: Any = treedef
         self._paths = _paths(params)
-        axes = axes or {}
+        named, axes = dict(zip(self._paths, leaves, strict=True)), axes or {}
         if unknown := sorted(set(axes) - set(self._paths)):
             raise ValueError(f"axes names {unknown[0]!r}, which is no parameter; they are {', '.join(self._paths[:8])}")
-        for path, leaf in zip(self._paths, leaves, strict=True):
+        for path, leaf in named.items():
             _check(f"params[{path!r}]", leaf)
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(f"params[{path!r}] is {leaf.dtype}; only floats can be merged: leave it out of params")
         if not leaves:
             raise ValueError("params has no arrays; give the tree that the optimizer updates")
-        self.shapes = dict(sorted((path, tuple(leaf.shape)) for path, leaf in zip(self._paths, leaves, strict=True)))
+        self.shapes = {path: tuple(leaf.shape) for path, leaf in sorted(named.items())}
         self.kinds: dict[str, Kind] = {path: kind_of(shape, axes.get(path, ())) for path, shape in self.shapes.items()}
-        self._dtypes = {path: leaf.dtype for path, leaf in zip(self._paths, leaves, strict=True)}
+        self._dtypes = {path: leaf.dtype for path, leaf in named.items()}
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)
-        self._lies = lies = _layouts(dict(zip(self._paths, leaves, strict=True)))
-        self.devices: list[jax.Device] = list(next(iter(lies.values())).mesh.devices.flat)
-        self._everywhere = NamedSharding(next(iter(lies.values())).mesh, PartitionSpec())
+        self._lies = _layouts(named)
+        mesh = next(iter(self._lies.values())).mesh
+        self.devices: list[jax.Device] = list(mesh.devices.flat)
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
         self.params = self._named([jnp.copy(leaf) for leaf in leaves])

@@ -51,15 +51,12 @@ class SavedPart(NamedTuple):
 
 
 def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Mapping[str, Any]) -> Path:
-    """Write one checkpoint; another one of the same global step is replaced.
+    """Write one checkpoint, in place of another one of the same global step, and return its folder.
 
     Args:
         folder: where checkpoints of this kind lie; made when missing.
         groups: arrays by group and name; an empty group is allowed.
         meta: plain JSON values; `global_step` names the checkpoint.
-
-    Returns:
-        The checkpoint's folder.
     """
     named = ((group, name, value) for group, arrays in groups.items() for name, value in arrays.items())
     pieces = (SavedPart(group, whole(name), value.shape, value) for group, name, value in named)
@@ -225,7 +222,6 @@ def complete(folder: Path) -> list[Path]:
 
 
 def global_step_of(checkpoint: Path) -> int:
-    """Return the global step that a checkpoint's name says."""
     return int(checkpoint.name.removeprefix("step_"))
 
 

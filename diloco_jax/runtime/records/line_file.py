@@ -20,13 +20,8 @@ log = logging.getLogger(__name__)
 class LineFile:
     """Appends whole lines. One process writes it, one thread at a time.
 
-    Args:
-        path: the file, made when missing. A torn last line, as a lost machine leaves it, is cut off.
-        exclusive: refuse to open a file that another process has open this way.
-
-    Raises:
-        ValueError: another process writes this file.
-        OSError: it cannot be opened.
+    A file that is missing is made; a torn last line, as a lost machine leaves it, is cut off. An exclusive one that
+    another process has open this way is refused with ValueError.
     """
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:

@@ -74,7 +74,6 @@ def _name(pid: int) -> list[int]:
 
 
 def _living(name: list[int] | None) -> _Seen | None:
-    """Return the process that `_name` named, if it is there."""
     seen = _look(name[0]) if name is not None else None
     return seen if seen is not None and name is not None and seen.began == name[1] else None
 
@@ -83,10 +82,8 @@ def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     """Check the status of a folder against the processes of its run, and return it, or a newer one.
 
     Of a run that does not go on as it says, `state` is "not running", "silent" (its process is there) or
-    "without a syncer" (its supervisor starts it again), and `remedy` says what to do.
-
-    Args:
-        ask: asks the syncer itself; None when it does not answer.
+    "without a syncer" (its supervisor starts it again), and `remedy` says what to do. The syncer itself is asked by
+    `ask`.
     """
     said = status.get("said", {})
     if status["state"] in ENDED and (run_dir / SUMMARY_FILE).exists():

@@ -51,7 +51,6 @@ class Patience:
         self._counted = (0, 0.0)  # the beat that the counting thread has seen, seconds since then
 
     def beat(self, took_s: float | None = None) -> None:
-        """Note progress, and the seconds of a step that is done."""
         if took_s is not None:
             self._last_s.append(took_s)
             self._usual_s = median(self._last_s)
@@ -75,10 +74,9 @@ class Patience:
 
 
 class Pulse:
-    """Signs of life of one loop. Its own thread calls `beat`, `patient` and `rest`.
+    """Signs of life of one loop, named `what` in the log. Its own thread calls `beat`, `patient` and `rest`.
 
     Args:
-        what: loop, in words of the log.
         files: folder and name of the loop's files; None for a loop without.
     """
 

@@ -138,10 +138,9 @@ def is_address(run: str) -> bool:
 
 
 def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
-    """Return how to ask the syncer of a run; ValueError if its folder holds no address.
+    """Return how to ask the syncer of a run, a folder or host:port; ValueError if the folder holds no address.
 
     Args:
-        run: the run's folder, or host:port of its syncer.
         allow_plaintext: ask an address other than loopback although nothing is encrypted.
     """
     plain = allow_plaintext or known.allow_plaintext

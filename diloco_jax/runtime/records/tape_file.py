@@ -22,15 +22,11 @@ class TapeStopped(Exception):
 
 
 class TapeFile:
-    """Appends to a run's tape; a full disk makes it wait, not fail.
+    """Appends to a run's tape; a full disk makes it wait, not fail. ValueError if another syncer writes it.
 
     Args:
         stop: set from outside when the run shall end: then waiting ends too.
         on_wait: called before each wait, on the writing thread, with `condition` set.
-
-    Raises:
-        ValueError: another syncer writes this tape.
-        OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path, stop: threading.Event, on_wait: Callable[[], None]) -> None:
@@ -41,7 +37,6 @@ class TapeFile:
 
     @property
     def position(self) -> int:
-        """Return the bytes of all lines written so far."""
         return self._file.position
 
     def write(self, line: str) -> None:
@@ -73,16 +68,10 @@ class TapeFile:
         self._file.close()
 
 
-def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Yield the whole lines of a tape without their line breaks, also while it is being written.
+def read_lines(path: Path, start: int = 0) -> Iterator[str]:
+    """Yield the whole lines of a tape from a byte position on, without line breaks, also while it is being written.
 
-    Args:
-        start: byte position of the first line.
-        stop: byte position behind the last line; None reads to the end.
-
-    Raises:
-        ValueError: a line is longer than any that a syncer writes, or `start` lies behind the end.
-        OSError: there is no such file, or it cannot be read.
+    ValueError if a line is longer than any that a syncer writes, or `start` lies behind the end.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -92,14 +81,11 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
                 "restore the tape, or start a new run"
             )
         position = file.seek(start)
-        while stop is None or position < stop:
-            line = file.readline(LINE_BYTES_MAX)
-            if not line.endswith(b"\n"):
-                if len(line) == LINE_BYTES_MAX:
-                    raise ValueError(f"{path} has a line of more than {LINE_BYTES_MAX} bytes at byte {position}")
-                return
+        while (line := file.readline(LINE_BYTES_MAX)).endswith(b"\n"):
             position += len(line)
             yield line[:-1].decode(errors="replace")
+        if len(line) == LINE_BYTES_MAX:
+            raise ValueError(f"{path} has a line of more than {LINE_BYTES_MAX} bytes at byte {position}")
 
 
 def last_time_s(path: Path) -> float | None:

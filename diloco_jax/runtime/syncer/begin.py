@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 
 def mode_of(run_dir: Path, *, rewind: bool) -> str:
-    """Return how a syncer in this folder begins."""
     tape = run_dir / TAPE_FILE
     if not tape.exists() or last_time_s(tape) is None:
         return FRESH
@@ -38,10 +37,7 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
 def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
     """Bring machine, model and statistics to where they go on; returns the effects of the first input.
 
-    ValueError, with what to do, if the tape or the snapshots do not allow it.
-
-    Args:
-        initial: makes the initial values again, which the model has by now.
+    ValueError, with what to do, if the tape or the snapshots do not allow it. `initial` makes the initial values again.
     """
     if mode == FRESH:
         return parts.taped.on_begin(parts.model.digests, now_s)

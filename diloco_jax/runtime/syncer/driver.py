@@ -1,16 +1,14 @@
 """The driver of the syncer's machine: deliveries, merges and time in; sends and merges out.
 
-Threads
-  * the caller's: owns machine, tape, model, statistics and listener; takes one input after the other. Never computes.
-  * "merge": one worker that computes what the model becomes; the caller's thread puts it in place.
-  * "snapshot": one worker that writes captures of the whole run to disk.
-The workers put their results into a queue and wake the listener, which is where the caller's thread waits.
+The caller's thread owns machine, tape, model, statistics and listener, takes one input after the other, and never
+computes. What the others make (docs/architecture.md) comes by a queue that wakes the listener, where it waits.
 
 Every input is on the tape before it is executed, so a process that takes this one's place does the same and goes on
 (begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
 """
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_jax.protocol import effects as asked
@@ -33,33 +31,27 @@ ADRIFT_S = 60.0  # whose link broke so lately may be on its way back; nobody els
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SyncerDriver:
-    """The loop around a machine that has begun and a listener that is open; `results` are those of other threads."""
+    """The loop around a machine that has begun and a listener that is open."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        listener: GrpcListener | ShardedListener,
-        results: Results,
-        merges: Merges,
-        keeper: Keeper,
-        watch: Watch,
-    ) -> None:
-        self._parts = parts
-        self._taped = parts.taped
-        self._machine = parts.machine
-        self._model = parts.model
-        self._now_s = parts.clock.now_s
-        self._listener = listener
-        self._results = results
-        self._merges = merges
-        self._keeper = keeper
-        self._watch = watch
+    parts: Parts
+    listener: GrpcListener | ShardedListener
+    results: Results  # of other threads
+    merges: Merges
+    keeper: Keeper
+    watch: Watch
+
+    def __post_init__(self) -> None:
+        self._taped = self.parts.taped
+        self._machine = self.parts.machine
+        self._model = self.parts.model
+        self._now_s = self.parts.clock.now_s
         self._adrift: dict[str, float] = {}  # when a learner's link broke without a goodbye
         # a process before this one may have died at the very end
         self._finished = self._machine.over
-        control_of(listener).on_drain = self._drain
-        results.wake_with(control_of(listener).wake)
+        control_of(self.listener).on_drain = self._drain
+        self.results.wake_with(control_of(self.listener).wake)
 
     def serve(self, effects: list[asked.Effect]) -> None:
         """Execute the effects of the machine's first input, then serve until the last global step, or until stopped.
@@ -68,11 +60,11 @@ class SyncerDriver:
         """
         self._execute(effects)
         status_at_s = 0.0
-        while not self._finished and not self._parts.stop.is_set():
+        while not self._finished and not self.parts.stop.is_set():
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
-                self._watch.tell()
+                self.watch.tell()
             deadline_s = self._machine.next_deadline_s()
             wake_s = status_at_s if deadline_s is None else min(status_at_s, deadline_s)
             self._take(max(0.0, wake_s - now_s))
@@ -84,15 +76,11 @@ class SyncerDriver:
                 self._execute(self._taped.on_tick(self._now_s()))
 
     def bid_farewell(self, *, lingers: bool) -> None:
-        """Let learners hear Stop: until all are gone, or the time for it is over.
-
-        Args:
-            lingers: some may still be on their way back from a process that died, so take the whole time.
-        """
+        """Let learners hear Stop until all are gone; the whole time if some may be on their way back (`lingers`)."""
         if not self._finished:  # stopped from outside: they would train on for nobody
             stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
             self._execute([asked.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
-        self._watch.tell()
+        self.watch.tell()
         ends_s = self._now_s() + FAREWELL_S
         lately_s = self._now_s() - ADRIFT_S
         while self._now_s() < ends_s:
@@ -103,10 +91,10 @@ class SyncerDriver:
 
     def _take(self, timeout_s: float) -> bool:
         """Handle one delivery, if one comes in time, and all results of the workers; False if none came."""
-        delivery = self._listener.receive(timeout_s)
+        delivery = self.listener.receive(timeout_s)
         if delivery is not None:
             self._on_delivery(delivery, self._now_s())
-        for result in self._results.take():
+        for result in self.results.take():
             self._on_merged(*result)
         return delivery is not None
 
@@ -124,10 +112,10 @@ class SyncerDriver:
             return
         self._adrift.pop(delivery.peer, None)
         if isinstance(message, messages.MetricsReport):
-            self._watch.on_metrics(message, now_s)
+            self.watch.on_metrics(message, now_s)
             return
         if isinstance(message, messages.StepReport):
-            self._watch.on_report(message, now_s)
+            self.watch.on_report(message, now_s)
         elif isinstance(message, messages.AnchorValue):
             fragment_id = message.fragment_id
             if not self._model.fits(fragment_id, message.digest, delivery.payload):
@@ -136,15 +124,15 @@ class SyncerDriver:
         effects = self._taped.on_message(message, now_s)
         dropped = any(isinstance(e, asked.Drop) and e.peer == delivery.peer for e in effects)
         if isinstance(message, messages.FragmentValue) and not dropped:
-            self._merges.keep(message, delivery.payload)
-            self._watch.on_value(message, now_s)
+            self.merges.keep(message, delivery.payload)
+            self.watch.on_value(message, now_s)
         self._execute(effects, delivery.payload)
 
     def _on_merged(self, order: asked.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.left_out.items()):
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
-        self._watch.on_merged(order.global_step, merged.left_out, self._now_s())
+        self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
         effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
         self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
         self._execute(effects)
@@ -162,17 +150,17 @@ class SyncerDriver:
                 case asked.Send(peer, message):
                     self._send(peer, message, payload)
                 case asked.Merge():
-                    self._merges.start(effect)
+                    self.merges.start(effect)
                 case asked.Discard(global_step):
-                    self._merges.discard(global_step)
+                    self.merges.discard(global_step)
                 case asked.Restore(fragment_id, version):
                     self._model.restore(fragment_id, version, payload)
                 case asked.SaveSnapshot():
-                    self._keeper.save()
+                    self.keeper.save()
                 case asked.Evaluated(score):
-                    self._watch.on_score(score, self._now_s())
+                    self.watch.on_score(score, self._now_s())
                 case asked.Note():
-                    self._watch.on_note(effect)
+                    self.watch.on_note(effect)
                 case asked.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
                 case asked.Finish():
@@ -183,17 +171,17 @@ class SyncerDriver:
     def _send(self, peer: str, message: Any, payload: bytes | memoryview) -> None:
         evaluates = isinstance(message, messages.Evaluate)
         if evaluates:
-            self._watch.asked_tokens = self._parts.stats.tokens
-            self._listener.send(peer, message)  # it evaluates the final model while that is saved
+            self.watch.asked_tokens = self.parts.stats.tokens
+            self.listener.send(peer, message)  # it evaluates the final model while that is saved
         ends = self._machine.finished and (evaluates or isinstance(message, messages.Stop))
-        if ends and not self._keeper.saved:
+        if ends and not self.keeper.saved:
             # before anybody leaves: until then learners hold what this process may lose
-            self._keeper.save_last(self._watch.tell)
-            self._watch.tell()
+            self.keeper.save_last(self.watch.tell)
+            self.watch.tell()
         if evaluates:
             return
         if isinstance(message, messages.GlobalFragment):
             payload = self._model.payload(message.fragment_id, message.base)
         elif not isinstance(message, messages.StatePart):  # which is passed on as it came
             payload = b""
-        self._listener.send(peer, message, payload)
+        self.listener.send(peer, message, payload)

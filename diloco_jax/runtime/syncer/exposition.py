@@ -130,7 +130,6 @@ class Exposition(Collector):
         return took
 
     def on_note(self, note: Note) -> None:
-        """Take what a note says of a round."""
         this = self._parts.machine.rounds.flying.get(note.global_step)
         if note.kind == "closed" and this is not None:
             self._observe(0, this.opened_s, this.met_s, this.closed_s)
@@ -147,7 +146,6 @@ class Exposition(Collector):
             phase.observe(max(0.0, end_s - start_s))
 
     def tell(self, status: Mapping[str, Any], now_s: float) -> None:
-        """Take over the status of this moment, for the scrapes to come."""
         if self._server is not None:
             progress, rejected = self._parts.machine.progress, {name: self._rejected[name] for name in self._names}
             summary = self._parts.stats.summary(status["wire"], now_s)
@@ -155,7 +153,6 @@ class Exposition(Collector):
             self._moment = Latest(time.time(), status, summary, merged, self._abandoned, rejected)
 
     def collect(self) -> Iterator[Metric]:
-        """Make the metrics of a scrape."""
         now = self._moment
         if now is None:
             return

@@ -64,7 +64,6 @@ class HostAlarms:
         return self._parts.tape.condition or self._writer.condition
 
     def found(self, now_s: float) -> list[Alarm]:
-        """List what is wrong at this moment."""
         found = [Alarm("tape", "", self._parts.tape.condition)] if self._parts.tape.condition else []
         if self._writer.condition:
             found.append(Alarm("snapshot", "", self._writer.condition))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from pathlib import Path
@@ -88,7 +89,7 @@ class SyncerRun:
             budget=config.budget,
             plan=config.evaluations,
         )
-        self._num_parameters = model.num_parameters
+        self._num_parameters = sum(map(math.prod, model.shapes.values()))
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
         self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -39,36 +39,24 @@ ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ShardedListener:
-    """A listener for the driver, made of several; what it does is as in transport/link.py.
+    """A listener for the driver, made of several; what it does is as in transport/link.py."""
 
-    Args:
-        control: the syncer's own, which people ask.
-        events: what these say unasked, each with the number of its shard.
-        fingerprint: what a learner must agree on to be one that shards will hear.
-        rounds_max: rounds in flight, so values of one learner that may wait for their parts.
-    """
+    control: GrpcListener  # the syncer's own, which people ask
+    shards: MergeShards
+    events: Results  # what these say unasked, each with the number of its shard
+    fingerprint: tuple[tuple[str, str], ...]  # what a learner must agree on to be one that shards will hear
+    rounds_max: int  # rounds in flight, so values of one learner that may wait for their parts
 
-    def __init__(
-        self,
-        control: GrpcListener,
-        shards: MergeShards,
-        events: Results,
-        fingerprint: tuple[tuple[str, str], ...],
-        rounds_max: int,
-    ) -> None:
-        self.control = control
-        self._shards = shards
-        self._dealt = shards.setup.shares
-        self._events = events
-        self._fingerprint = fingerprint
-        self._rounds_max = rounds_max
+    def __post_init__(self) -> None:
+        self._dealt = self.shards.setup.shares
         self._ready: deque[Delivery] = deque()
-        self._heard: list[dict[str, int]] = [{} for _ in shards.shares]  # by shard: learner -> session
+        self._heard: list[dict[str, int]] = [{} for _ in self.shards.shares]  # by shard: learner -> session
         self._hellos: dict[str, Delivery] = {}  # learner -> its hello that some shard has not heard yet
         self._values: dict[tuple[str, int], Waiting] = {}  # learner and session -> incomplete values
-        self._moved = [Traffic(0, 0) for _ in shards.shares]
-        events.wake_with(control.wake)
+        self._moved = [Traffic(0, 0) for _ in self.shards.shares]
+        self.events.wake_with(self.control.wake)
 
     @property
     def traffic(self) -> Traffic:
@@ -90,13 +78,13 @@ class ShardedListener:
         """Queue a message to a learner; a version goes out from the shards. See GrpcListener.send."""
         if isinstance(message, GlobalFragment):
             for shard in self._dealt.holders(message.fragment_id):
-                self._shards.shares[shard].tell(ShardSend(peer, message))
+                self.shards.shares[shard].tell(ShardSend(peer, message))
             return True
         return self.control.send(peer, message, payload)
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions."""
-        for share in self._shards.shares:
+        for share in self.shards.shares:
             share.tell(ShardHangUp(grace_s))
         self.control.close(grace_s)
         self._take_events()
@@ -110,7 +98,7 @@ class ShardedListener:
                 if heard.get(peer) == delivery.session:
                     del heard[peer]
         elif isinstance(delivery.message, Hello):
-            if not difference(dict(self._fingerprint), delivery.message.fingerprint):
+            if not difference(dict(self.fingerprint), delivery.message.fingerprint):
                 self._hellos[peer] = delivery
                 self._greet(peer)
                 return
@@ -119,7 +107,7 @@ class ShardedListener:
         self._ready.append(delivery)
 
     def _take_events(self) -> None:
-        for shard, event in self._events.take():
+        for shard, event in self.events.take():
             match event:
                 case Traffic():
                     self._moved[shard] = event
@@ -136,7 +124,7 @@ class ShardedListener:
             self._ready.append(self._hellos.pop(peer))
 
     def _on_part(self, shard: int, said: ShardHolds) -> None:
-        part = HeldPart(self._shards.shares[shard], said.part, said.size)
+        part = HeldPart(self.shards.shares[shard], said.part, said.size)
         # A learner of several hosts names the size of its value to nobody: each shard finds that of its own part.
         message = said.message._replace(payload_bytes=0)
         peer, session, fragment_id = message.learner_id, said.session, message.fragment_id
@@ -153,7 +141,7 @@ class ShardedListener:
             self._ready.append(Delivery("message", peer, whole, value, session=session))
             if not any(parts.values()):
                 del waiting[message]
-        elif len(waiting) > 2 * self._rounds_max:
+        elif len(waiting) > 2 * self.rounds_max:
             del waiting[next(iter(waiting))]
 
 

@@ -1,7 +1,7 @@
 """Snapshots of the whole run: the global model and the machine at one moment, written while the run goes on.
 
 A snapshot is captured on the thread that owns model and machine, which costs nothing, and written on a thread of its
-own, fragment by fragment: there is no second copy of the model (runtime/model/held.py). It holds everything that a
+own, fragment by fragment: there is no second copy of the model (HeldStates). It holds everything that a
 syncer needs to go on as if nothing had happened:
 
     parameters, outer   arrays; what versions they are, their digests and medians are in `meta`
@@ -49,11 +49,7 @@ def write_snapshot(
     keep: int,
     on_piece: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write a snapshot, let go of its capture, and delete all but the newest `keep`; returns its folder.
-
-    Args:
-        on_piece: called when a piece is to be written.
-    """
+    """Write a snapshot, piece by piece, let go of its capture, and delete all but the newest `keep`."""
     state = json.loads(snapshot.machine)
     meta = {
         "run": run,
@@ -127,7 +123,6 @@ class SnapshotWriter:
         return self._writing is not None and not self._writing.done()
 
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:
-        """Begin to write in the background."""
         assert not self.busy, "one snapshot at a time"
         self._writing = self._thread.submit(self.write, capture, snapshot)
 
@@ -203,9 +198,7 @@ class Keeper:
     def save_last(self, tell: Callable[[], None]) -> None:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
 
-        Args:
-            tell: says that the run is alive while something is written, and what further attempts wait for, on a disk
-                that takes nothing; stopping the run ends them.
+        `tell` says that the run is alive meanwhile. Stopping the run ends attempts on a disk that takes nothing.
         """
         if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
@@ -228,5 +221,4 @@ class Keeper:
         self._writer.wait(tell)
 
     def rescue(self) -> None:
-        """Keep the model of a run that ends by an error. See SnapshotWriter.rescue."""
         self._writer.rescue(self._parts.machine.global_step, self._parts.stats.tokens)

@@ -45,11 +45,6 @@ def merged_metrics(islands: Iterable[Mapping[str, float]]) -> dict[str, float]:
 class Watch:
     """The counts of a run, and everything that is told of it.
 
-    Attributes:
-        eval_loss: newest evaluation; None before the first one.
-        eval_alarms: what was wrong with evaluations, each once; at most EVAL_ALARMS_MAX.
-        asked_tokens: trained on when an evaluation was last asked for; None if that was another process.
-
     Args:
         host: what is wrong with the syncer itself, such as a full disk.
         pulse: of the thread that tells; it does so at every turn, however long it waits for a disk.
@@ -62,10 +57,10 @@ class Watch:
         self._pulse = pulse
         self._told_s: float | None = None
         self._wire_before = earlier.wire
-        self.eval_loss, self.eval_scores = earlier.eval_loss, dict[str, float | None]()
+        self.eval_loss, self.eval_scores = earlier.eval_loss, dict[str, float | None]()  # newest evaluation
         self.eval_bits: float | None = None
-        self.eval_alarms: list[str] = []
-        self.asked_tokens: int | None = None
+        self.eval_alarms: list[str] = []  # what was wrong with evaluations, each once
+        self.asked_tokens: int | None = None  # trained on when this process last asked for an evaluation
         self._host, self._book = host, AlarmBook()
         self._listener: GrpcListener | ShardedListener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
@@ -87,7 +82,6 @@ class Watch:
         self._pulse.ready(True)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
-        """Count a learner's report."""
         stats = self._parts.stats
         if not stats.on_report(report, now_s):
             return
@@ -144,7 +138,6 @@ class Watch:
             log.info(f"{', '.join(note.members) or 'round ' + str(note.global_step)} {note.kind}: {note.reason}")
 
     def on_score(self, score: Score, now_s: float) -> None:
-        """Tell what an island's evaluation came to."""
         finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
         bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
         tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens

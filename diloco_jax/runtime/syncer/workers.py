@@ -63,7 +63,7 @@ class Merges:
         self._thread.submit(self._merge, order, self._values.pop(order.global_step))
 
     def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:
-        self._pulse.patient()  # it may wait for fragments of a snapshot, each for as long as held.py says
+        self._pulse.patient()  # it may wait for fragments of a snapshot, each for as long as HeldStates says
         try:
             self._report((order, self._model.merge(order, values)))
         except Exception as error:

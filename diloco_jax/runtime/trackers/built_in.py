@@ -134,7 +134,6 @@ class OpenTelemetryTracker:
         self._began_s: float | None = None  # of the run, since 1970
 
     def exporter(self) -> Any:
-        """Return what sends the spans."""
         return importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:

@@ -138,7 +138,6 @@ class Outlets:
             tracker.call("begin", config.name, asdict(config), folder)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hand on what a record tells."""
         kind, step = record["kind"], record["global_step"]
         if kind == "metrics":
             self._log(step, record["values"], f"islands/{record['learner']}")

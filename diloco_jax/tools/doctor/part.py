@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.global_model import make_setup
-from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig

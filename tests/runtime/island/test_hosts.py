@@ -141,7 +141,7 @@ def pair(deaths: list[str], tmp_path: Path) -> Iterator[Pair]:
     if made.thread.is_alive() and not deaths:
         made.leader.end(0)
     made.leader._group.close()
-    made.follower._group.close()
+    made.follower.group.close()
 
 
 def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
@@ -231,7 +231,7 @@ def test_a_follower_that_is_asked_to_end_tells_the_leader(pair: Pair) -> None:
 
 
 def test_who_loses_a_host_ends(pair: Pair) -> None:
-    pair.follower._group.close()
+    pair.follower.group.close()
     wait_for(lambda: pair.deaths, "the leader's end", 20)
     assert "host 1 is gone" in pair.deaths[0]
 

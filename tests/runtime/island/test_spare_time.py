@@ -31,20 +31,19 @@ def started(cores: int, busy: float) -> tuple[Machine, SpareTime]:
     return machine, SpareTime(lambda: machine.idle_s, lambda: machine.now_s, cores)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 16])
-def test_busy_cores_give_a_small_share_each(cores: int) -> None:
-    machine, spare = started(cores, cores)
-    assert machine.work(spare, 20) <= 1.1 * LEAST * cores
-
-
-def test_idle_cores_are_used() -> None:
-    machine, spare = started(16, 4)
-    assert machine.work(spare, 2) > 1.5  # after the first look, without any rest
-
-
-def test_only_what_is_idle_is_used() -> None:
-    machine, spare = started(1, 0.5)
-    assert 0.1 < machine.work(spare, 10) < 0.4
+@pytest.mark.parametrize(
+    ("cores", "busy", "seconds", "least", "most"),
+    [
+        *((cores, cores, 20, 0.0, 1.1 * LEAST * cores) for cores in (1, 2, 16)),
+        (16, 4, 2, 1.5, THREADS_COST),  # after the first look, without any rest
+        (1, 0.5, 10, 0.1, 0.4),
+    ],
+)
+def test_idle_cores_are_used_and_of_busy_ones_a_small_share(
+    cores: int, busy: float, seconds: float, least: float, most: float
+) -> None:
+    machine, spare = started(cores, busy)
+    assert least < machine.work(spare, seconds) <= most
 
 
 def test_old_looks_do_not_count() -> None:

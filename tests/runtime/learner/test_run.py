@@ -18,32 +18,11 @@ from flax import nnx
 
 from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
-from diloco_jax.protocol.messages import (
-    AnchorRequest,
-    AnchorValue,
-    Expel,
-    FragmentValue,
-    GlobalFragment,
-    Heartbeat,
-    Hello,
-    Lease,
-    Leave,
-    PullRequest,
-    Refuse,
-    StateDone,
-    StatePart,
-    StatePull,
-    StateRequest,
-    StateUnavailable,
-    StepReport,
-    Stop,
-    SyncerMessage,
-    Welcome,
-)
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island import adoptions, payloads
-from diloco_jax.runtime.learner.decisions import Signals
+from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.inbox import LinkKeeper
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
@@ -113,7 +92,7 @@ class Script:
         except Exception as error:
             self.error = error
 
-    def say(self, message: SyncerMessage, payload: bytes = b"") -> None:
+    def say(self, message: messages.SyncerMessage, payload: bytes = b"") -> None:
         self.listener.send(NAME, message, payload)
 
     def await_message(self, kind: type[M], payload: bool = False) -> Any:
@@ -138,18 +117,18 @@ class Script:
 
     def give(self, fragment_id: int, version: int, fill: float, *, epoch: int = 1, damage: bool = False) -> None:
         payload, digest = self.values(fragment_id, fill), self.digest(fragment_id, fill)
-        message = GlobalFragment(version, fragment_id, version, epoch, digest, len(payload))
+        message = messages.GlobalFragment(version, fragment_id, version, epoch, digest, len(payload))
         self.say(message, payload[:-1] + b"\x7f" if damage else payload)
 
     def admit(
         self, global_step: int = 0, fill: float = 1.0, *, samples: tuple[int, int] = (100, 500), damaged: int = -1
-    ) -> Hello:
+    ) -> messages.Hello:
         """Welcome the learner, give it the model and these samples; one fragment may arrive damaged."""
-        hello: Hello = self.await_message(Hello)
-        self.say(Welcome(global_step, (global_step,) * 2, 1))
+        hello: messages.Hello = self.await_message(messages.Hello)
+        self.say(messages.Welcome(global_step, (global_step,) * 2, 1))
         for fragment_id in range(2):
             self.give(fragment_id, global_step, fill, damage=fragment_id == damaged)
-        self.say(Lease(0, *samples))
+        self.say(messages.Lease(0, *samples))
         return hello
 
     def tape(self, *kinds: str) -> list[Any]:
@@ -173,20 +152,20 @@ def script(tmp_path: Path) -> Iterator[Script]:
 def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
     hello = script.admit()
     assert (hello.versions, hello.digests, hello.epoch, hello.step_samples) == ((-1, -1), (0, 0), 0, 8)
-    first = script.await_message(StepReport)
+    first = script.await_message(messages.StepReport)
     assert (first.local_step, first.samples, first.granted, first.tokens) == (1, 8, 400, 8 * 16)
-    script.say(PullRequest(1, 1, 1))
-    value, payload = script.await_message(FragmentValue, payload=True)
+    script.say(messages.PullRequest(1, 1, 1))
+    value, payload = script.await_message(messages.FragmentValue, payload=True)
     assert (value.fragment_id, value.base_version) == (1, 0) and len(payload) == value.payload_bytes
     script.give(1, 1, 2.0)
-    while script.await_message(StepReport).adopted[1].version != 1:
+    while script.await_message(messages.StepReport).adopted[1].version != 1:
         pass
-    script.say(AnchorRequest(1, 1))
-    anchor, payload = script.await_message(AnchorValue, payload=True)
+    script.say(messages.AnchorRequest(1, 1))
+    anchor, payload = script.await_message(messages.AnchorValue, payload=True)
     assert payload == script.values(1, 2.0) and anchor.digest == script.digest(1, 2.0)
     assert anchor.payload_bytes == len(payload)
-    script.say(Stop(3, "the run is complete"))
-    assert script.await_message(Leave).reason == "the run is complete"
+    script.say(messages.Stop(3, "the run is complete"))
+    assert script.await_message(messages.Leave).reason == "the run is complete"
     script._thread.join(WAIT_S)
     assert script.reason == "the run is complete"
     tape = script.tape()
@@ -203,19 +182,19 @@ def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
 def test_a_step_is_on_the_tape_before_anybody_hears_of_it(script: Script) -> None:
     script.admit()
     for _ in range(5):
-        report = script.await_message(StepReport)
+        report = script.await_message(messages.StepReport)
         assert script.tape("step")[report.local_step - 1][1] == report.local_step
 
 
 def test_a_damaged_fragment_is_dropped_and_asked_for(script: Script) -> None:
     script.admit(damaged=1)
-    again = script.await_message(Hello)
+    again = script.await_message(messages.Hello)
     while again.versions == (-1, -1):  # fragment 0 may not be taken yet
-        again = script.await_message(Hello)
+        again = script.await_message(messages.Hello)
     assert again.versions == (0, -1) and again.digests == (script.digest(0, 1.0), 0)
-    assert not any(isinstance(message, StepReport) for message in script.heard)
+    assert not any(isinstance(message, messages.StepReport) for message in script.heard)
     script.give(1, 0, 1.0)
-    assert script.await_message(StepReport).local_step == 1
+    assert script.await_message(messages.StepReport).local_step == 1
 
 
 def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
@@ -231,21 +210,21 @@ def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
     monkeypatch.setattr(Island, "wait", wait_long)
     script.admit()
     while not began.is_set():
-        script.await_message(Heartbeat)
+        script.await_message(messages.Heartbeat)
     for version in (1, 3, 2):
         payload, digest = script.values(0, version), script.digest(0, version)
-        message = GlobalFragment(version, 0, version, 1, digest, len(payload))
+        message = messages.GlobalFragment(version, 0, version, 1, digest, len(payload))
         script.learner.joined.inbox.take(message, payload)  # as its link thread does
     may_end.set()
-    while not script.await_message(StepReport).adopted[0].version:
+    while not script.await_message(messages.StepReport).adopted[0].version:
         pass
     assert [line[2] for line in script.tape("adopt") if line[1] == 0] == [0, 3]
 
 
 def test_expulsion_ends_this_incarnation_and_says_why(script: Script) -> None:
     script.admit()
-    script.await_message(StepReport)
-    script.say(Expel("three values were NaN"))
+    script.await_message(messages.StepReport)
+    script.say(messages.Expel("three values were NaN"))
     script._thread.join(WAIT_S)
     assert isinstance(script.error, ConnectionAbortedError)
     assert "expelled this incarnation: three values were NaN" in str(script.error)
@@ -253,24 +232,24 @@ def test_expulsion_ends_this_incarnation_and_says_why(script: Script) -> None:
 
 
 def test_refusal_is_wrong_input_at_first_and_bad_luck_later(script: Script, tmp_path: Path) -> None:
-    script.await_message(Hello)
-    script.say(Refuse("model layout differs"))
+    script.await_message(messages.Hello)
+    script.say(messages.Refuse("model layout differs"))
     script._thread.join(WAIT_S)
     assert type(script.error) is ValueError and "refused this learner: model layout differs" in str(script.error)
     script.end()
     later = Script(tmp_path, incarnation=8)
     later.admit()
-    later.await_message(StepReport)
-    later.say(Refuse("the run went back to a snapshot; start the learner again"))
+    later.await_message(messages.StepReport)
+    later.say(messages.Refuse("the run went back to a snapshot; start the learner again"))
     later._thread.join(WAIT_S)
     later.end()
     assert isinstance(later.error, ConnectionAbortedError) and "start the learner again" in str(later.error)
 
 
 def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
-    script.await_message(Hello)
+    script.await_message(messages.Hello)
     script.stop.set()
-    assert script.await_message(Leave).reason == "stopped from outside"
+    assert script.await_message(messages.Leave).reason == "stopped from outside"
     script.end()
     assert script.reason == "stopped from outside"
     assert script.tape() == [["begin", NAME, INCARNATION, 8, list(STAMP)], ["end", "stopped from outside", [0, 0]]]
@@ -278,12 +257,12 @@ def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
 
 def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Script) -> None:
     script.admit(samples=(0, 24))
-    while (report := script.await_message(StepReport)).local_step < 8:
+    while (report := script.await_message(messages.StepReport)).local_step < 8:
         pass
     assert report.samples == report.granted == 24
     assert [line[3] for line in script.tape("step")[:6]] == [[[8 * i % 24, 8 * i % 24 + 8]] for i in range(6)]
-    script.say(Lease(24, 50, 66))
-    while script.await_message(StepReport).samples < 32:
+    script.say(messages.Lease(24, 50, 66))
+    while script.await_message(messages.StepReport).samples < 32:
         pass
     assert [[50, 58]] in [line[3] for line in script.tape("step")]
 
@@ -295,33 +274,33 @@ def test_a_state_is_given_in_parts_and_taken_by_another(
     for module in (adoptions, payloads):
         monkeypatch.setattr(module, "STATE_PART_BYTES", part_bytes)
     script.admit()
-    while script.await_message(StepReport).local_step < 3:
+    while script.await_message(messages.StepReport).local_step < 3:
         pass
-    script.say(StatePull("island-1", 0, 0, 0))
-    parts = [script.await_message(StatePart, payload=True)]
+    script.say(messages.StatePull("island-1", 0, 0, 0))
+    parts = [script.await_message(messages.StatePart, payload=True)]
     first = parts[0][0]
     assert first.receiver == "island-1" and first.parts >= 2
     for number in range(1, first.parts):
-        script.say(StatePull("island-1", 0, first.local_step, number))
-        parts.append(script.await_message(StatePart, payload=True))
+        script.say(messages.StatePull("island-1", 0, first.local_step, number))
+        parts.append(script.await_message(messages.StatePart, payload=True))
     assert [part.part for part, _ in parts] == list(range(first.parts))
     assert {len(payload) for _, payload in parts[:-1]} == {part_bytes}
     assert all(part.digest == codec.digest(payload) for part, payload in parts)
     assert script.tape("staged_state") == [["staged_state", first.local_step]]
-    script.say(StatePull("island-1", 0, first.local_step, first.parts))  # there is no such part
+    script.say(messages.StatePull("island-1", 0, first.local_step, first.parts))  # there is no such part
     script.end()
     taker = Script(tmp_path / "taker", incarnation=9)
     taker.admit(4, fill=5.0)  # of fragment 0 a newer version than the donor had
-    asked = taker.await_message(StateRequest)
+    asked = taker.await_message(messages.StateRequest)
     assert (asked.donor, asked.donor_step, asked.part, asked.clock) == ("", 0, 0, 4)
     relayed = [(part._replace(receiver=NAME, learner_id="donor", clock=4), payload) for part, payload in parts]
     taker.say(relayed[0][0], relayed[0][1][:-1] + b"\x55")  # damaged: asked for again
-    assert taker.await_message(StateRequest).part == 0
+    assert taker.await_message(messages.StateRequest).part == 0
     for part, payload in relayed:
         taker.say(part, payload)
-    assert taker.await_message(StateDone).donor == "donor"
+    assert taker.await_message(messages.StateDone).donor == "donor"
     assert "part 0 of the state of donor arrived damaged" in caplog.text
-    taker.await_message(StepReport)
+    taker.await_message(messages.StepReport)
     taker.end()
     assert taker.tape("state") == [["state", "donor", INCARNATION, first.local_step, []]]
     lines = [line[0] for line in taker.tape()]
@@ -334,14 +313,14 @@ def test_a_state_is_given_in_parts_and_taken_by_another(
 
 def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) -> None:
     script.admit(4)
-    script.await_message(StateRequest)
+    script.await_message(messages.StateRequest)
     payload = b"no state of this model"
-    part = StatePart("donor", 3, NAME, 30, 0, 1, codec.digest(payload), len(payload), clock=4)
+    part = messages.StatePart("donor", 3, NAME, 30, 0, 1, codec.digest(payload), len(payload), clock=4)
     script.say(part, payload)
-    script.await_message(StateDone)
-    script.await_message(StateRequest)  # somebody else may have a better one
-    script.say(StateUnavailable("", "nobody is there"))
-    assert script.await_message(StepReport).local_step == 1
+    script.await_message(messages.StateDone)
+    script.await_message(messages.StateRequest)  # somebody else may have a better one
+    script.say(messages.StateUnavailable("", "nobody is there"))
+    assert script.await_message(messages.StepReport).local_step == 1
     assert script.tape("state") == []
 
 
@@ -351,10 +330,10 @@ def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytes
     script = Script(tmp_path)
     script.admit()
     for _ in range(3):
-        script.await_message(Heartbeat)
-    assert not any(isinstance(message, StepReport) for message in script.heard)
+        script.await_message(messages.Heartbeat)
+    assert not any(isinstance(message, messages.StepReport) for message in script.heard)
     may_end.set()
-    script.await_message(StepReport)
+    script.await_message(messages.StepReport)
     script.end()
 
 
@@ -362,19 +341,19 @@ def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
     config = replace(CONFIG, protocol=replace(CONFIG.protocol, snapshot_every=2))
     first = Script(tmp_path, config)
     first.admit()
-    first.await_message(StepReport)
+    first.await_message(messages.StepReport)
     first.give(0, 2, 3.0)  # passes the marker of global step 2
     while not first.tape("saved"):
-        first.await_message(StepReport)
+        first.await_message(messages.StepReport)
     first.end()
     (_, local_step, global_step), *_ = first.tape("saved")
     assert global_step == 2
     second = Script(tmp_path, config, incarnation=8)
     second.admit(2, fill=3.0)
-    second.await_message(StepReport)
+    second.await_message(messages.StepReport)
     second.end()
     assert second.tape("state") == [["state", "", INCARNATION, local_step, [0]]]
-    assert not any(isinstance(message, StateRequest) for message in second.heard)
+    assert not any(isinstance(message, messages.StateRequest) for message in second.heard)
 
 
 def test_a_learner_that_is_refused_for_good_says_why() -> None:

@@ -18,7 +18,7 @@ from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.local.controller import IslandsRun, split_devices, use_pathways
 from diloco_jax.runtime.records.files import ADDRESS_FILE, LOGS, SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.settings.text import load
-from tests.runtime.helpers import run, start, wait_for, write_config
+from tests.runtime.helpers import start, trained, wait_for, write_config
 
 ONE = {"controller": "single"}
 
@@ -245,17 +245,12 @@ def test_one_process_or_several_give_the_same_model(tmp_path: Path) -> None:
     for controller in ("single", "processes"):
         folder = tmp_path / controller
         folder.mkdir()
-        config = write_config(
-            folder,
-            islands={"controller": controller, "devices": 2},
-            protocol={"overlap_steps": 0, "quorum": 2, "lease_ahead_steps": 64},
-            train={"steps": 18, "eval_every": 0},
-        )
-        result = run("train", config, "--run-dir", folder / "run", "--quiet", timeout_s=240)
-        assert result.returncode == 0, result.stdout + result.stderr
-        lines = [json.loads(line) for line in (folder / "run" / TAPE_FILE).read_text().splitlines()]
+        protocol = {"overlap_steps": 0, "quorum": 2, "lease_ahead_steps": 64}
+        islands, train = {"controller": controller, "devices": 2}, {"steps": 18, "eval_every": 0}
+        run_dir = trained(folder, islands=islands, protocol=protocol, train=train, timeout_s=240)
+        lines = [json.loads(line) for line in (run_dir / TAPE_FILE).read_text().splitlines()]
         versions[controller] = [line[2:] for line in lines if line[0] == "merged"]
-        logs = {path.name for path in (folder / "run" / LOGS).iterdir() if not path.name.startswith("compile-")}
+        logs = {path.name for path in (run_dir / LOGS).iterdir() if not path.name.startswith("compile-")}
         alone = {"island-0.log", "island-1.log"} if controller == "processes" else {"islands.log"}
         assert logs == {"syncer.log"} | alone
     assert len(versions["single"]) == 18 and versions["single"] == versions["processes"]

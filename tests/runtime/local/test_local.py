@@ -58,21 +58,11 @@ class Told:
         *,
         quorum: int = 1,
         syncer_restarts: int = 3,
-        island_restarts: int = 3,
-        hosts: int = 1,
-        standby: bool = False,
+        **settings: Any,  # of the islands
     ) -> None:
-        config = replace(
-            RunConfig(),
-            islands=IslandsConfig(
-                count=len(islands),
-                devices=4,
-                hosts=hosts,
-                batch_size=32,
-                restart_delay_s=0.0,
-                restarts_max=island_restarts,
-                standby=standby,
-            ),
+        alike: dict[str, Any] = {"devices": 4, "batch_size": 32, "restart_delay_s": 0.0, "restarts_max": 3}
+        config = RunConfig(
+            islands=IslandsConfig(count=len(islands), **alike | settings),
             syncer=SyncerConfig(restart_delay_s=0.0, restarts_max=syncer_restarts),
             protocol=ProtocolConfig(quorum=quorum),
         )
@@ -157,13 +147,8 @@ def test_a_syncer_with_a_wrong_setting_is_not_started_again(tmp_path: Path) -> N
 def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
     died = "echo x >> died; kill -9 $$"
     syncer = [until(lines_in("died", 3)) + "kill -9 $$", until(lines_in("back", 1)) + "exit 0"]
-    told = Told(
-        tmp_path,
-        syncer,
-        [[died, "echo x >> died; exit 1", died, f"echo x >> back; {FOREVER}"]],
-        island_restarts=3,
-        syncer_restarts=1,
-    )
+    lives = [died, "echo x >> died; exit 1", died, f"echo x >> back; {FOREVER}"]
+    told = Told(tmp_path, syncer, [lives], syncer_restarts=1)
     told.run.run()
     assert told.starts("island-0") == 4 and told.starts("syncer") == 2
 
@@ -181,7 +166,7 @@ def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
 )
 def test_how_often_an_island_that_ends_is_started_again(tmp_path: Path, lives: list[str], starts: int) -> None:
     (tmp_path / "tapes").mkdir()
-    told = Told(tmp_path, [FOREVER], [lives], island_restarts=3)
+    told = Told(tmp_path, [FOREVER], [lives])
     with pytest.raises(RunFailed, match="0 islands are left") as failed:
         told.run.run()
     assert told.starts("island-0") == starts
@@ -261,9 +246,8 @@ def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path:
 
 def test_too_few_islands_end_the_run(tmp_path: Path) -> None:
     told = Told(tmp_path, [FOREVER], [["echo broken; exit 2"], [FOREVER]], quorum=2)
-    with pytest.raises(
-        RunFailed, match=r"1 islands are left, fewer than protocol.quorum = 2: island-0 .* broken"
-    ) as failed:
+    words = r"1 islands are left, fewer than protocol.quorum = 2: island-0 .* broken"
+    with pytest.raises(RunFailed, match=words) as failed:
         told.run.run()
     assert failed.value.wrong_input
 

@@ -191,13 +191,8 @@ def test_without_a_run_to_resume_the_command_says_so(tmp_path: Path) -> None:
 def test_incarnations_never_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(next_incarnation(tmp_path, "island-0") - time.time() * 1000) < 60_000
     (tmp_path / "tapes").mkdir()
-    for name in (
-        "island-0.5000000000000.jsonl",
-        "island-0.4.jsonl",
-        "island-00.9000000000000.jsonl",
-        "island-0.x.jsonl",
-    ):
-        (tmp_path / "tapes" / name).touch()
+    for name in ("island-0.5000000000000", "island-0.4", "island-00.9000000000000", "island-0.x"):
+        (tmp_path / "tapes" / f"{name}.jsonl").touch()
     assert next_incarnation(tmp_path, "island-0") == 5_000_000_000_001, "the clock was set back"
     assert next_incarnation(tmp_path, "island-1") < 5_000_000_000_000
 

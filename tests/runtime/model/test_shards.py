@@ -132,9 +132,8 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
         newest = alone.versions[fragment_id]
         values = {name: leafy_payload(fragment_id, 10 * step + n, "int4") for n, name in enumerate(NAMES)}
         for name, link in bench.links.items():
-            link.send(
-                FragmentValue(name, 1, step, fragment_id, step, 1, 64, newest, step, len(values[name])), values[name]
-            )
+            value = FragmentValue(name, 1, step, fragment_id, step, 1, 64, newest, step, len(values[name]))
+            link.send(value, values[name])
         came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, len(NAMES))}
         order = Merge(step, fragment_id, tuple(Part(name, step, 1, 64 + n, newest, 1) for n, name in enumerate(NAMES)))
         merged, wanted = bench.model.merge(order, came), alone.merge(order, values)

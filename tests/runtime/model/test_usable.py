@@ -109,17 +109,12 @@ def test_a_late_learner_answers_for_its_own_steps(shards: int) -> None:
     number = settle(model, 0.024)
     for step in range(number, number + 2):
         merge(model, step, 0, {"a": sent(model, 2.0)})
+    damaged = sent(model, 2.4, steps=1, base=number - 1)
+    assert merge(model, number + 2, 0, {"c": damaged}).left_out.keys() == {"c"}
     late = sent(model, 0.001, steps=1, base=number - 1)
-    merged = merge(model, number + 2, 0, {"b": late})
+    merged = merge(model, number + 3, 0, {"b": late})
     assert not merged.left_out and merged.state is not None
     assert merged.state.rates[-1] == pytest.approx(0.001)
-
-
-def test_a_late_learner_that_is_damaged_is_left_out() -> None:
-    model = one_fragment()
-    number = settle(model, 0.024)
-    merge(model, number, 0, {"a": sent(model, 2.0)})
-    assert merge(model, number + 1, 0, {"b": sent(model, 2.4, steps=1, base=number - 1)}).left_out.keys() == {"b"}
 
 
 @pytest.mark.parametrize("dense", [True, False])

@@ -56,14 +56,9 @@ class Scraped:
 
     def tell(self, now_s: float) -> dict[str, Any]:
         """The loop says how the run is doing; returns the status."""
-        told: dict[str, Any] = {
-            "stopped": False,
-            "blocked": "",
-            "alarms": [Alarm("tape", "", "a disk is full").told()],
-            "eval_loss": 2.25,
-            "eval_scores": {},
-        }
-        told |= {"wire": {"up_bytes": 7, "down_bytes": 9}, "metrics": self.metrics}
+        told: dict[str, Any] = {"stopped": False, "blocked": "", "eval_loss": 2.25, "eval_scores": {}}
+        told |= {"alarms": [Alarm("tape", "", "a disk is full").told()], "metrics": self.metrics}
+        told |= {"wire": {"up_bytes": 7, "down_bytes": 9}}
         status = compose_status("run", self.syncer, self.stats, now_s, **told)
         self.exposed.tell(status, now_s)
         return status

@@ -36,6 +36,10 @@ def taken(model: GlobalModel, step: int) -> tuple[Capture, Snapshot]:
     return model.capture(bounded=True), Snapshot(step, json.dumps(machine.state()), 1234, 77, stats, 12.5)
 
 
+def newest(folder: Path, model: GlobalModel) -> tuple[Path, Snapshot] | None:
+    return checkpoint.newest_readable(folder, lambda path: read_snapshot(path, model, 1234))
+
+
 def damage(path: Path) -> None:
     """Do what a disk does that lost the end of every file."""
     for file in path.rglob("*"):
@@ -75,7 +79,7 @@ def test_one_of_a_release_that_is_not_read_is_refused_and_not_skipped(
     monkeypatch.setattr(snapshots, "STAMP", (9, "9.8.7"))
     write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=3)
     with pytest.raises(OtherRelease, match=r"step_00000006 is of diloco-jax 9\.8\.7, protocol 9; this is"):
-        checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model, 1234))
+        newest(tmp_path, model)
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 100, 4096])
@@ -103,15 +107,11 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     model = make_model()
     (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()  # a writer died here
     (tmp_path / "learners").mkdir()
+    assert checkpoint.complete(tmp_path) == checkpoint.complete(tmp_path / "missing") == []
     for step in (8, 9, 10, 100):
         write_snapshot(tmp_path, "run", model, *taken(model, step), keep=2)
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step_00000100", "step_00000010"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learners", "step_00000010", "step_00000100"]
-
-
-def test_a_half_written_one_is_none(tmp_path: Path) -> None:
-    (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()
-    assert checkpoint.complete(tmp_path) == checkpoint.complete(tmp_path / "missing") == []
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "one byte", "without machine", "other model"])
@@ -120,31 +120,27 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
 ) -> None:
     model = make_model()
     write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3)
-    newest = write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=3)
+    bad = write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=3)
     if how == "truncated":
-        damage(newest)
+        damage(bad)
     elif how == "empty":
-        for file in newest.rglob("*"):
+        for file in bad.rglob("*"):
             if file.is_file():
                 file.unlink()
     elif how == "one byte":
-        path = newest / "meta" / "data.json"
+        path = bad / "meta" / "data.json"
         path.write_text(path.read_text().replace('"tape_bytes": 1234', '"tape_bytes": 1235'))
     elif how == "without machine":
         checkpoint.save_parameters(tmp_path, model.parameters(), {"global_step": 6})
     else:
-        about = checkpoint.CheckpointReader(newest).meta
+        about = checkpoint.CheckpointReader(bad).meta
         checkpoint.save(tmp_path, {"parameters": {"x": np.zeros(3, np.float32)}, "outer": {}}, about)
     with caplog.at_level(logging.WARNING):
-        found = checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model, 1234))
+        found = newest(tmp_path, model)
     assert found is not None and found[0].name == "step_00000003" and found[1].global_step == 3
     assert "skipped step_00000006, trying the one before" in caplog.text
-
-
-def test_nothing_readable_is_nothing(tmp_path: Path) -> None:
-    model = make_model()
-    damage(write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3))
-    assert checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model, 1234)) is None
+    damage(found[0])
+    assert newest(tmp_path, model) is None
 
 
 def test_what_is_set_aside_is_no_checkpoint_any_more(tmp_path: Path) -> None:
