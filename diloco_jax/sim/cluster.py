@@ -7,11 +7,9 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import Network
-from diloco_jax.sim.node import Node, Observer
-from diloco_jax.sim.pace import Steady, StepPace
+from diloco_jax.sim.node import MakeLearner, MakeNetwork, MakeSyncer, Node, Observer, Steady, StepPace, World
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.syncer_host import SyncerHost
-from diloco_jax.sim.world import MakeLearner, MakeNetwork, MakeSyncer, World
+from diloco_jax.sim.syncer_process import SyncerHost
 
 
 class Cluster:

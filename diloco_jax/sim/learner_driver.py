@@ -26,8 +26,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.sim.engine import NEVER_S, Action
 from diloco_jax.sim.holdings import HELD, Holdings
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
-from diloco_jax.sim.node import LearnerProcess, Node, SavedCopy
-from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World
+from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeLearner, Node, SavedCopy, World
 
 DIAL_S = 0.01  # from dialling to a link that stands
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again

@@ -5,7 +5,7 @@ input is on the tape before it is executed; snapshots are captured at once and w
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
@@ -14,9 +14,9 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Step, Value, digest_of
+from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
-from diloco_jax.sim.node import LearnerProcess
-from diloco_jax.sim.world import World
+from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeSyncer, World
 
 SNAPSHOTS_KEPT = 3
 HANDLED = frozenset((Merge, Restore, SaveSnapshot))
@@ -218,3 +218,44 @@ class SyncerProcess:
         self.finished_s = self._engine.now_s
         self._disk.final = tuple(self.values)
         self._disk.keep(self._take_snapshot(self.machine.global_step))
+
+
+class SyncerHost:
+    """The syncer's disk, and the process that runs beside it or ran there last."""
+
+    def __init__(
+        self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool
+    ) -> None:
+        self.disk = Disk()
+        self._world = world
+        self._engine = world.engine
+        self._learners = learners
+        self._make_syncer = make_syncer
+        self._taped = taped
+        self.process = self._new_process(self.new_syncer(), self._initial())
+        digests = [digest for _, digest in self.process.values]
+        self.process.execute(self.process.inputs.on_begin(digests, 0.0))
+
+    def new_syncer(self) -> Syncer:
+        """Build a machine as that with which this run began."""
+        scenario = self._world.scenario
+        fragments = range(scenario.config.num_fragments)
+        whole = dict.fromkeys(fragments, scenario.payload_bytes)
+        steps = dict.fromkeys(fragments, scenario.step_bytes) if scenario.step_bytes is not None else {}
+        settings = (scenario.config, scenario.total_steps, FINGERPRINT, whole, steps, scenario.budget)
+        return self._make_syncer(*settings, plan=scenario.plan)
+
+    def _initial(self) -> list[Value]:
+        return [
+            (0, digest_of("initial", fragment_id)) for fragment_id in range(self._world.scenario.config.num_fragments)
+        ]
+
+    def _new_process(self, machine: Syncer, values: Sequence[Value]) -> SyncerProcess:
+        return SyncerProcess(self._world, self.disk, machine, list(values), self._taped, self._on_death)
+
+    def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink | None:
+        """Answer a learner that dials, if a process runs."""
+        return self.process.accept(learner, down) if self.process.alive else None
+
+    def _on_death(self) -> None:
+        """Take note that the process has died; without faults it never does."""

@@ -7,9 +7,7 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.node import LearnerProcess, Node
-from diloco_jax.sim.pace import StepPace
-from diloco_jax.sim.world import MakeLearner, MakeSyncer
+from diloco_jax.sim.node import LearnerProcess, MakeLearner, MakeSyncer, Node, StepPace
 from faulty.faults import ARMED, ARMED_S, Fault
 from faulty.network import TroubledNetwork, TroubledOptions
 from faulty.scenario import FaultyScenario

@@ -6,8 +6,7 @@ Rewind: every process died; the newest readable snapshot alone, and what came af
 
 from diloco_jax.protocol.syncer.tape import lives, replay
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.syncer_host import SyncerHost
-from diloco_jax.sim.syncer_process import Disk
+from diloco_jax.sim.syncer_process import Disk, SyncerHost
 from faulty.faults import Fault
 
 RESTART_S = 3.0  # learners start again within this time after a rewind

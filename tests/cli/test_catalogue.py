@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.settings.text import load
 from diloco_jax.tools.doctor import examine
-from diloco_jax.tools.doctor.part import ProcessPart, part_of
+from diloco_jax.tools.doctor.host import ProcessPart, part_of
 from diloco_jax.transport.trust import certificates
 from tests.cli.catalogue import FIRST, FOUND, SETTINGS, WORDS, Wrong
 from tests.runtime.helpers import call, write_config

@@ -26,9 +26,9 @@ from diloco_jax.tools.doctor.host import (
     check_files,
     check_memory,
     check_parts,
+    part_of,
 )
 from diloco_jax.tools.doctor.link import check_link, dialled
-from diloco_jax.tools.doctor.part import part_of
 from diloco_jax.transport.grpc_link import listen
 from diloco_jax.transport.link import check_name, split_address
 from diloco_jax.transport.probe import SECONDS_MAX

@@ -1,4 +1,4 @@
-"""Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits of this host."""
+"""Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits; and this process's part."""
 
 import os
 import resource
@@ -10,9 +10,14 @@ from typing import Literal, NamedTuple
 
 from diloco_jax.runtime.local import check_input
 from diloco_jax.runtime.local.machine import chip_of
+from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.runtime.model.scores import Scorer
+from diloco_jax.settings.cutting import settle
+from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.memory import size
+from diloco_jax.tools.budget.memory import num_parameters, size
+from diloco_jax.tools.budget.needs import IslandKind, LinkNeeds, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches
 
@@ -175,3 +180,36 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
         return Check(name, "ok", found)
     fix = f"raise transport.stripes to {min(16, 2 * stripes)}, or the third number of net.ipv4.tcp_rmem and tcp_wmem"
     return Check(name, "warn", f"{found}: that is what limits this link ({mbit(bytes_per_s)})", fix)
+
+
+class ProcessPart(NamedTuple):
+    """One process's part in a run."""
+
+    parameters: int  # of the model
+    settings: Mapping[str, str]  # what both sides must agree on, by name
+    links: LinkNeeds  # what one learner moves
+    memory_bytes: float  # of this process on its host, estimated
+    disk_bytes: int  # of the run's folder on this host; 0 without snapshots
+
+
+def part_of(config: RunConfig, island: str = "") -> ProcessPart:
+    """Work out the part of an island's process, or of the syncer's where no island is named.
+
+    Raises:
+        ValueError: the model, or code of the user's own, cannot be loaded.
+    """
+    found = outline(config, IslandKind(config.island(island), (island,)))
+    settings = dict(fingerprint(settle(config, found.plan), found.plan.fingerprint, _corpus(config)))
+    if not island:  # code of the user's own that is the syncer's alone
+        make_setup(config, found.plan)
+        Scorer(config.evaluation)
+    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(config, found.plan)
+    return ProcessPart(num_parameters(found.blueprint), settings, found.links, sum(own[0]), own[1])
+
+
+def _corpus(config: RunConfig) -> str:
+    """Name the corpus that this machine would read; "" if it cannot, which is a check of its own."""
+    try:
+        return load_source(config.data, config.train.seq_len).corpus
+    except (ValueError, OSError):
+        return ""

@@ -7,9 +7,8 @@ of spot capacity again by itself.
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.launch import boot, common, syncer_vm
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import IslandMachines
+from diloco_jax.tools.launch import common, syncer_vm
+from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.files import Resource, piece, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher, slice_policy
 from diloco_jax.tools.launch.syncer_vm import SCOPES
@@ -73,6 +72,6 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
 LAUNCHER = Launcher(
     "gce",
     ("tpu_image_family",),
-    partial(syncer_vm.parts, {"learner-boot.sh": boot.LEARNER_AT_BOOT}, island_script, ("create",)),
+    partial(syncer_vm.parts, {"learner-boot.sh": syncer_vm.LEARNER_AT_BOOT}, island_script, ("create",)),
     guide,
 )

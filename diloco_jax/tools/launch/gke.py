@@ -15,13 +15,11 @@ from diloco_jax.runtime.records.files import HEALTH, STATES
 from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.tools.budget.hosts import GIB
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import IslandMachines
+from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, piece, script, verbs
 from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Guide, Launcher, slice_policy
-from diloco_jax.tools.launch.needs import Needs, island_bytes, syncer_host
+from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_host
 
 Manifest: TypeAlias = dict[str, Any]
 

@@ -16,11 +16,10 @@ from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.tools.budget.hosts import GIB, MARGIN
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.files import HEADER, Plan, command, piece
 from diloco_jax.tools.launch.launcher import local
-from diloco_jax.tools.launch.needs import Needs, island_bytes, syncer_bytes
+from diloco_jax.tools.launch.needs import GIB, MARGIN, Needs, island_bytes, syncer_bytes
 
 COORDINATOR_PORT = 8482
 GPU_GIB = 16  # of a host's memory for each GPU, at least: what CUDA takes is in no forecast

@@ -9,15 +9,13 @@ from typing import NamedTuple
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines
-from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, piece, script, sequence_files, verbs
+from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of
+from diloco_jax.tools.launch.files import Plan, Resource, command, piece, script, sequence_files, verbs
 from diloco_jax.tools.launch.needs import Needs, with_host
 
 README = Path(__file__).with_name("readme.md")
 BUCKET_USER = "roles/storage.objectUser"
 WORKLOAD_USER = "roles/iam.workloadIdentityUser"
-MEMBER = "--member=serviceAccount:$SERVICE_ACCOUNT"
 POD_ACCOUNT = "diloco"  # Kubernetes service account
 
 
@@ -124,11 +122,11 @@ def variables(config: RunConfig) -> str:
 
 def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
     """Write what is done once for all machines; NAT and permissions stay when the run is deleted."""
-    create = [_allow(("gcloud", "storage", "buckets"), "gs://$BUCKET", MEMBER, BUCKET_USER)]
+    create = [common.allow(("gcloud", "storage", "buckets"), "gs://$BUCKET", BUCKET_USER)]
     delete = [":"]
     if way == "gke":  # pods are this account in Google Cloud
         member = f"--member=serviceAccount:$PROJECT.svc.id.goog[$NAMESPACE/{POD_ACCOUNT}]"
-        create.append(_allow(("gcloud", "iam", "service-accounts"), "$SERVICE_ACCOUNT", member, WORKLOAD_USER))
+        create.append(common.allow(("gcloud", "iam", "service-accounts"), "$SERVICE_ACCOUNT", WORKLOAD_USER, member))
     else:  # GKE makes the rules for its nodes itself
         rule = Resource(("gcloud", "compute", "firewall-rules"), "$RUN-hosts")
         tags = ("--source-tags", "$RUN-hosts", "--target-tags", "$RUN-hosts")
@@ -151,7 +149,3 @@ def slice_policy(each: IslandMachines) -> tuple[Resource, str]:
     policy = Resource(("gcloud", "compute", "resource-policies"), each.resource, ("--region", each.region))
     shape = f"--accelerator-topology={each.topology.dims}"
     return policy, policy.make("--type=HIGH_THROUGHPUT", shape, kind=("workload-policy",))
-
-
-def _allow(group: tuple[str, ...], name: str, member: str, role: str) -> str:
-    return command(*group, "add-iam-policy-binding", name, *IN_PROJECT, member, f"--role={role}", "--format=none")

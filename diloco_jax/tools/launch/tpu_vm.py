@@ -7,9 +7,8 @@ would wait for the hosts of all other islands.
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.launch import boot, common, syncer_vm
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import IslandMachines
+from diloco_jax.tools.launch import common, syncer_vm
+from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, piece, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
@@ -77,6 +76,6 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
 LAUNCHER = Launcher(
     "tpu-vm",
     (),
-    partial(syncer_vm.parts, {"learner.sh": boot.LEARNER_BY_HAND}, island_script, ("create", "start")),
+    partial(syncer_vm.parts, {"learner.sh": syncer_vm.LEARNER_BY_HAND}, island_script, ("create", "start")),
     guide,
 )

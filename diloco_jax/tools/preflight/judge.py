@@ -10,13 +10,21 @@ from typing import Any
 from diloco_jax.settings.islands import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import num_parameters
-from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of
+from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of, link_needs
 from diloco_jax.tools.preflight.advice import GB, Misfit, advise_anchors, advise_hbm
-from diloco_jax.tools.preflight.compile import Built, Compiled, Say, compile_island
+from diloco_jax.tools.preflight.compile import (
+    MFU,
+    Built,
+    Compiled,
+    Say,
+    compile_island,
+    needed_flops,
+    program_hbm,
+    step_hbm,
+    weight_gathers,
+)
 from diloco_jax.tools.preflight.hlo import Collective
-from diloco_jax.tools.preflight.programs import MFU, needed_flops, program_hbm, step_hbm, weight_gathers
 from diloco_jax.training.flops import model_flops
 
 WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding

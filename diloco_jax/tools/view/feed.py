@@ -15,10 +15,8 @@ from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_values
-from diloco_jax.tools.view.rounds import KINDS, RoundTimes
-from diloco_jax.tools.view.story import Story, few
-from diloco_jax.tools.view.times import IslandTimes
-from diloco_jax.tools.view.verdict import verdict
+from diloco_jax.tools.view.story import Story, few, verdict
+from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
 
 LINES_MAX = 50_000  # records that are read between two news
 EVENTS_KEPT = 300

@@ -10,7 +10,7 @@ from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
 from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.tools.view.colours import VARIABLES
 from diloco_jax.tools.view.feed import RunFeed
-from diloco_jax.tools.view.verdict import against
+from diloco_jax.tools.view.story import against
 
 FOLDER = Path(__file__).parent
 

@@ -21,8 +21,7 @@ from diloco_jax.settings.text import dump, load
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor import link as doctor_link
 from diloco_jax.tools.doctor.examine import listening
-from diloco_jax.tools.doctor.host import Check
-from diloco_jax.tools.doctor.part import ProcessPart, part_of
+from diloco_jax.tools.doctor.host import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import greet
 from diloco_jax.transport import grpc_link, probe
 from diloco_jax.transport.grpc_link import GrpcListener
