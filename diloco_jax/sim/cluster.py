@@ -19,7 +19,7 @@ class Cluster:
         make_learner: builds a learner; tests put broken ones here.
         make_syncer: builds the syncer, likewise.
         make_network: builds the network, likewise.
-        make_host: builds what runs the syncer, likewise.
+        make_host, make_driver: build what runs the syncer and learners, likewise.
         taped: record the event tape, a line of JSON per input of the syncer.
         paces: of each learner; if not given, as the scenario's step times say.
         late: learners that do not start by themselves.
@@ -33,6 +33,7 @@ class Cluster:
         make_syncer: MakeSyncer = Syncer,
         make_network: MakeNetwork = Network,
         make_host: Callable[..., SyncerHost] = SyncerHost,
+        make_driver: Callable[..., LearnerDriver] = LearnerDriver,
         taped: bool = True,
         paces: Mapping[str, StepPace] | None = None,
         late: Collection[str] = (),
@@ -47,8 +48,8 @@ class Cluster:
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
             self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples))
-        self._learners = {
-            name: LearnerDriver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
+        self._learners: Mapping[str, LearnerDriver] = {
+            name: make_driver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
             for name, node in self.nodes.items()
         }
         self.host = make_host(world, self._learners, make_syncer, taped)

@@ -9,6 +9,7 @@ from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
 from diloco_jax.sim.node import LearnerProcess, MakeLearner, MakeSyncer, Node, StepPace
 from faulty.faults import ARMED, ARMED_S, Fault
+from faulty.learner import MortalLearner
 from faulty.network import TroubledNetwork, TroubledOptions
 from faulty.scenario import FaultyScenario
 from faulty.syncer_host import MortalSyncerHost, break_newest
@@ -29,6 +30,7 @@ class FaultyCluster(Cluster):
     scenario: FaultyScenario
     host: MortalSyncerHost
     network: TroubledNetwork
+    _learners: Mapping[str, MortalLearner]
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class FaultyCluster(Cluster):
             make_syncer=make_syncer,
             make_network=self._make_network,
             make_host=MortalSyncerHost,
+            make_driver=MortalLearner,
             paces=paces,
             late={name for fault in scenario.faults if fault.kind == "join" for name in fault.learners},
         )

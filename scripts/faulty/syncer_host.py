@@ -4,10 +4,13 @@ Restart: the newest readable snapshot, then every decision after it from the tap
 Rewind: every process died; the newest readable snapshot alone, and what came after it is void.
 """
 
+from collections.abc import Mapping
+
 from diloco_jax.protocol.syncer.tape import lives, replay
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.syncer_process import Disk, SyncerHost
 from faulty.faults import Fault
+from faulty.learner import MortalLearner
 
 RESTART_S = 3.0  # learners start again within this time after a rewind
 
@@ -21,6 +24,8 @@ def break_newest(disk: Disk) -> None:
 
 class MortalSyncerHost(SyncerHost):
     """The syncer's disk, and the process that runs beside it or ran there last; to restart one needs the tape."""
+
+    _learners: Mapping[str, MortalLearner]
 
     def crash(self) -> None:
         """End the process now, or in the middle of what its next input asks for."""
