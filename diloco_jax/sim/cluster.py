@@ -52,7 +52,7 @@ class Cluster:
             name: make_driver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
             for name, node in self.nodes.items()
         }
-        self.host = make_host(world, self._learners, make_syncer, taped)
+        self.host: SyncerHost = make_host(world, self._learners, make_syncer, taped)
         for name, learner in self._learners.items():
             if name not in late:
                 learner.start()

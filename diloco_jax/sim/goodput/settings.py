@@ -12,11 +12,7 @@ def setting(default: Any, text: str, source: str) -> Any:
 
 
 def number(text: str, option: str) -> float:
-    """Reads 150k, 1.2m or 2400000.
-
-    Raises:
-        ValueError: it is no number.
-    """
+    """Read 150k, 1.2m or 2400000; ValueError if it is no number."""
     scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if scale != 1.0 else text) * scale

@@ -168,11 +168,7 @@ def settings_text() -> str:
 
 
 def plan_cells(options: Options) -> list[Cell]:
-    """Return the cells of a command line.
-
-    Raises:
-        ValueError: something that cannot be simulated.
-    """
+    """Return the cells of a command line; ValueError for what cannot be simulated."""
     shared = read_shared(options.overrides, seed=options.seed, fast=options.fast, hours=options.hours)
     cells = _cross(options, {"hours": HOURS} | shared)
     for each in cells:

@@ -171,11 +171,7 @@ def kinds_of(config: RunConfig) -> list[IslandKind]:
 
 
 def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
-    """Cut the model of a config into fragments.
-
-    Raises:
-      ValueError: it cannot be cut into so many.
-    """
+    """Cut the model of a config into fragments; ValueError if it cannot be cut into so many."""
     return cut(config, blueprint.shapes, blueprint.kinds)
 
 

@@ -150,6 +150,11 @@ def syncer_region(config: RunConfig) -> str:
     return region_of(syncer_zone(config))
 
 
+def regions_of(config: RunConfig, slices: Sequence[IslandMachines]) -> list[str]:
+    """List the regions of the islands and of the syncer."""
+    return sorted({each.region for each in slices} | {syncer_region(config)})
+
+
 def syncer_name(config: RunConfig) -> str:
     """Name the syncer's machine, disk, address or Service."""
     return f"{config.name}-syncer"

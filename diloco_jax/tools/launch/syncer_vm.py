@@ -85,18 +85,6 @@ def _lines(environment: Mapping[str, str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in environment.items())
 
 
-def doctor(config: RunConfig, island: IslandMachines) -> str:
-    """Write the command that runs `diloco doctor` in the container of one of an island's hosts."""
-    asked = f"diloco doctor {common.CONFIG_PATH} --island {island.name} --syncer ADDRESS:{config.cloud.port}"
-    return f"sudo docker exec diloco {asked}"
-
-
-def delete_disk(config: RunConfig) -> str:
-    """Write the command that deletes the disk with the run's folder."""
-    where = f"--zone {common.syncer_zone(config)} --project {config.cloud.project}"
-    return f"gcloud compute disks delete {common.syncer_name(config)} {where}"
-
-
 def secret_of(name: str) -> Resource:
     """Name the secret with the certificates of an island, or of the syncer."""
     return Resource(("gcloud", "secrets"), f"$RUN-{name}")

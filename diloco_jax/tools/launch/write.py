@@ -49,11 +49,7 @@ def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
 
 
 def check_tools(plan: Plan) -> None:
-    """Look for what the scripts call, before anything is made.
-
-    Raises:
-        ValueError: it is not in PATH.
-    """
+    """Look for what the scripts call, before anything is made; ValueError if it is not in PATH."""
     scripts = "".join(text for text in plan.files.values() if text.startswith(HEADER))
     missing = [name for name in TOOLS if f"{name} " in scripts and shutil.which(name) is None]
     if missing:

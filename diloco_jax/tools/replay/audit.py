@@ -45,11 +45,7 @@ class Moments(Generic[T]):
             del moments[next(iter(moments))]
 
     def at(self, global_step: int) -> T:
-        """Return what was then.
-
-        Raises:
-            ValueError: it is forgotten, or was never.
-        """
+        """Return what was then; ValueError if it is forgotten, or was never."""
         for moments in (self._taken, self._asked):
             if global_step in moments:
                 return moments[global_step]
