@@ -169,23 +169,14 @@ class Observer:
         """See that the syncer's process is gone, and with it what it held in memory."""
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
-        """See a new process that is about to tell its machine of the restart, or of the rewind.
-
-        Args:
-            machine: after a restart what the tape made of it.
-            rewound_to: global step of the snapshot to which the run goes back, -1 for a restart.
-        """
+        """See a new process that is about to tell its machine of a restart (-1), or of the snapshot it goes back to."""
 
     def end(self) -> None:
         """See that the last event is over."""
 
 
 class World:
-    """Time, network and bytes of one simulation.
-
-    Args:
-        make_network: builds the network; of a run with faults it is another.
-    """
+    """Time, network and bytes of one simulation; with faults `make_network` builds another network."""
 
     def __init__(self, scenario: Scenario, make_network: MakeNetwork = Network) -> None:
         self.scenario = scenario

@@ -29,11 +29,7 @@ def compact(value: float) -> str:
 
 
 def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
-    """Settings of each section, from words such as `--hardware.step-s 2.5` or `--hardware.step_s=2.5`.
-
-    Raises:
-        ValueError: an unknown setting, a value of the wrong kind, or one that the class refuses.
-    """
+    """Read the settings of each section from words such as `--hardware.step-s 2.5`; ValueError names a wrong one."""
     known = {
         f"--{name}.{each.name.replace('_', '-')}": (name, each)
         for name, made in sections.items()

@@ -48,14 +48,7 @@ def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Res
 
 
 def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
-    """Run all cells, and return the results in their order.
-
-    Args:
-        workers: processes; 1 simulates in this one, 0 takes one for each core.
-
-    Raises:
-        ValueError: a cell that cannot be simulated, or a senseless number of workers.
-    """
+    """Run all cells, by so many processes or one per core (0); return their results in order, or raise ValueError."""
     if not 0 <= workers <= WORKERS_MAX:
         raise ValueError(f"--workers is {workers}; use 1 to {WORKERS_MAX}, or 0 for one on each core")
     workers = min(workers or os.cpu_count() or 1, len(cells))
@@ -152,11 +145,7 @@ class Options:
 
 
 def read_shared(overrides: Sequence[str], *, seed: int, fast: bool, hours: float | None) -> dict[str, Any]:
-    """Return what all cells of a command line have in common, the sections of `--section.name value` among it.
-
-    Raises:
-        ValueError: a setting that is not there, or a value that cannot be simulated.
-    """
+    """Return what all cells of a command line share, `--section.name value` too; ValueError names what is wrong."""
     if hours is not None and not 0 < hours <= HOURS_MAX:
         raise ValueError(f"--hours is {hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
     said = {} if hours is None else {"hours": hours}
@@ -234,12 +223,7 @@ def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
 
 
 def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
-    """Simulate; returns what `--json` prints, and the same as a table.
-
-    Raises:
-        ValueError: something that cannot be simulated.
-        OSError: the tapes cannot be written.
-    """
+    """Simulate; return what `--json` prints, and a table. ValueError for what cannot be simulated."""
     cells = plan_cells(options)
     began_s = time.monotonic()
     results = run_cells(cells, options.workers or 0, say)

@@ -84,12 +84,7 @@ class LinkNeeds(NamedTuple):
 def link_needs(
     config: RunConfig, plan: FragmentPlan, up: Format | None = None, down: Format | None = None
 ) -> LinkNeeds:
-    """Size the payloads of a run, in the phase of its periods that moves the most.
-
-    Args:
-      up: format in place of the config's.
-      down: the same for the way back.
-    """
+    """Size the payloads of a run, in these formats or the config's, in the phase of periods that moves most."""
     sizes = [fragment.num_elements for fragment in plan.fragments]
     cycles = []
     for phase in config.protocol.groups.phases:
@@ -176,11 +171,7 @@ def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
 
 
 def outline(config: RunConfig, kind: IslandKind) -> IslandOutline:
-    """Work out the needs of a kind of islands; nothing is allocated and nothing compiled.
-
-    Raises:
-      ValueError: the model cannot be loaded or cut, or does not fit the mesh.
-    """
+    """Work out the needs of a kind of islands from shapes; ValueError if model, mesh or cut do not go together."""
     blueprint = Blueprint(config.model, config.optimizer, kind.island.mesh, kind.chips, seed=config.seed)
     plan = plan_of(config, blueprint)
     return IslandOutline(kind, blueprint, plan, link_needs(config, plan), island_needs(config, kind, blueprint, plan))

@@ -97,11 +97,7 @@ def describe(checks: Sequence[Check]) -> str:
 
 @contextmanager
 def listening(config: RunConfig) -> Iterator[list[str]]:
-    """Answer the doctors of islands where the syncer and its shards will listen; no learner is admitted.
-
-    Raises:
-        ValueError: an address is in use, or not allowed, or has no port.
-    """
+    """Answer doctors where the syncer and its shards will listen; ValueError if an address is of no use."""
     written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
     if not port:
         raise ValueError(

@@ -40,11 +40,7 @@ class Check(NamedTuple):
 
 
 def of_error(name: str, error: Exception, fix: str = "") -> Check:
-    """Make a failed check from an error of this package, whose message ends with the remedy.
-
-    Args:
-        error: "what is wrong; remedy" or "what is wrong: remedy".
-    """
+    """Make a failed check from an error "what is wrong; remedy" or "what is wrong: remedy", as this package's are."""
     text = str(error)
     for separator in ("; ", ": "):
         found, _, remedy = text.rpartition(separator)
@@ -99,11 +95,7 @@ def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
 
 
 def check_disk(need_bytes: int, run_dir: Path) -> Check:
-    """Compare the free space below the run's folder with its snapshots.
-
-    Args:
-        need_bytes: of all snapshots that are kept, and of one being written; 0 if there are none.
-    """
+    """Compare the free space below the run's folder with what its snapshots take, one being written included."""
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         wrong = "may not be written" if there.is_dir() else "is no folder"
@@ -129,11 +121,7 @@ def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Chec
 
 
 def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
-    """Compare the TPU chips of this host with islands.topology, without taking them: they are counted on the PCI bus.
-
-    Args:
-        expected: slice of the island; None: not said.
-    """
+    """Compare this host's TPU chips with islands.topology; they are counted on the PCI bus, and not taken."""
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
     kinds = ", ".join(sorted(set(found)))
     seen = f"{len(found)} TPU chips on this host ({kinds})" if found else "no TPU chip on this host"
@@ -159,11 +147,7 @@ def check_files(connections: int) -> Check:
 
 
 def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path = TCP) -> Check:
-    """Compare the kernel's TCP windows with rate times round trip.
-
-    Args:
-        bytes_per_s: measured, over all connections.
-    """
+    """Compare the kernel's TCP windows with the rate that was measured over all connections, times round trip."""
     name = "TCP buffers"
     try:
         windows = {key: int((folder / key).read_text(encoding="ascii").split()[2]) for key in ("tcp_rmem", "tcp_wmem")}
@@ -193,11 +177,7 @@ class ProcessPart(NamedTuple):
 
 
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
-    """Work out the part of an island's process, or of the syncer's where no island is named.
-
-    Raises:
-        ValueError: the model, or code of the user's own, cannot be loaded.
-    """
+    """Work out the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     found = outline(config, IslandKind(config.island(island), (island,)))
     settings = dict(fingerprint(settle(config, found.plan), found.plan.fingerprint, _corpus(config)))
     if not island:  # code of the user's own that is the syncer's alone

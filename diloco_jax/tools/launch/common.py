@@ -123,11 +123,7 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
 
 
 def check_label(what: str, name: str) -> str:
-    """Return a name that Kubernetes and Compute Engine take.
-
-    Raises:
-        ValueError: it is too long, or has other characters than they allow.
-    """
+    """Return a name that Kubernetes and Compute Engine take; ValueError if this is none."""
     if len(name) > NAME_LENGTH_MAX or not _LABEL.fullmatch(name):
         raise ValueError(
             f"{what} is {name!r}; Google Cloud takes a lower-case letter first, then lower-case letters, digits and "
@@ -167,11 +163,7 @@ def ports(config: RunConfig) -> range:
 
 
 def metrics_port(config: RunConfig) -> int | None:
-    """Return the port at which the syncer's pod tells Prometheus of the run; None if it does not.
-
-    Raises:
-        ValueError: nobody could ask there.
-    """
+    """Return the port at which the syncer tells Prometheus of the run, if it does; ValueError if nobody could ask."""
     if not config.syncer.metrics:
         return None
     port = split_address(config.syncer.metrics)[1]
@@ -245,11 +237,7 @@ def syncer_words() -> list[str]:
 
 
 def asked_of(cloud: CloudConfig, way: str) -> Asked:
-    """Return how this way asks for the machines of an island.
-
-    Raises:
-        ValueError: this way cannot ask for such machines, or has no queue.
-    """
+    """Return how this way asks for the machines of an island; ValueError if it cannot, or has no queue."""
     if way != "gke" and (unknown := next((name for name in ("queue", "priority_class") if getattr(cloud, name)), "")):
         raise ValueError(
             f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke has queues; leave it out"

@@ -33,11 +33,7 @@ class GpuLauncher(NamedTuple):
     parts: Callable[[RunConfig, Needs], Plan]  # writes the files and commands of this way alone
 
     def slices(self, config: RunConfig) -> list[IslandConfig]:
-        """Check the config, and return the islands.
-
-        Raises:
-            ValueError: an island does not say how many GPUs it has, or a setting is missing.
-        """
+        """Check the config, and return the islands; ValueError if it does not say how many GPUs they have."""
         common.check_label("name", config.name)
         islands = [config.island(name) for name in config.islands.names]
         if alike := next((each.name for each in islands if not each.devices), ""):

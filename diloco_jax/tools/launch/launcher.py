@@ -33,14 +33,7 @@ class Launcher(NamedTuple):
         return common.slices_of(config, self.name, self.needed)
 
     def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
-        """Write all files and commands.
-
-        Args:
-          needs: what machines need (needs.needs_of), if that is known.
-
-        Raises:
-          ValueError: a setting is missing, or a name cannot be used.
-        """
+        """Write all files and commands, with what machines need if that is known; ValueError names a wrong setting."""
         slices, config = self.slices(config), with_host(config, needs)
         own = self.parts(config, slices, needs)
         # certificates that are there stay

@@ -66,11 +66,7 @@ def host_for(machine_type: str, need_bytes: float) -> SyncerMachine:
 
 
 def needs_of(config: RunConfig) -> dict[str, Any]:
-    """Work out what hosts, chips, disks and links must carry, as `--json` prints it.
-
-    Raises:
-        ValueError: the model cannot be loaded here.
-    """
+    """Work out what hosts, chips, disks and links must carry; ValueError if the model cannot be loaded here."""
     found = list(outlines(config))
     memory, disk_bytes = syncer_needs(config, found[0].plan)
     return {
@@ -81,11 +77,7 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
 
 
 def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
-    """Return the host of the syncer: the one that the config names, or the smallest that does.
-
-    Raises:
-        ValueError: none is named, and what it must have is not known here, or no machine has it.
-    """
+    """Return the syncer's host: the config's, or the smallest that does; ValueError if nobody knows what it needs."""
     machine = config.cloud.syncer_machine_type
     if machine == AUTO and needs is None:
         raise ValueError(

@@ -65,12 +65,7 @@ def parts(
     slices: Sequence[IslandMachines],
     needs: Needs,
 ) -> Plan:
-    """Write the scripts of a way whose syncer is a virtual machine.
-
-    Args:
-      learner: script that starts a learner's container, by its file's name.
-      steps: verbs of the islands' scripts, in the order in which a launch calls them.
-    """
+    """Write the scripts of a way: files that start learners, and the verbs of islands' scripts that a launch calls."""
     scripts = {f"islands/{each.name}.sh": island_script(config, each) for each in slices}
     syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": SYNCER_AT_BOOT}
     environments = {f"islands/{each.name}.env": _lines(common.environment(config, each.name)) for each in slices}

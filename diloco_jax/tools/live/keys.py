@@ -115,11 +115,7 @@ class Keys:
         self.done = False
 
     def press(self, key: str, islands: Sequence[str]) -> None:
-        """Take one key.
-
-        Args:
-            islands: that the view shows.
-        """
+        """Take one key; the view shows these islands."""
         if self._chosen:
             name, self._chosen = self._chosen, ""
             self.words = f"asking the syncer to let {name} leave"
@@ -153,15 +149,7 @@ class Keys:
 
 
 def drain(run: str, name: str, known: TransportConfig, *, allow_plaintext: bool = False) -> tuple[bool, str]:
-    """Ask the syncer of a run to let an island leave; whether it does, and its words.
-
-    Args:
-        run, known, allow_plaintext: as `syncer_at` takes them.
-
-    Raises:
-        ValueError: the run has no address, or credentials cannot be used.
-        TransportError: nobody answered.
-    """
+    """Ask the syncer of a run to let an island leave; return whether it does, and its words. Raises as `syncer_at`."""
     return ask_drain(syncer_at(run, known, allow_plaintext=allow_plaintext), name)
 
 
@@ -174,12 +162,7 @@ def drain_in_words(run: str, known: TransportConfig, name: str, *, allow_plainte
 
 
 class PageOpener:
-    """The page of a run in a browser: that of its syncer, or else of a `diloco view` that ends with this object.
-
-    Args:
-        run_dir: None if only the address of the syncer is known.
-        served: whether the syncer serves the page.
-    """
+    """The page of a run in a browser: its syncer's if that serves it, or of a `diloco view` that ends with this."""
 
     def __init__(self, run_dir: Path | None, *, served: bool) -> None:
         self._run_dir = run_dir

@@ -85,11 +85,7 @@ class Compiled(NamedTuple):
 
 
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:
-    """Return the devices of a slice as the compiler knows them.
-
-    Raises:
-      ValueError: libtpu is missing, or does not know the slice.
-    """
+    """Return the devices of a slice as the compiler knows them; ValueError if libtpu is missing, or knows no such."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("there is no TPU compiler here, libtpu is missing; pip install 'diloco_jax[tpu]' brings it")
     for name, value in QUIET.items():
@@ -110,11 +106,7 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
 
 
 def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_only: bool = False) -> Compiled:
-    """Compile what an island will run, or only its inner step; `say` is told of each program, which may take minutes.
-
-    Raises:
-      ValueError: the model cannot be loaded, mesh or batch do not fit, or the compiler refuses a program.
-    """
+    """Compile what an island will run, or its inner step; `say` hears of each program. ValueError if one is refused."""
     topology = island.slice
     assert topology is not None, "asked of islands with a slice"
     options: dict[str, str | bool] = {**options_of(config, island)}
@@ -149,14 +141,7 @@ def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequen
 
 
 def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: float) -> Built:
-    """Compile one program; one that the compiler refuses for its memory is described by what it said.
-
-    Args:
-      arguments: bytes per chip of what it is given.
-
-    Raises:
-      ValueError: the compiler refuses it for another reason.
-    """
+    """Compile one program, given so many bytes per chip; if it does not fit, describe it as the compiler does."""
     began = _clocks()
     try:
         return _describe(kind, compile(), began)

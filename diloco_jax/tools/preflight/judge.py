@@ -54,11 +54,7 @@ def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, A
 
 
 def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, IslandKind]]:
-    """List the kinds of islands, each with the config of the run on its slice.
-
-    Raises:
-      ValueError: no slice is named, or one does not suit the islands.
-    """
+    """List the kinds of islands, each with the run's config on its slice; ValueError if none is named, or fits."""
     configs = [_moved(config, name) for name in dict.fromkeys(slices)] or [config]
     cases = [(there, kind) for there in configs for kind in kinds_of(there)]
     if bare := next((kind.names[0] for _, kind in cases if not kind.topology), ""):

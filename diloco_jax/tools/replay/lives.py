@@ -74,12 +74,7 @@ Entry = Begin | TookValue | TookState | Copied | SentValue | TapedStep | Lost
 
 
 def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
-    """Yield the lines of one learner tape that a replay needs, with their numbers.
-
-    Raises:
-        ValueError: the tape is missing, or a line is not one that a learner writes; names it.
-        OtherRelease: it is of a release whose tapes this one does not read.
-    """
+    """Yield the lines of a learner's tape that a replay needs, with their numbers; ValueError names a wrong one."""
     learner_id = ""
     try:
         for number, line in enumerate(read_lines(path), start=1):
@@ -200,11 +195,7 @@ class NeededLife:
 
 
 class NeededLives:
-    """The parts of all lives that must be repeated.
-
-    Raises:
-        ValueError: a tape that is needed is missing, broken or too short; names it.
-    """
+    """The parts of all lives that must be repeated; ValueError names a tape that is missing, broken or too short."""
 
     def __init__(self, run_dir: Path, script: Script) -> None:
         self._run_dir = run_dir

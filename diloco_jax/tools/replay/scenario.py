@@ -25,11 +25,7 @@ class SimulatedRun(NamedTuple):
 
 
 def read_scenario(folder: Path) -> SimulatedRun | None:
-    """Read the scenario whose tapes lie in a folder; None for the folder of a run.
-
-    Raises:
-        ValueError: it cannot be read; names it.
-    """
+    """Read the scenario of the tapes in a folder, None for a run's folder; ValueError if it cannot be read."""
     path = folder / SCENARIO_FILE
     if not path.exists():
         return None

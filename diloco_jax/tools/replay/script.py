@@ -154,11 +154,7 @@ def machine_of(fingerprint: Fingerprint, protocol: ProtocolConfig, total_steps: 
 
 
 def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect]]]:
-    """Yield every input on a tape with what it leads to in the machine.
-
-    Raises:
-        ValueError: a line cannot be replayed; names tape and line.
-    """
+    """Yield every input on a tape with what it leads to in the machine; ValueError names a line that cannot be."""
     lines, taken = itertools.tee(read_lines(tape))
     try:
         for effects, line in zip(replay(lines, machine), taken, strict=False):

@@ -36,14 +36,7 @@ def alarms_now(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[di
 
 
 class RunFeed:
-    """One run for the page. Used by one thread at a time.
-
-    Args:
-        folder: of the run, finished, under way, or about to begin.
-
-    Raises:
-        ValueError: it is not the folder of a run.
-    """
+    """One run, finished, under way or about to begin, for the page and one thread at a time; ValueError if none."""
 
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in (CONFIG_FILE, STATUS_FILE, METRICS_FILE)):

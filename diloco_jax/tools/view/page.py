@@ -16,11 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def compose_page(data: Any = None) -> tuple[str, str]:
-    """Return the page, and the policy that lets it run its own script and nothing else.
-
-    Args:
-        data: all that it shows, for a page without a server.
-    """
+    """Return the page, with data for one without a server, and the policy that lets it run its own script alone."""
     parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     parts["css"] = VARIABLES + parts["css"]
     page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])

@@ -24,11 +24,7 @@ def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
 
 
 class Curve:
-    """The points of a curve, however long it gets: of so many that come one is kept, and the newest.
-
-    Args:
-        most: points that are kept.
-    """
+    """The points of a curve, of which at most so many are kept, however long it gets: one of some, and the newest."""
 
     def __init__(self, most: int) -> None:
         self._most = most

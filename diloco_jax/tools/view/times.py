@@ -36,11 +36,7 @@ class _Island:
 
 
 class IslandTimes:
-    """Counts the time of all islands.
-
-    Args:
-        names: of the configured islands; who else joins counts from then on as one of them.
-    """
+    """Counts the time of all islands, those of the config; who else joins counts from then on as one of them."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = set(names)
@@ -101,11 +97,7 @@ class IslandTimes:
         island.told_s = busy_s
 
     def told(self, wall_s: float | None = None) -> dict[str, Any]:
-        """Return the seconds since the first step, and of each island for what they were used.
-
-        Args:
-            wall_s: when the run ended, if that is known: what records tell later is its farewell.
-        """
+        """Return the seconds since the first step, and their uses by island, until the run ended if that is known."""
         began_s, rows, end_s = self._began_s, {}, self._end_s if wall_s is None else min(wall_s, self._end_s)
         if began_s is not None:
             for name in sorted(self._names | self._islands.keys(), key=lambda name: (len(name), name)):
