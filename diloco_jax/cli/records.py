@@ -145,7 +145,7 @@ def compare(arguments: argparse.Namespace) -> int:
 def replay(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.files import CONFIG_FILE, new_run_dir
     from diloco_jax.settings.text import load, save
-    from diloco_jax.tools.replay.scenario import as_simulated
+    from diloco_jax.tools.replay.script import as_simulated
 
     config = as_simulated(load(arguments.config or run_config(arguments.run)), Path(arguments.run))
     code = _replay_as_island(config, arguments)
@@ -189,7 +189,7 @@ def audit(arguments: argparse.Namespace) -> int:
     from diloco_jax.settings.text import load
     from diloco_jax.tools.replay.audit import audit as audit_run
     from diloco_jax.tools.replay.audit import describe
-    from diloco_jax.tools.replay.scenario import read_scenario
+    from diloco_jax.tools.replay.script import read_scenario
 
     run_dir = Path(arguments.run)
     scenario = read_scenario(run_dir) if arguments.config is None else None

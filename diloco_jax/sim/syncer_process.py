@@ -51,10 +51,6 @@ class Disk:
         self.broken.discard(snapshot.global_step)
         del self.snapshots[:-SNAPSHOTS_KEPT]
 
-    def newest_readable(self) -> SyncerSnapshot | None:
-        """Return the snapshot from which a process goes on."""
-        return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
-
 
 class SyncerProcess:
     """One process."""
@@ -76,7 +72,7 @@ class SyncerProcess:
         self._engine = world.engine
         self._observers = world.observers
         self._send = world.network.send
-        self._heard: dict[str, SimulatedLink] = {}  # where a learner was last heard
+        self.heard: dict[str, SimulatedLink] = {}  # where a learner was last heard
         self._tick_s = NEVER_S  # the earliest tick that is on the heap
         self._saving = False
 
@@ -89,7 +85,7 @@ class SyncerProcess:
         if not self.alive:
             return
         now_s = self._engine.now_s
-        self._heard[link.learner_id] = link
+        self.heard[link.learner_id] = link
         if type(message) is Garbled:
             return  # an anchor, or a part of a state that its receiver would not take either
         for observer in self._observers:
@@ -101,8 +97,8 @@ class SyncerProcess:
         if not self.alive:
             return
         name = link.learner_id
-        if self._heard.get(name) is link:
-            del self._heard[name]
+        if self.heard.get(name) is link:
+            del self.heard[name]
         self.execute(self.inputs.on_disconnect(name, link.incarnation, "connection lost", self._engine.now_s))
 
     def _merged(self, merge: Merge) -> None:
@@ -124,17 +120,6 @@ class SyncerProcess:
         for observer in self._observers:
             observer.on_merged(merge.global_step, left_out, now_s)
         self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
-
-    def drain(self, learner_id: str) -> None:
-        """Ask a learner to leave, as somebody does on the command line."""
-        try:
-            effects = self.inputs.on_drain(learner_id, self._engine.now_s)
-        except ValueError:
-            return  # it is not connected, and whoever asked was told so
-        for effect in effects:
-            assert isinstance(effect, Send), f"draining led to {effect}"
-            if effect.peer in self._heard:
-                self._send(self._heard[effect.peer].down, effect.message)
 
     def _tick(self, tick_s: float) -> None:
         if tick_s != self._tick_s or not self.alive:
@@ -160,7 +145,7 @@ class SyncerProcess:
         if effects:
             done = effects if self.dies_after is None else effects[: self.dies_after]
             ends = self.machine.progress.finished and self.finished_s == NEVER_S
-            heard, send = self._heard, self._send
+            heard, send = self.heard, self._send
             for effect in done:
                 kind = type(effect)
                 if kind is Send:

@@ -95,8 +95,7 @@ class FaultyCluster(Cluster):
         if kind == "leave":
             learner.leave(process, "asked to")
         elif kind == "drain":
-            if self.host.process.alive:
-                self.host.process.drain(node.name)
+            self.host.drain(node.name)
         elif kind in ("crash", "donor_crash"):
             learner.kill(process, fault.notice_s)
             self._plan_heal(fault, learner.start, node)
