@@ -157,7 +157,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> ProcessPart:
 def test_doctor_finds_it_before_the_run(
     wrong: Wrong, taken: str, part: ProcessPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine, "part_of", lambda *_: part)
+    monkeypatch.setattr(examine.host, "part_of", lambda *_: part)
     write(wrong.given, taken)
     found = []
     for island in ([], ["--island", "island-0"]):

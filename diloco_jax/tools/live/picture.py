@@ -1,4 +1,4 @@
-"""Pictures of a run for a terminal, as wide as it is: progress, curves as they were seen, a row for each island, alarms."""
+"""Pictures of a run for a terminal, as wide as it is: progress, curves of what was seen, a row per island, alarms."""
 
 import math
 import re
