@@ -121,13 +121,7 @@ def _language(run: str) -> tuple[Language, int]:
 
 
 def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
-    """Return the config of a run, the parameters of its newest checkpoint, and their global step.
-
-    A config in place of a run stands for the model that its run would begin with.
-
-    Raises:
-        ValueError: there is no checkpoint that can be read.
-    """
+    """Return a run's config, its newest checkpoint's parameters and global step; of a config, what it begins with."""
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
     from diloco_jax.runtime.records.files import CHECKPOINTS

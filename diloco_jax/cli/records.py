@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -46,8 +48,7 @@ def _watch(
 
     from diloco_jax.runtime.records.phases import read_phases
     from diloco_jax.runtime.records.signals import stop_on_signals
-    from diloco_jax.tools.live.acting import PageOpener, drain_in_words
-    from diloco_jax.tools.live.keys import Keys, Terminal
+    from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
     from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run
     from diloco_jax.transport.link import TransportConfig
 
@@ -72,7 +73,7 @@ def _watch(
 def drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.status import is_address
     from diloco_jax.settings.text import load
-    from diloco_jax.tools.live.acting import drain as ask
+    from diloco_jax.tools.live.keys import drain as ask
     from diloco_jax.transport.link import TransportConfig
 
     run, config = arguments.run, arguments.config
@@ -144,11 +145,10 @@ def compare(arguments: argparse.Namespace) -> int:
 def replay(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.files import CONFIG_FILE, new_run_dir
     from diloco_jax.settings.text import load, save
-    from diloco_jax.tools.replay.process import run_as_island
-    from diloco_jax.tools.replay.scenario import as_simulated
+    from diloco_jax.tools.replay.script import as_simulated
 
     config = as_simulated(load(arguments.config or run_config(arguments.run)), Path(arguments.run))
-    code = run_as_island(config, arguments)
+    code = _replay_as_island(config, arguments)
     if code is not None:
         return code
     from diloco_jax.tools.replay.replay import describe, replay_run, replay_synthetic
@@ -164,11 +164,32 @@ def replay(arguments: argparse.Namespace) -> int:
     return 0 if result.get("identical", True) else FAILED
 
 
+def _replay_as_island(config: RunConfig, arguments: argparse.Namespace) -> int | None:
+    """Replay in a process like those of the run's islands; return its status, None if this one is like that already.
+
+    The same devices, and where they are emulated the same thread pool, are part of the compiled program's arithmetic,
+    and both are fixed when JAX starts. Which cores an island was pinned to, and how many islands ran beside it, is not
+    (docs/replay.md).
+    """
+    from diloco_jax.runtime.local.machine import VISIBLE_GPUS
+    from diloco_jax.runtime.local.run import child_environment
+
+    environment = dict(child_environment(config, config.islands.names[0]))
+    decisive = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "NPROC", VISIBLE_GPUS)
+    if all(os.environ.get(name) == environment.get(name) for name in decisive):
+        return None
+    command = [sys.executable, "-m", "diloco_jax", "replay", arguments.run]
+    for name in ("config", "out", "until"):
+        if getattr(arguments, name) is not None:
+            command += [f"--{name}", str(getattr(arguments, name))]
+    return subprocess.run(command + ["--json"] * arguments.json, env=environment, check=False).returncode
+
+
 def audit(arguments: argparse.Namespace) -> int:
     from diloco_jax.settings.text import load
     from diloco_jax.tools.replay.audit import audit as audit_run
     from diloco_jax.tools.replay.audit import describe
-    from diloco_jax.tools.replay.scenario import read_scenario
+    from diloco_jax.tools.replay.script import read_scenario
 
     run_dir = Path(arguments.run)
     scenario = read_scenario(run_dir) if arguments.config is None else None

@@ -14,8 +14,7 @@ from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.live.acting import PageOpener, drain_in_words
-from diloco_jax.tools.live.keys import Keys, Terminal
+from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
 from diloco_jax.tools.live.view import LiveView, run_in
 from diloco_jax.tools.live.words import alarm_line, scores_text
 from diloco_jax.tools.view.page import write_report

@@ -7,11 +7,9 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import Network
-from diloco_jax.sim.node import Node, Observer
-from diloco_jax.sim.pace import Steady, StepPace
+from diloco_jax.sim.node import MakeLearner, MakeNetwork, MakeSyncer, Node, Observer, Steady, StepPace, World
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.syncer_host import SyncerHost
-from diloco_jax.sim.world import MakeLearner, MakeNetwork, MakeSyncer, World
+from diloco_jax.sim.syncer_process import SyncerHost
 
 
 class Cluster:
@@ -21,7 +19,7 @@ class Cluster:
         make_learner: builds a learner; tests put broken ones here.
         make_syncer: builds the syncer, likewise.
         make_network: builds the network, likewise.
-        make_host: builds what runs the syncer, likewise.
+        make_host, make_driver: build what runs the syncer and learners, likewise.
         taped: record the event tape, a line of JSON per input of the syncer.
         paces: of each learner; if not given, as the scenario's step times say.
         late: learners that do not start by themselves.
@@ -35,6 +33,7 @@ class Cluster:
         make_syncer: MakeSyncer = Syncer,
         make_network: MakeNetwork = Network,
         make_host: Callable[..., SyncerHost] = SyncerHost,
+        make_driver: Callable[..., LearnerDriver] = LearnerDriver,
         taped: bool = True,
         paces: Mapping[str, StepPace] | None = None,
         late: Collection[str] = (),
@@ -49,11 +48,11 @@ class Cluster:
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
             self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples))
-        self._learners = {
-            name: LearnerDriver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
+        self._learners: Mapping[str, LearnerDriver] = {
+            name: make_driver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
             for name, node in self.nodes.items()
         }
-        self.host = make_host(world, self._learners, make_syncer, taped)
+        self.host: SyncerHost = make_host(world, self._learners, make_syncer, taped)
         for name, learner in self._learners.items():
             if name not in late:
                 learner.start()

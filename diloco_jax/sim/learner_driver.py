@@ -1,8 +1,7 @@
 """The driver of a learner's machine, over all lives of its process: as runtime/learner/run.py.
 
-A mailbox says what is given to the machine at once, as by a link's thread, and what in the gap between two steps. A
-learner that does not step may take a while to see its mail, as a thread that compiles or copies to its devices does.
-The next batch may be drawn while a step runs.
+A mailbox says what is given to the machine at once, as by a link's thread, and what in the gap between two steps. The
+next batch may be drawn while a step runs. `scripts/faulty` has a driver to which faults happen.
 """
 
 from collections.abc import Callable
@@ -26,8 +25,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.sim.engine import NEVER_S, Action
 from diloco_jax.sim.holdings import HELD, Holdings
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
-from diloco_jax.sim.node import LearnerProcess, Node, SavedCopy
-from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World
+from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeLearner, Node, SavedCopy, World
 
 DIAL_S = 0.01  # from dialling to a link that stands
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
@@ -76,8 +74,6 @@ class LearnerDriver:
         holdings = Holdings(*who, scenario, self._world.steps)
         node.process = process = LearnerProcess(node, *who, machine, Mailbox(machine), holdings)
         self.dial(process, DIAL_S)
-        if scenario.connect_timeout_s < NEVER_S:
-            self._engine.at(self._engine.now_s + scenario.connect_timeout_s, self._give_up, process)
 
     def start_later(self, at_s: float) -> None:
         """Let the supervisor begin a new process, at this time at the earliest, unless somebody else does."""
@@ -101,20 +97,9 @@ class LearnerDriver:
         if not process.ended:
             self._engine.at(process.paused_s, action, argument)
 
-    def _give_up(self, process: LearnerProcess) -> None:
-        """End a process that nobody has answered since it started."""
-        if not (process.ended or process.greeted):
-            self._forget(process)
-            self.start_later(self._engine.now_s)
-
     def dial(self, process: LearnerProcess, after_s: float) -> None:
         """Connect, after some time."""
         self._engine.at(self._engine.now_s + after_s, self._connect, process)
-
-    def reconnect(self, process: LearnerProcess) -> None:
-        """Connect at once, unless a link stands."""
-        if process.link is None:
-            self.dial(process, 0.0)
 
     def _redial(self, process: LearnerProcess) -> None:
         pauses_s = self._world.scenario.redials_s
@@ -135,34 +120,12 @@ class LearnerDriver:
         self._run(process, process.machine.on_connected(now_s), now_s)
         self._settle(process, now_s)
 
-    def disconnect(self, process: LearnerProcess, notice_s: float) -> None:
-        """Break the link; the learner knows at once."""
-        self._cut(process, notice_s)
-        now_s = self._engine.now_s
-        self._run(process, process.machine.on_disconnected(now_s), now_s)
-
     def _cut(self, process: LearnerProcess, notice_s: float) -> None:
         link, process.link, process.linked_s = process.link, None, NEVER_S
         if link is not None:
             link.alive = False
             if notice_s < NEVER_S and link.lost is not None:
                 self._engine.at(self._engine.now_s + notice_s, link.lost, link)
-
-    def on_syncer_gone(self, link: SimulatedLink) -> None:
-        """Take it that the process at the other end is dead, as the transport has found out."""
-        process: LearnerProcess = link.owner
-        if process.link is not link:
-            return
-        if process.ended or process.paused_s > self._engine.now_s:
-            return self._postpone(process, self.on_syncer_gone, link)
-        self.disconnect(process, NEVER_S)
-        self._redial(process)
-
-    def leave(self, process: LearnerProcess, reason: str) -> None:
-        """Say goodbye, as somebody asks this learner to do."""
-        now_s = self._engine.now_s
-        self._run(process, process.machine.leave(reason, now_s), now_s)
-        self._end(process, for_good=True)
 
     def _end(self, process: LearnerProcess, *, for_good: bool) -> None:
         """Close the link of a process whose machine has finished when everything is sent, and end it."""
@@ -175,15 +138,6 @@ class LearnerDriver:
             self._left()
         else:
             self.start_later(self._engine.now_s + SUPERVISOR_S)
-
-    def resume(self, process: LearnerProcess) -> None:
-        """Take what came during the pause; the step in progress goes on by itself."""
-        if process.paused_s > self._engine.now_s:
-            return  # another pause lasts longer
-        held, process.held = process.held, []
-        for message in held:
-            if process.link is not None:
-                self.arrive((process.link, message))
 
     def arrive(self, item: tuple[SimulatedLink, Any]) -> None:
         """Take a message that comes, or one whose payload is garbled."""
@@ -228,21 +182,8 @@ class LearnerDriver:
         return ok
 
     def _see_mail(self, process: LearnerProcess, now_s: float) -> None:
-        """Take what waits, now or when the thread that would step has seen it."""
-        wake_s = self._world.scenario.wake_s
-        if not wake_s:
-            return self._reach_gap(process, now_s)
-        if process.mailbox and not process.waking:
-            process.waking = True
-            self._engine.at(now_s + wake_s * self._engine.random.random(), self._wake, process)
-        self._settle(process, now_s)
-
-    def _wake(self, process: LearnerProcess) -> None:
-        if process.ended or process.paused_s > self._engine.now_s:
-            return self._postpone(process, self._wake, process)
-        process.waking = False
-        if not process.step.runs:
-            self._reach_gap(process, self._engine.now_s)
+        """Take what waits, as a thread that would step does at once; one that is busy otherwise may do it later."""
+        self._reach_gap(process, now_s)
 
     def _reach_gap(self, process: LearnerProcess, now_s: float) -> None:
         """Give the machine what waits, between two steps, and go on."""

@@ -55,11 +55,7 @@ class LinkDirection:
 
 
 class SimulatedLink:
-    """One connection.
-
-    Args:
-        lost: what the syncer's process does when it finds out that the link is gone.
-    """
+    """One connection; `lost` is what the syncer's process does when it finds out that the link is gone."""
 
     __slots__ = ("alive", "down", "incarnation", "learner_id", "lost", "owner", "up")
 

@@ -1,9 +1,11 @@
-"""A learner over all lives of its process, the process itself, and the interface of those who watch."""
+"""A learner over all lives of its process, its pace, the interface of those who watch, and what all processes share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any, NamedTuple, Protocol
 
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
@@ -12,13 +14,56 @@ from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.holdings import Holdings, Value
-from diloco_jax.sim.network import Garbled, SimulatedLink
-from diloco_jax.sim.pace import StepPace
+from diloco_jax.sim.engine import NEVER_S, Engine
+from diloco_jax.sim.holdings import Holdings, Step, Value
+from diloco_jax.sim.network import Garbled, Network, SimulatedLink
+from diloco_jax.sim.scenario import Scenario
 
 NO_BATCH = Batch((), 0)
+FINGERPRINT = (("model", "simulated"),)
+
+MakeLearner = Callable[..., Learner]  # as Learner(...)
+MakeSyncer = Callable[..., Syncer]  # as Syncer(...)
+MakeNetwork = Callable[..., Network]  # as Network(...)
 Effects = list[Effect]
+
+
+class StepPace(Protocol):
+    """Pace of steps. Steady is a plain one; the chips of hardware.Slices fail."""
+
+    @property
+    def lost(self) -> bool:
+        """True when the learner's state is gone with its hardware: its process ends, and begins again at `begins_s`."""
+
+    def begins_s(self, now_s: float) -> float:
+        """Return when the next step can begin, `now_s` at the earliest."""
+
+    def takes_s(self) -> float:
+        """Draw what a step takes that begins now, in seconds."""
+
+    def ended(self, began_s: float, now_s: float) -> None:
+        """Take note that a step has ended."""
+
+
+class Steady:
+    """Steps of about equal length, one after the other."""
+
+    __slots__ = ("_noise", "_random", "_step_s")
+    lost = False
+
+    def __init__(self, step_s: float, noise: float, random: Random) -> None:
+        self._step_s = step_s
+        self._noise = noise
+        self._random = random
+
+    def begins_s(self, now_s: float) -> float:
+        return now_s
+
+    def takes_s(self) -> float:
+        return self._step_s * (1.0 + self._noise * self._random.random())
+
+    def ended(self, began_s: float, now_s: float) -> None:
+        del began_s, now_s
 
 
 class SavedCopy(NamedTuple):
@@ -124,12 +169,19 @@ class Observer:
         """See that the syncer's process is gone, and with it what it held in memory."""
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
-        """See a new process that is about to tell its machine of the restart, or of the rewind.
-
-        Args:
-            machine: after a restart what the tape made of it.
-            rewound_to: global step of the snapshot to which the run goes back, -1 for a restart.
-        """
+        """See a new process that is about to tell its machine of a restart (-1), or of the snapshot it goes back to."""
 
     def end(self) -> None:
         """See that the last event is over."""
+
+
+class World:
+    """Time, network and bytes of one simulation; with faults `make_network` builds another network."""
+
+    def __init__(self, scenario: Scenario, make_network: MakeNetwork = Network) -> None:
+        self.scenario = scenario
+        self.engine = Engine(scenario.seed)
+        self.network = make_network(self.engine, scenario.network)
+        self.observers: list[Observer] = []
+        self.steps: dict[tuple[int, int, int], Step] = {}  # life of the syncer, fragment, version -> payload
+        self.useless: set[tuple[str, int]] = set()  # learner and round of values that cannot be used

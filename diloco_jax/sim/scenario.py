@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
-from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.network import NetworkOptions
 
 
@@ -47,14 +46,10 @@ class Scenario:
     """Seconds in which a learner takes a whole state over."""
     save_s: float = 0.2
     """Saving takes 0.5 to 1.5 times this, in seconds; what is not finished when its process dies is lost."""
-    wake_s: float = 0.0
-    """A learner that does not step sees what waits for it up to so many seconds later."""
     redials_s: tuple[float, ...] = (0.5,)
     """Seconds before each attempt to connect again, when the connection broke or nobody listens; the last one stays."""
     restart_s: float = 0.0
     """Seconds that a supervisor takes to start a process again, over and above the time that the simulation draws."""
-    connect_timeout_s: float = NEVER_S
-    """A process that nobody answers for so long after its start ends, and is started again."""
     plan: EvaluationPlan = NEVER
     """When the global model is evaluated."""
     eval_s: float = 0.0

@@ -5,7 +5,7 @@ input is on the tape before it is executed; snapshots are captured at once and w
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
@@ -14,9 +14,9 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Step, Value, digest_of
+from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
-from diloco_jax.sim.node import LearnerProcess
-from diloco_jax.sim.world import World
+from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeSyncer, World
 
 SNAPSHOTS_KEPT = 3
 HANDLED = frozenset((Merge, Restore, SaveSnapshot))
@@ -51,10 +51,6 @@ class Disk:
         self.broken.discard(snapshot.global_step)
         del self.snapshots[:-SNAPSHOTS_KEPT]
 
-    def newest_readable(self) -> SyncerSnapshot | None:
-        """Return the snapshot from which a process goes on."""
-        return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
-
 
 class SyncerProcess:
     """One process."""
@@ -76,7 +72,7 @@ class SyncerProcess:
         self._engine = world.engine
         self._observers = world.observers
         self._send = world.network.send
-        self._heard: dict[str, SimulatedLink] = {}  # where a learner was last heard
+        self.heard: dict[str, SimulatedLink] = {}  # where a learner was last heard
         self._tick_s = NEVER_S  # the earliest tick that is on the heap
         self._saving = False
 
@@ -89,7 +85,7 @@ class SyncerProcess:
         if not self.alive:
             return
         now_s = self._engine.now_s
-        self._heard[link.learner_id] = link
+        self.heard[link.learner_id] = link
         if type(message) is Garbled:
             return  # an anchor, or a part of a state that its receiver would not take either
         for observer in self._observers:
@@ -101,8 +97,8 @@ class SyncerProcess:
         if not self.alive:
             return
         name = link.learner_id
-        if self._heard.get(name) is link:
-            del self._heard[name]
+        if self.heard.get(name) is link:
+            del self.heard[name]
         self.execute(self.inputs.on_disconnect(name, link.incarnation, "connection lost", self._engine.now_s))
 
     def _merged(self, merge: Merge) -> None:
@@ -124,17 +120,6 @@ class SyncerProcess:
         for observer in self._observers:
             observer.on_merged(merge.global_step, left_out, now_s)
         self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
-
-    def drain(self, learner_id: str) -> None:
-        """Ask a learner to leave, as somebody does on the command line."""
-        try:
-            effects = self.inputs.on_drain(learner_id, self._engine.now_s)
-        except ValueError:
-            return  # it is not connected, and whoever asked was told so
-        for effect in effects:
-            assert isinstance(effect, Send), f"draining led to {effect}"
-            if effect.peer in self._heard:
-                self._send(self._heard[effect.peer].down, effect.message)
 
     def _tick(self, tick_s: float) -> None:
         if tick_s != self._tick_s or not self.alive:
@@ -160,7 +145,7 @@ class SyncerProcess:
         if effects:
             done = effects if self.dies_after is None else effects[: self.dies_after]
             ends = self.machine.progress.finished and self.finished_s == NEVER_S
-            heard, send = self._heard, self._send
+            heard, send = self.heard, self._send
             for effect in done:
                 kind = type(effect)
                 if kind is Send:
@@ -218,3 +203,44 @@ class SyncerProcess:
         self.finished_s = self._engine.now_s
         self._disk.final = tuple(self.values)
         self._disk.keep(self._take_snapshot(self.machine.global_step))
+
+
+class SyncerHost:
+    """The syncer's disk, and the process that runs beside it or ran there last."""
+
+    def __init__(
+        self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool
+    ) -> None:
+        self.disk = Disk()
+        self._world = world
+        self._engine = world.engine
+        self._learners = learners
+        self._make_syncer = make_syncer
+        self._taped = taped
+        self.process = self._new_process(self.new_syncer(), self._initial())
+        digests = [digest for _, digest in self.process.values]
+        self.process.execute(self.process.inputs.on_begin(digests, 0.0))
+
+    def new_syncer(self) -> Syncer:
+        """Build a machine as that with which this run began."""
+        scenario = self._world.scenario
+        fragments = range(scenario.config.num_fragments)
+        whole = dict.fromkeys(fragments, scenario.payload_bytes)
+        steps = dict.fromkeys(fragments, scenario.step_bytes) if scenario.step_bytes is not None else {}
+        settings = (scenario.config, scenario.total_steps, FINGERPRINT, whole, steps, scenario.budget)
+        return self._make_syncer(*settings, plan=scenario.plan)
+
+    def _initial(self) -> list[Value]:
+        return [
+            (0, digest_of("initial", fragment_id)) for fragment_id in range(self._world.scenario.config.num_fragments)
+        ]
+
+    def _new_process(self, machine: Syncer, values: Sequence[Value]) -> SyncerProcess:
+        return SyncerProcess(self._world, self.disk, machine, list(values), self._taped, self._on_death)
+
+    def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink | None:
+        """Answer a learner that dials, if a process runs."""
+        return self.process.accept(learner, down) if self.process.alive else None
+
+    def _on_death(self) -> None:
+        """Take note that the process has died; without faults it never does."""

@@ -71,12 +71,7 @@ class LearnerTapes(Observer):
         self._write(process.key, "state", effect.donor, incarnation, donor_step, list(effect.fragments))
 
     def save(self, folder: Path) -> None:
-        """Write all tapes and the scenario.
-
-        Raises:
-            ValueError: see `check_folder`.
-            OSError: it cannot be written.
-        """
+        """Write all tapes and the scenario; ValueError as `check_folder`."""
         check_folder(folder)
         (folder / "tapes").mkdir(parents=True, exist_ok=True)
         _write_lines(folder / "tape.jsonl", self._cluster.host.disk.tape)
@@ -96,11 +91,7 @@ class LearnerTapes(Observer):
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder for tapes that could not be written after the simulation.
-
-    Raises:
-        ValueError: it holds a tape already, is a file, or cannot be written.
-    """
+    """Refuse, with ValueError, a folder for tapes that holds some, or could not be written after the simulation."""
     if (folder / "tape.jsonl").exists():
         raise ValueError(f"--tapes {folder} holds a tape already; name another folder, or remove that one")
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -34,8 +34,7 @@ from diloco_jax.settings.text import load
 from diloco_jax.sim.goodput.hardware import Hardware, Slices, cluster, goodput
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.tools.replay.replay import Replay
-from diloco_jax.tools.replay.scenario import as_simulated
-from diloco_jax.tools.replay.script import LearnerLife, MergedRound
+from diloco_jax.tools.replay.script import LearnerLife, MergedRound, as_simulated
 from experiments.instead import payload_bytes, put_in_place
 from experiments.records import thinned
 

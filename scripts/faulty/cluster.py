@@ -7,10 +7,9 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.node import LearnerProcess, Node
-from diloco_jax.sim.pace import StepPace
-from diloco_jax.sim.world import MakeLearner, MakeSyncer
+from diloco_jax.sim.node import LearnerProcess, MakeLearner, MakeSyncer, Node, StepPace
 from faulty.faults import ARMED, ARMED_S, Fault
+from faulty.learner import MortalLearner
 from faulty.network import TroubledNetwork, TroubledOptions
 from faulty.scenario import FaultyScenario
 from faulty.syncer_host import MortalSyncerHost, break_newest
@@ -31,6 +30,7 @@ class FaultyCluster(Cluster):
     scenario: FaultyScenario
     host: MortalSyncerHost
     network: TroubledNetwork
+    _learners: Mapping[str, MortalLearner]
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class FaultyCluster(Cluster):
             make_syncer=make_syncer,
             make_network=self._make_network,
             make_host=MortalSyncerHost,
+            make_driver=MortalLearner,
             paces=paces,
             late={name for fault in scenario.faults if fault.kind == "join" for name in fault.learners},
         )
@@ -94,8 +95,7 @@ class FaultyCluster(Cluster):
         if kind == "leave":
             learner.leave(process, "asked to")
         elif kind == "drain":
-            if self.host.process.alive:
-                self.host.process.drain(node.name)
+            self.host.drain(node.name)
         elif kind in ("crash", "donor_crash"):
             learner.kill(process, fault.notice_s)
             self._plan_heal(fault, learner.start, node)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.scenario import Scenario
 from faulty.faults import Fault
 from faulty.network import TroubledOptions
@@ -15,3 +16,7 @@ class FaultyScenario(Scenario):
     """What messages suffer."""
     faults: tuple[Fault, ...] = ()
     """What happens to learners and to the syncer, sorted by time."""
+    wake_s: float = 0.0
+    """A learner that does not step sees what waits for it up to so many seconds later."""
+    connect_timeout_s: float = NEVER_S
+    """A process that nobody answers for so long after its start ends, and is started again."""

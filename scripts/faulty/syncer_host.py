@@ -4,13 +4,21 @@ Restart: the newest readable snapshot, then every decision after it from the tap
 Rewind: every process died; the newest readable snapshot alone, and what came after it is void.
 """
 
+from collections.abc import Mapping
+
+from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.syncer.tape import lives, replay
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.syncer_host import SyncerHost
-from diloco_jax.sim.syncer_process import Disk
+from diloco_jax.sim.syncer_process import Disk, SyncerHost, SyncerSnapshot
 from faulty.faults import Fault
+from faulty.learner import MortalLearner
 
 RESTART_S = 3.0  # learners start again within this time after a rewind
+
+
+def newest_readable(disk: Disk) -> SyncerSnapshot | None:
+    """Return the snapshot from which a process goes on."""
+    return next((s for s in reversed(disk.snapshots) if s.global_step not in disk.broken), None)
 
 
 def break_newest(disk: Disk) -> None:
@@ -22,6 +30,20 @@ def break_newest(disk: Disk) -> None:
 
 class MortalSyncerHost(SyncerHost):
     """The syncer's disk, and the process that runs beside it or ran there last; to restart one needs the tape."""
+
+    _learners: Mapping[str, MortalLearner]
+
+    def drain(self, learner_id: str) -> None:
+        """Ask a learner to leave, as somebody does on the command line."""
+        process = self.process
+        try:
+            effects = process.inputs.on_drain(learner_id, self._engine.now_s) if process.alive else []
+        except ValueError:
+            return  # it is not connected, and whoever asked was told so
+        for effect in effects:
+            assert isinstance(effect, Send), f"draining led to {effect}"
+            if effect.peer in process.heard:
+                self._world.network.send(process.heard[effect.peer].down, effect.message)
 
     def crash(self) -> None:
         """End the process now, or in the middle of what its next input asks for."""
@@ -52,7 +74,7 @@ class MortalSyncerHost(SyncerHost):
         """Begin a new process in the folder of the dead one."""
         if self.process.alive:  # its end was planned, but nothing happened since
             self._on_death()
-        snapshot, machine, states = self.disk.newest_readable(), self.new_syncer(), {}
+        snapshot, machine, states = newest_readable(self.disk), self.new_syncer(), {}
         values, start, loaded = self._initial(), 0, -1
         if snapshot is not None:
             states[snapshot.global_step] = snapshot.state()
@@ -69,7 +91,7 @@ class MortalSyncerHost(SyncerHost):
 
     def end_all(self, fault: Fault) -> bool:
         """End every process, but those of a few learners that nobody finds; False if the run could not go on."""
-        if self.disk.newest_readable() is None or self.process.machine.finished:
+        if newest_readable(self.disk) is None or self.process.machine.finished:
             return False
         if fault.breaks_snapshot:
             break_newest(self.disk)
@@ -81,7 +103,7 @@ class MortalSyncerHost(SyncerHost):
 
     def rewind(self) -> None:
         """Go on with the run from its newest readable snapshot."""
-        snapshot = self.disk.newest_readable()
+        snapshot = newest_readable(self.disk)
         assert snapshot is not None, "a rewind without a snapshot"
         now_s = self._engine.now_s
         for learner in self._learners.values():

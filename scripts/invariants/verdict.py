@@ -12,9 +12,8 @@ from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, No
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.node import Effects, LearnerProcess, Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, MakeLearner, MakeSyncer, Observer
 from diloco_jax.sim.tapes import LearnerTapes
-from diloco_jax.sim.world import MakeLearner, MakeSyncer
 from invariants.all import CHECKERS
 from invariants.checker import Checker
 

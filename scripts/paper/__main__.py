@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.sim.goodput.simulate import Settings, read_settings, run_cells
+from diloco_jax.sim.goodput.simulate import read_shared, run_cells
 from paper import table13
-from paper.goodput import TABLES
+from paper.goodput import TABLES, Settings
 
 
 def simulate(table: str, settings: Settings, workers: int | None = None) -> tuple[dict[str, Any], str]:
@@ -21,7 +21,7 @@ def simulate(table: str, settings: Settings, workers: int | None = None) -> tupl
     cells = which.cells(settings)
     results = run_cells(cells, which.workers if workers is None else workers, _tell)
     rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
-    return {"rows": rows, "seed": settings.seed, **which.facts(results)}, which.describe(results)
+    return {"rows": rows, "seed": settings["seed"], **which.facts(results)}, which.describe(results)
 
 
 def _tell(line: str) -> None:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.table == "table13":
             result, text = {"rows": table13.rows()}, table13.describe()
         else:
-            settings = read_settings(overrides, seed=options.seed, fast=options.fast, hours=options.hours)
+            settings = read_shared(overrides, seed=options.seed, fast=options.fast, hours=options.hours)
             result, text = simulate(options.table, settings, options.workers)
     except ValueError as error:
         parser.error(str(error))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.sim.goodput.methods import Cell
 from diloco_jax.sim.goodput.settings import compact
-from diloco_jax.sim.goodput.simulate import Result, Settings, cell
+from diloco_jax.sim.goodput.simulate import Result
 
 CHIPS = (150e3, 300e3, 600e3, 1.2e6, 2.4e6)
 # Percent; columns are CHIPS (paper, Table 1a and 1b).
@@ -33,6 +33,8 @@ HOURS = {1: 96.0, 2: 24.0, 4: 24.0, 8: 12.0, 16: 12.0}  # fewer learners fail le
 # Table 5, percent, and the averages of its text and vision scores.
 TABLE_5 = {"K=8, grace off": (84, 54.4, 37.6), "K=1, grace off": (100, 51.4, 25.7), "K=1, grace on": (100, 55.3, 37.0)}
 
+Settings = dict[str, Any]  # as read_shared returns them
+
 
 class Table(NamedTuple):
     """Cells, and how their results are told."""
@@ -41,6 +43,11 @@ class Table(NamedTuple):
     describe: Callable[[Sequence[Result]], str]
     facts: Callable[[Sequence[Result]], dict[str, Any]]  # for --json
     workers: int = 0  # 1: what is told depends on undisturbed times
+
+
+def cell(settings: Settings, method: str, learners: int, chips: float, hours: float, **more: Any) -> Cell:
+    """Make one cell with the settings of the command line."""
+    return Cell(method=method, learners=learners, chips=chips, **({"hours": hours} | settings | more))
 
 
 def _cells_1(settings: Settings) -> list[Cell]:
@@ -91,14 +98,14 @@ def _facts_1(results: Sequence[Result]) -> dict[str, Any]:
 
 def _cells_5(settings: Settings) -> list[Cell]:
     """Eight learners on two kinds of hardware, 18 % apart, steps that vary by 10 %, and nothing fails."""
-    if settings.fast:
+    if settings["fast"]:
         raise ValueError("table5 is about rounds, of which --fast knows nothing; leave it out")
     own: dict[str, Any] = {"speed_gap": 0.18, "generations": 2, "step_noise": 0.10, "mtbi_chip_s": math.inf}
-    hardware, protocol = replace(settings.hardware, **own), settings.protocol
+    hardware, protocol = replace(settings["hardware"], **own), settings["protocol"]
 
     def of(label: str, **changed: Any) -> Cell:
         config = replace(protocol, **changed)
-        wan = replace(settings.wan, delay_s=0.001, merge_s=0.0) if config.lockstep else settings.wan
+        wan = replace(settings["wan"], delay_s=0.001, merge_s=0.0) if config.lockstep else settings["wan"]
         return cell(settings, "decoupled", 8, 1e3, 12.0, hardware=hardware, wan=wan, protocol=config, label=label)
 
     return [

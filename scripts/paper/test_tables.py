@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.sim.goodput.bandwidth import UTILISATIONS
-from diloco_jax.sim.goodput.simulate import Settings, read_settings
+from diloco_jax.sim.goodput.simulate import read_shared
 from paper import table13
 from paper.__main__ import main, simulate
-from paper.goodput import CHIPS, GOODPUT_1A, TABLES, UPTIME_1B, rmse
+from paper.goodput import CHIPS, GOODPUT_1A, TABLES, UPTIME_1B, Settings, rmse
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def settings(*, fast: bool = False, hours: float | None = None) -> Settings:
-    return read_settings((), seed=0, fast=fast, hours=hours)
+    return read_shared((), seed=0, fast=fast, hours=hours)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:

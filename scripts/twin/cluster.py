@@ -14,8 +14,7 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import FragmentValue, LearnerMessage, StepReport, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.sim.node import Effects, LearnerProcess, Observer
-from diloco_jax.sim.pace import Steady
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer, Steady
 from twin.calibration import Calibration
 from twin.real_run import RunSettings
 

@@ -14,8 +14,7 @@ from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.sim.node import Effects, LearnerProcess, Observer
-from diloco_jax.sim.world import FINGERPRINT
+from diloco_jax.sim.node import FINGERPRINT, Effects, LearnerProcess, Observer
 from twin.cluster import LocalRun, Meter
 from twin.driver import ScheduleDriver
 from twin.faults import check_kinds, simulated

@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.settings.text import load
 from diloco_jax.tools.doctor import examine
-from diloco_jax.tools.doctor.part import ProcessPart, part_of
+from diloco_jax.tools.doctor.host import ProcessPart, part_of
 from diloco_jax.transport.trust import certificates
 from tests.cli.catalogue import FIRST, FOUND, SETTINGS, WORDS, Wrong
 from tests.runtime.helpers import call, write_config
@@ -157,7 +157,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> ProcessPart:
 def test_doctor_finds_it_before_the_run(
     wrong: Wrong, taken: str, part: ProcessPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine, "part_of", lambda *_: part)
+    monkeypatch.setattr(examine.host, "part_of", lambda *_: part)
     write(wrong.given, taken)
     found = []
     for island in ([], ["--island", "island-0"]):

@@ -17,9 +17,8 @@ from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.tools.budget.memory import chip_memory, size
 from diloco_jax.tools.budget.needs import IslandKind, plan_of
 from diloco_jax.tools.doctor import examine as examining
-from diloco_jax.tools.doctor.host import Check
+from diloco_jax.tools.doctor.host import Check, ProcessPart
 from diloco_jax.tools.doctor.link import _throughput
-from diloco_jax.tools.doctor.part import ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate
 from diloco_jax.tools.launch.needs import describe_needs, needs_of
 from diloco_jax.tools.launch.write import WAYS

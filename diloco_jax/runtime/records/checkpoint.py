@@ -65,7 +65,7 @@ def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Map
 
 def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[SavedPart], meta: Mapping[str, Any]) -> Path:
     """Write one checkpoint as `save` does, of pieces of all arrays of these groups, which may come in any order."""
-    target = folder.absolute() / f"step_{int(meta['global_step']):08d}"
+    target = folder.resolve() / f"step_{int(meta['global_step']):08d}"
     part, arrays = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.arrays")
     for old in (part, arrays):
         shutil.rmtree(old, ignore_errors=True)
@@ -142,7 +142,7 @@ class CheckpointReader:
     """A checkpoint that is read piece by piece; `meta` is its description. ValueError if that is none, or damaged."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self._folder = checkpoint.absolute()
+        self._folder = checkpoint.resolve()  # TensorStore takes no "..", and absolute() keeps it
         with _reading(checkpoint):
             meta = dict(ocp.load_checkpointables(self._folder, {META: None})[META])
             known, pieces = meta.pop(_ITSELF), meta.pop(_PIECES)

@@ -199,11 +199,7 @@ def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
 
 
 def cluster(hardware: Hardware, learners: int, chips: float, seed: int, *, elastic: bool = True) -> list[Slices]:
-    """Deal out the slices to all learners, as equal as their number allows, each with a random source of its own.
-
-    Raises:
-        ValueError: there are fewer slices than learners, or no chip.
-    """
+    """Deal out the slices to all learners as equally as can be; ValueError if there are too few slices or chips."""
     check_cluster(hardware, learners, chips)
     parts = [
         (learner + 1) * hardware.slices // learners - learner * hardware.slices // learners

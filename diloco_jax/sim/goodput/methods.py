@@ -84,11 +84,7 @@ class Row(NamedTuple):
 
 
 def expected(cell: Cell) -> Row:
-    """Return goodput and uptime without a protocol.
-
-    Raises:
-        ValueError: an unknown method, or a cluster that cannot be cut so.
-    """
+    """Return goodput and uptime without a protocol; ValueError for a method or a cluster that cannot be."""
     _check(cell)
     learners = cell.learners if cell.method in ("sync", "decoupled") else 1
     parts = cluster(cell.hardware, learners, cell.chips, cell.seed, elastic=cell.method != "rigid")

@@ -16,11 +16,7 @@ def setting(default: Any, text: str, source: str) -> Any:
 
 
 def number(text: str, option: str) -> float:
-    """Reads 150k, 1.2m or 2400000.
-
-    Raises:
-        ValueError: it is no number.
-    """
+    """Read 150k, 1.2m or 2400000; ValueError if it is no number."""
     scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if scale != 1.0 else text) * scale
@@ -37,11 +33,7 @@ def compact(value: float) -> str:
 
 
 def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
-    """Settings of each section, from words such as `--hardware.step-s 2.5` or `--hardware.step_s=2.5`.
-
-    Raises:
-        ValueError: an unknown setting, a value of the wrong kind, or one that the class refuses.
-    """
+    """Read the settings of each section from words such as `--hardware.step-s 2.5`; ValueError names a wrong one."""
     known = {
         f"--{name}.{each.name.replace('_', '-')}": (name, each)
         for name, made in sections.items()

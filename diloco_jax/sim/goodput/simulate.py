@@ -48,14 +48,7 @@ def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Res
 
 
 def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
-    """Run all cells, and return the results in their order.
-
-    Args:
-        workers: processes; 1 simulates in this one, 0 takes one for each core.
-
-    Raises:
-        ValueError: a cell that cannot be simulated, or a senseless number of workers.
-    """
+    """Run all cells, by so many processes or one per core (0); return their results in order, or raise ValueError."""
     if not 0 <= workers <= WORKERS_MAX:
         raise ValueError(f"--workers is {workers}; use 1 to {WORKERS_MAX}, or 0 for one on each core")
     workers = min(workers or os.cpu_count() or 1, len(cells))
@@ -151,33 +144,12 @@ class Options:
     overrides: Sequence[str] = ()
 
 
-class Settings(NamedTuple):
-    """Settings of a command line for every cell."""
-
-    hardware: Hardware
-    wan: Wan
-    protocol: ProtocolConfig
-    seed: int
-    fast: bool
-    hours: float | None  # None: as long as the cell wants
-
-
-def read_settings(overrides: Sequence[str], *, seed: int, fast: bool, hours: float | None) -> Settings:
-    """Read `--section.name value` from a command line.
-
-    Raises:
-        ValueError: a setting that is not there, or a value that cannot be simulated.
-    """
+def read_shared(overrides: Sequence[str], *, seed: int, fast: bool, hours: float | None) -> dict[str, Any]:
+    """Return what all cells of a command line share, `--section.name value` too; ValueError names what is wrong."""
     if hours is not None and not 0 < hours <= HOURS_MAX:
         raise ValueError(f"--hours is {hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
-    return Settings(**read(overrides, SECTIONS), seed=seed, fast=fast, hours=hours)
-
-
-def cell(settings: Settings, method: str, learners: int, chips: float, hours: float, **more: Any) -> Cell:
-    """Make one cell with the settings of the command line."""
-    shared = {"hardware": settings.hardware, "wan": settings.wan, "protocol": settings.protocol} | more
-    at = {"hours": settings.hours or hours, "seed": settings.seed, "fast": settings.fast}
-    return Cell(method=method, learners=learners, chips=chips, **at, **shared)  # type: ignore[arg-type]
+    said = {} if hours is None else {"hours": hours}
+    return {**read(overrides, SECTIONS), "seed": seed, "fast": fast, **said}
 
 
 def settings_text() -> str:
@@ -185,13 +157,9 @@ def settings_text() -> str:
 
 
 def plan_cells(options: Options) -> list[Cell]:
-    """Return the cells of a command line.
-
-    Raises:
-        ValueError: something that cannot be simulated.
-    """
-    settings = read_settings(options.overrides, seed=options.seed, fast=options.fast, hours=options.hours)
-    cells = _cross(options, settings)
+    """Return the cells of a command line; ValueError for what cannot be simulated."""
+    shared = read_shared(options.overrides, seed=options.seed, fast=options.fast, hours=options.hours)
+    cells = _cross(options, {"hours": HOURS} | shared)
     for each in cells:
         _check_cell(each)
     return cells if options.tapes is None else [_taped(cells, options.tapes)]
@@ -227,7 +195,7 @@ def _check_cell(each: Cell) -> None:
         )
 
 
-def _cross(options: Options, settings: Settings) -> list[Cell]:
+def _cross(options: Options, shared: dict[str, Any]) -> list[Cell]:
     """Cross every method with every number of chips; those with learners for every number of them."""
     methods = dict.fromkeys(METHODS if options.methods is None else options.methods)
     many = dict.fromkeys(LEARNERS if options.learners is None else options.learners)
@@ -235,11 +203,10 @@ def _cross(options: Options, settings: Settings) -> list[Cell]:
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
         raise ValueError(f"there is no method {', '.join(unknown)}; choose from {', '.join(METHODS)}")
-    cells = []
+    cells: list[Cell] = []
     for method in methods:
         learners = (1,) if method in ("rigid", "elastic") else many
-        for each, chips in product(learners, sizes):
-            cells.append(cell(settings, method, each, chips, HOURS))
+        cells += [Cell(method=method, learners=each, chips=chips, **shared) for each, chips in product(learners, sizes)]
     if len(cells) > CELLS_MAX:
         raise ValueError(f"{len(cells)} simulations, more than {CELLS_MAX}; ask for fewer methods, learners or chips")
     return cells
@@ -256,12 +223,7 @@ def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
 
 
 def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
-    """Simulate; returns what `--json` prints, and the same as a table.
-
-    Raises:
-        ValueError: something that cannot be simulated.
-        OSError: the tapes cannot be written.
-    """
+    """Simulate; return what `--json` prints, and a table. ValueError for what cannot be simulated."""
     cells = plan_cells(options)
     began_s = time.monotonic()
     results = run_cells(cells, options.workers or 0, say)

@@ -1,23 +1,81 @@
-"""Faults done to processes and links from outside, and taken back. No program knows of them but the chaos learner
-(learner.py), which sends bad values when it is told to.
+"""Faults done to processes, links and files from outside, and taken back. No program knows of them but the chaos
+learner (learner.py), which sends bad values when it is told to.
 """
 
 import contextlib
+import datetime
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from diloco_jax.runtime.records.files import CLOCK_FILE, METRICS_FILE, TAPE_FILE
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.records.files import CHECKPOINTS, CLOCK_FILE, CONFIG_FILE, METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.line_file import Tail
 from diloco_jax.runtime.records.telemetry import write_json
-from diloco_jax.tools.chaos.host_faults import HOST_FAULTS
+from diloco_jax.settings.text import load
 from diloco_jax.tools.chaos.relay import Direction, Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
+from diloco_jax.transport.trust import certificates
+
+BALLAST, BALLAST_BYTES_MAX = "ballast", 1 << 30
+LEFT_BYTES = 32 << 20  # what low-disk leaves
+Undo = Callable[[], object]
+
+
+def block_snapshots(run_dir: Path) -> Undo | None:
+    """Put a file in the place of the snapshots' folder."""
+    folder, away = run_dir / CHECKPOINTS, run_dir / f"{CHECKPOINTS}.away"
+    if not folder.is_dir():
+        return None
+    folder.rename(away)
+    folder.touch()
+
+    def undo() -> None:
+        folder.unlink()
+        away.rename(folder)
+
+    return undo
+
+
+def fill_small_disk(run_dir: Path) -> Undo | None:
+    """Leave LEFT_BYTES of a disk that has little more than that."""
+    size = shutil.disk_usage(run_dir).free - LEFT_BYTES
+    if not 0 < size <= BALLAST_BYTES_MAX:
+        return None
+    path = run_dir / BALLAST
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    return path.unlink
+
+
+def age_certificate(run_dir: Path) -> Undo | None:
+    """Sign the syncer's certificate anew for one day, if the authority's key is beside it."""
+    named = load(run_dir / CONFIG_FILE).transport.tls_certificate
+    folder = Path(named).parent
+    if not named or not (folder / "ca.key").exists():
+        return None
+
+    def renew(days: int) -> None:
+        now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+        certificates.renew(folder, SYNCER, now, now + datetime.timedelta(days=days))
+
+    renew(1)
+    return lambda: renew(365)
+
+
+# by files of the syncer's machine; each returns how to take it back, or None where it cannot be done
+HOST_FAULTS: dict[str, Callable[[Path], Undo | None]] = {
+    "block-snapshots": block_snapshots,
+    "low-disk": fill_small_disk,
+    "old-certificate": age_certificate,
+}
+
 
 CHAOS = "chaos"  # folder in a run's folder: orders to chaos learners, and what they saw
 RUNS_S, STOPS_S = 0.02, 0.1  # of an island that is slowed down

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
@@ -69,10 +69,6 @@ class Relay:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CALL_TIMEOUT_S)
-
-    @property
-    def counts(self) -> RelayCounts:
-        return RelayCounts(self._weather["up"].forwarded_bytes, self._weather["down"].forwarded_bytes)
 
     def cut(self, how: Literal["rst", "fin"] = "rst") -> int:
         """End the open connections at once; new ones are welcome. Returns how many were cut."""
@@ -166,13 +162,6 @@ class Relay:
             self._connections.discard(connection)
 
 
-class RelayCounts(NamedTuple):
-    """The bytes that a relay has forwarded, towards its target and from it."""
-
-    up_bytes: int
-    down_bytes: int
-
-
 class Weather:
     """The treatment of bytes in one direction, on all connections, until it is changed again."""
 
@@ -181,7 +170,6 @@ class Weather:
         self.passable.set()
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
-        self.forwarded_bytes = 0
 
     def change(self, hold: bool, delay_s: float, bytes_per_s: float) -> None:
         self.delay_s, self.bytes_per_s = delay_s, bytes_per_s
@@ -224,7 +212,6 @@ class Way:
                 size = min(len(data), max(1, int(rate * SLICE_S))) if rate else len(data)
                 sink.write(data[:size])
                 await sink.drain()
-                weather.forwarded_bytes += size
                 data = data[size:]
                 await asyncio.sleep(size / rate if rate else 0)
 

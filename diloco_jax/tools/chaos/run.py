@@ -68,11 +68,7 @@ class ChaosRun(LocalRun):
 
 
 def for_chaos(config: RunConfig, faults: int) -> RunConfig:
-    """Return the config with as many restarts as so many faults may take.
-
-    Raises:
-        ValueError: the islands are threads of one process, which cannot be killed one by one.
-    """
+    """Return the config with restarts for so many faults; ValueError if islands are threads of one process."""
     if config.islands.controller == "single":
         raise ValueError("`diloco chaos` kills the processes of single islands; set islands.controller to processes")
     islands = replace(config.islands, restarts_max=max(config.islands.restarts_max, 2 * faults))
@@ -83,11 +79,7 @@ def for_chaos(config: RunConfig, faults: int) -> RunConfig:
 def run_chaos(
     config: RunConfig, run_dir: Path, schedule: Sequence[ChaosFault], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the job to its end under the schedule.
-
-    Returns:
-        The verdict of `judge`; `problems` in it is empty when everything came back and nothing was lost.
-    """
+    """Run the job to its end under the schedule; return the verdict of `judge`, without `problems` if all came back."""
     stop = stop_on_signals()
     run = ChaosRun(config, run_dir, say, stop)
     saboteur = Saboteur(run_dir, run, run.relays)

@@ -16,19 +16,9 @@ from rich.text import Text
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import look
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.doctor.host import (
-    Check,
-    Status,
-    check_chips,
-    check_data,
-    check_disk,
-    check_environment,
-    check_files,
-    check_memory,
-    check_parts,
-)
+from diloco_jax.tools.doctor import host
+from diloco_jax.tools.doctor.host import Check, Status
 from diloco_jax.tools.doctor.link import check_link, dialled
-from diloco_jax.tools.doctor.part import part_of
 from diloco_jax.transport.grpc_link import listen
 from diloco_jax.transport.link import check_name, split_address
 from diloco_jax.transport.probe import SECONDS_MAX
@@ -53,19 +43,19 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
         raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
     name = check_name(island) if island else SYNCER
     side = dialled(config.transport, name, address)
-    part = part_of(config, island)
+    part = host.part_of(config, island)
     checks = [_check_config(config, island, part.parameters)]
     checks += check_link(config, side, part, seconds)
-    checks += [check_parts(config, island), check_data(config), check_memory(part.memory_bytes)]
-    checks.append(check_disk(part.disk_bytes, run_dir))
+    checks += [host.check_parts(config, island), host.check_data(config), host.check_memory(part.memory_bytes)]
+    checks.append(host.check_disk(part.disk_bytes, run_dir))
     own = config.island(island)
     # what the machine has, not what this process was told: looking at it must not take it from a run
     emulated = not own.topology and look({}).emulates
     if island and not emulated and not config.islands.pathways:
-        checks.append(check_chips(own.slice))
-    checks.append(check_environment(os.environ, emulated=emulated or not island))
+        checks.append(host.check_chips(own.slice))
+    checks.append(host.check_environment(os.environ, emulated=emulated or not island))
     learners = 1 if island else config.islands.count
-    checks.append(check_files(2 * learners * (config.transport.stripes + 1)))
+    checks.append(host.check_files(2 * learners * (config.transport.stripes + 1)))
     return checks
 
 
@@ -97,11 +87,7 @@ def describe(checks: Sequence[Check]) -> str:
 
 @contextmanager
 def listening(config: RunConfig) -> Iterator[list[str]]:
-    """Answer the doctors of islands where the syncer and its shards will listen; no learner is admitted.
-
-    Raises:
-        ValueError: an address is in use, or not allowed, or has no port.
-    """
+    """Answer doctors where the syncer and its shards will listen; ValueError if an address is of no use."""
     written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
     if not port:
         raise ValueError(
@@ -109,7 +95,7 @@ def listening(config: RunConfig) -> Iterator[list[str]]:
             "--transport.address 0.0.0.0:50051"
         )
     shards = range(1, config.syncer.shards + 1) if config.syncer.shards > 1 else range(0)
-    settings = part_of(config).settings
+    settings = host.part_of(config).settings
     with ExitStack() as stack:
         found = []
         for offset in (0, *shards):

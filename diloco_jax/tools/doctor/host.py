@@ -1,4 +1,4 @@
-"""Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits of this host."""
+"""Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits; and this process's part."""
 
 import os
 import resource
@@ -10,9 +10,14 @@ from typing import Literal, NamedTuple
 
 from diloco_jax.runtime.local import check_input
 from diloco_jax.runtime.local.machine import chip_of
+from diloco_jax.runtime.model.evaluation import Scorer
+from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.settings.cutting import settle
+from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.memory import size
+from diloco_jax.tools.budget.memory import num_parameters, size
+from diloco_jax.tools.budget.needs import IslandKind, LinkNeeds, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches
 
@@ -35,11 +40,7 @@ class Check(NamedTuple):
 
 
 def of_error(name: str, error: Exception, fix: str = "") -> Check:
-    """Make a failed check from an error of this package, whose message ends with the remedy.
-
-    Args:
-        error: "what is wrong; remedy" or "what is wrong: remedy".
-    """
+    """Make a failed check from an error "what is wrong; remedy" or "what is wrong: remedy", as this package's are."""
     text = str(error)
     for separator in ("; ", ": "):
         found, _, remedy = text.rpartition(separator)
@@ -94,11 +95,7 @@ def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
 
 
 def check_disk(need_bytes: int, run_dir: Path) -> Check:
-    """Compare the free space below the run's folder with its snapshots.
-
-    Args:
-        need_bytes: of all snapshots that are kept, and of one being written; 0 if there are none.
-    """
+    """Compare the free space below the run's folder with what its snapshots take, one being written included."""
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         wrong = "may not be written" if there.is_dir() else "is no folder"
@@ -124,11 +121,7 @@ def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Chec
 
 
 def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
-    """Compare the TPU chips of this host with islands.topology, without taking them: they are counted on the PCI bus.
-
-    Args:
-        expected: slice of the island; None: not said.
-    """
+    """Compare this host's TPU chips with islands.topology; they are counted on the PCI bus, and not taken."""
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
     kinds = ", ".join(sorted(set(found)))
     seen = f"{len(found)} TPU chips on this host ({kinds})" if found else "no TPU chip on this host"
@@ -154,11 +147,7 @@ def check_files(connections: int) -> Check:
 
 
 def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path = TCP) -> Check:
-    """Compare the kernel's TCP windows with rate times round trip.
-
-    Args:
-        bytes_per_s: measured, over all connections.
-    """
+    """Compare the kernel's TCP windows with the rate that was measured over all connections, times round trip."""
     name = "TCP buffers"
     try:
         windows = {key: int((folder / key).read_text(encoding="ascii").split()[2]) for key in ("tcp_rmem", "tcp_wmem")}
@@ -175,3 +164,32 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
         return Check(name, "ok", found)
     fix = f"raise transport.stripes to {min(16, 2 * stripes)}, or the third number of net.ipv4.tcp_rmem and tcp_wmem"
     return Check(name, "warn", f"{found}: that is what limits this link ({mbit(bytes_per_s)})", fix)
+
+
+class ProcessPart(NamedTuple):
+    """One process's part in a run."""
+
+    parameters: int  # of the model
+    settings: Mapping[str, str]  # what both sides must agree on, by name
+    links: LinkNeeds  # what one learner moves
+    memory_bytes: float  # of this process on its host, estimated
+    disk_bytes: int  # of the run's folder on this host; 0 without snapshots
+
+
+def part_of(config: RunConfig, island: str = "") -> ProcessPart:
+    """Work out the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
+    found = outline(config, IslandKind(config.island(island), (island,)))
+    settings = dict(fingerprint(settle(config, found.plan), found.plan.fingerprint, _corpus(config)))
+    if not island:  # code of the user's own that is the syncer's alone
+        make_setup(config, found.plan)
+        Scorer(config.evaluation)
+    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(config, found.plan)
+    return ProcessPart(num_parameters(found.blueprint), settings, found.links, sum(own[0]), own[1])
+
+
+def _corpus(config: RunConfig) -> str:
+    """Name the corpus that this machine would read; "" if it cannot, which is a check of its own."""
+    try:
+        return load_source(config.data, config.train.seq_len).corpus
+    except (ValueError, OSError):
+        return ""

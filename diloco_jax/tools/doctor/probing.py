@@ -83,12 +83,7 @@ def greet(config: TransportConfig, name: str) -> Greeting:
 
 
 def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:
-    """Let noise flow to or from the syncer over `config.stripes` connections, and count it where it arrives.
-
-    Raises:
-        TransportError: As for `greet`, or somebody else measures at this moment.
-        ValueError: As for `greet`.
-    """
+    """Let noise flow over `config.stripes` connections, and count it where it arrives. Raises as `greet` does."""
     own = credentials(config, name)
     seconds = min(seconds, SECONDS_MAX)
     kind = pb.PROBE_UP if direction == "up" else pb.PROBE_DOWN

@@ -33,11 +33,7 @@ class Writing(NamedTuple):
 
 
 class Language:
-    """The model of a run on one CPU device of this host, with the tokenizer of its data.
-
-    Raises:
-        ValueError: the model or the data cannot be loaded, or are not of text.
-    """
+    """The model of a run on one CPU device, with its tokenizer; ValueError if it cannot be loaded or has no text."""
 
     def __init__(self, config: RunConfig, parameters: Mapping[str, np.ndarray]) -> None:
         evaluator = Evaluator(config)

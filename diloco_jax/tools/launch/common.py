@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from diloco_jax.settings.cloud import PORT_MAX
+from diloco_jax.settings.cloud import PORT_MAX, CloudConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
+from diloco_jax.tools.launch.files import IN_PROJECT, command
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
 
 CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
+MEMBER = "--member=serviceAccount:$SERVICE_ACCOUNT"
 CERTIFICATES_PATH = "/etc/diloco/certs"
 VOLUME = "/var/diloco"  # outlives the container
 RUN_DIR = f"{VOLUME}/run"
@@ -22,7 +24,35 @@ BUCKET = "{bucket}"  # in data.path: the name of the bucket
 ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
 NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+LONGEST = "7d"  # of flex-start
 _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
+
+
+class Asked(NamedTuple):
+    """A request for machines."""
+
+    flags: tuple[str, ...] = ()  # of the command that makes them
+    selector: tuple[str, str] | None = None  # label that their nodes have, on GKE
+    alpha: bool = False  # only the alpha version of the command knows these flags
+
+
+RESERVED = ("--reservation-affinity=specific", "--reservation")
+FLEXIBLE = ("--flex-start", "--enable-autoscaling", "--min-nodes=0", "--location-policy=ANY")
+# Flags: `gcloud help` of 528; core/capacity.py of AI-Hypercomputer/xpk; below docs.cloud.google.com
+# /tpu/docs/request-using-flex-start and /kubernetes-engine/docs/concepts/dws. Compute Engine has none for slices.
+CAPACITY = {
+    ("gke", "spot"): Asked(("--spot",), ("cloud.google.com/gke-spot", "true")),
+    ("gke", "reservation"): Asked(RESERVED, ("cloud.google.com/reservation-name", "")),
+    ("gke", "flex-start"): Asked(
+        (*FLEXIBLE, "--reservation-affinity=none", "--no-enable-autorepair"),
+        ("cloud.google.com/gke-flex-start", "true"),
+    ),
+    ("gce", "spot"): Asked(("--provisioning-model=SPOT", "--instance-termination-action=STOP")),
+    ("gce", "reservation"): Asked(RESERVED),
+    ("tpu-vm", "spot"): Asked(("--spot",)),
+    ("tpu-vm", "reservation"): Asked(("--reserved",)),
+    ("tpu-vm", "flex-start"): Asked(("--provisioning-model=flex-start", f"--max-run-duration={LONGEST}"), alpha=True),
+}
 
 
 class IslandMachines(NamedTuple):
@@ -93,11 +123,7 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
 
 
 def check_label(what: str, name: str) -> str:
-    """Return a name that Kubernetes and Compute Engine take.
-
-    Raises:
-        ValueError: it is too long, or has other characters than they allow.
-    """
+    """Return a name that Kubernetes and Compute Engine take; ValueError if this is none."""
     if len(name) > NAME_LENGTH_MAX or not _LABEL.fullmatch(name):
         raise ValueError(
             f"{what} is {name!r}; Google Cloud takes a lower-case letter first, then lower-case letters, digits and "
@@ -120,6 +146,11 @@ def syncer_region(config: RunConfig) -> str:
     return region_of(syncer_zone(config))
 
 
+def regions_of(config: RunConfig, slices: Sequence[IslandMachines]) -> list[str]:
+    """List the regions of the islands and of the syncer."""
+    return sorted({each.region for each in slices} | {syncer_region(config)})
+
+
 def syncer_name(config: RunConfig) -> str:
     """Name the syncer's machine, disk, address or Service."""
     return f"{config.name}-syncer"
@@ -132,11 +163,7 @@ def ports(config: RunConfig) -> range:
 
 
 def metrics_port(config: RunConfig) -> int | None:
-    """Return the port at which the syncer's pod tells Prometheus of the run; None if it does not.
-
-    Raises:
-        ValueError: nobody could ask there.
-    """
+    """Return the port at which the syncer tells Prometheus of the run, if it does; ValueError if nobody could ask."""
     if not config.syncer.metrics:
         return None
     port = split_address(config.syncer.metrics)[1]
@@ -189,6 +216,11 @@ def remote(config: RunConfig) -> RunConfig:
     return replace(config, transport=transport, data=data, checkpoints=checkpoints)
 
 
+def allow(group: Sequence[str], name: str, role: str, member: str = MEMBER) -> str:
+    """Write the command that gives a member, by default the machines' account, a role at something."""
+    return command(*group, "add-iam-policy-binding", name, *IN_PROJECT, member, f"--role={role}", "--format=none")
+
+
 def certificate_files(name: str) -> list[str]:
     """List what this learner, or "syncer", needs of the folder that `diloco certs` makes."""
     return ["ca.pem", "token", f"{name}.pem", f"{name}.key"]
@@ -202,3 +234,22 @@ def learner_words(name: str, syncer: str) -> list[str]:
 def syncer_words() -> list[str]:
     """Return the arguments of `diloco` in the syncer's container; in a run's folder it goes on."""
     return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
+
+
+def asked_of(cloud: CloudConfig, way: str) -> Asked:
+    """Return how this way asks for the machines of an island; ValueError if it cannot, or has no queue."""
+    if way != "gke" and (unknown := next((name for name in ("queue", "priority_class") if getattr(cloud, name)), "")):
+        raise ValueError(
+            f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke has queues; leave it out"
+        )
+    if cloud.capacity == "on-demand":
+        return Asked()
+    asked = CAPACITY.get((way, cloud.capacity))
+    if asked is None:
+        able = " and ".join(name for name, capacity in CAPACITY if capacity == cloud.capacity)
+        raise ValueError(f"cloud.capacity is {cloud.capacity}, which launch {way} cannot ask for; only {able} can")
+    flags = asked.flags
+    if flags[-1] == "--reservation":
+        flags = (*flags, cloud.reservation)
+    selector = asked.selector and (asked.selector[0], asked.selector[1] or cloud.reservation.rpartition("/")[2])
+    return asked._replace(flags=flags, selector=selector)

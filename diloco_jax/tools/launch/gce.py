@@ -7,11 +7,10 @@ of spot capacity again by itself.
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.launch import boot, common, syncer_vm
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import Resource, piece, script, verbs
-from diloco_jax.tools.launch.launcher import Guide, Launcher, slice_policy
+from diloco_jax.tools.launch import common, syncer_vm
+from diloco_jax.tools.launch.common import IslandMachines, asked_of
+from diloco_jax.tools.launch.files import Resource, script, verbs
+from diloco_jax.tools.launch.launcher import Launcher, slice_policy
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
 IMAGE_PROJECT = "ubuntu-os-accelerator-images"
@@ -53,26 +52,8 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     return script(str(each), verbs({"create": create, "delete": [thing.delete() for thing in made]}), depth=1)
 
 
-def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
-    first, project = slices[0], config.cloud.project
-    group = f"gcloud compute instance-groups managed list-instances {first.resource}"
-    host = f"gcloud compute ssh HOST --zone {first.zone} --project {project} --command"
-    return Guide(
-        title="one managed instance group per island on Compute Engine",
-        apis="compute.googleapis.com secretmanager.googleapis.com",
-        before=piece("gce_before").rstrip(),
-        doctor=f"{group} --zone {first.zone} --project {project}    # names of its hosts\n"
-        f"{host} '{syncer_vm.doctor(config, first)}'",
-        look=f"{host} 'sudo docker logs --tail 20 diloco'\n"
-        f"{host} 'sudo journalctl --unit google-startup-scripts --lines 30'    # if there is no container",
-        losses=piece("gce_losses", first=first.name).rstrip(),
-        disk=syncer_vm.delete_disk(config),
-    )
-
-
 LAUNCHER = Launcher(
     "gce",
     ("tpu_image_family",),
-    partial(syncer_vm.parts, {"learner-boot.sh": boot.LEARNER_AT_BOOT}, island_script, ("create",)),
-    guide,
+    partial(syncer_vm.parts, {"learner-boot.sh": syncer_vm.LEARNER_AT_BOOT}, island_script, ("create",)),
 )

@@ -15,13 +15,11 @@ from diloco_jax.runtime.records.files import HEALTH, STATES
 from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.tools.budget.hosts import GIB
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import IslandMachines
+from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, piece, script, verbs
-from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Guide, Launcher, slice_policy
-from diloco_jax.tools.launch.needs import Needs, island_bytes, syncer_host
+from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, slice_policy
+from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_host
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -45,7 +43,7 @@ CONTROLLER_MACHINE = "e2-standard-4"  # JobSet's controller asks for half a proc
 
 
 def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan:
-    regions = regions_of(config, slices)
+    regions = common.regions_of(config, slices)
     files, settings = {"syncer.sh": syncer_script(config)}, dump(common.remote(config))
     for region in regions:
         here = [each for each in slices if each.region == region]
@@ -200,34 +198,7 @@ def _labels(config: RunConfig, part: str) -> dict[str, str]:
     return {f"app.kubernetes.io/{name}": value for name, value in names.items()}
 
 
-def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
-    cloud, first, syncer = config.cloud, slices[0], common.syncer_name(config)
-
-    def kubectl(region: str) -> str:
-        return f"kubectl --context gke_{cloud.project}_{region}_{cloud.cluster} --namespace {cloud.namespace}"
-
-    there, beside_syncer = kubectl(first.region), kubectl(common.syncer_region(config))
-    looks = [f"{kubectl(region)} get jobsets,pods" for region in regions_of(config, slices)]
-    return Guide(
-        title="one JobSet per island on Google Kubernetes Engine",
-        apis="container.googleapis.com compute.googleapis.com",
-        before=piece("gke_before").rstrip(),
-        doctor=f"pod=$({there} get pod -o name -l app.kubernetes.io/component={first.name} | head -n 1)\n"
-        f'{there} exec "$pod" -- \\\n'
-        f'  diloco doctor {common.CONFIG_PATH} --island {first.name} --syncer "$syncer"',
-        look="\n".join([*looks, f"{beside_syncer} logs statefulset/{syncer} --tail 20"]),
-        losses=piece("gke_losses").rstrip(),
-        disk=f"{beside_syncer} delete pvc run-{syncer}-0",
-        leaves=", and clusters",
-    )
-
-
-LAUNCHER = Launcher("gke", (), parts, guide)
-
-
-def regions_of(config: RunConfig, slices: list[IslandMachines]) -> list[str]:
-    """List the regions that have a cluster."""
-    return sorted({each.region for each in slices} | {common.syncer_region(config)})
+LAUNCHER = Launcher("gke", (), parts)
 
 
 def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines]) -> str:

@@ -16,11 +16,10 @@ from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.tools.budget.hosts import GIB, MARGIN
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.files import HEADER, Plan, command, piece
 from diloco_jax.tools.launch.launcher import local
-from diloco_jax.tools.launch.needs import Needs, island_bytes, syncer_bytes
+from diloco_jax.tools.launch.needs import GIB, MARGIN, Needs, island_bytes, syncer_bytes
 
 COORDINATOR_PORT = 8482
 GPU_GIB = 16  # of a host's memory for each GPU, at least: what CUDA takes is in no forecast
@@ -34,11 +33,7 @@ class GpuLauncher(NamedTuple):
     parts: Callable[[RunConfig, Needs], Plan]  # writes the files and commands of this way alone
 
     def slices(self, config: RunConfig) -> list[IslandConfig]:
-        """Check the config, and return the islands.
-
-        Raises:
-            ValueError: an island does not say how many GPUs it has, or a setting is missing.
-        """
+        """Check the config, and return the islands; ValueError if it does not say how many GPUs they have."""
         common.check_label("name", config.name)
         islands = [config.island(name) for name in config.islands.names]
         if alike := next((each.name for each in islands if not each.devices), ""):

@@ -1,6 +1,7 @@
 """A way of launching, and the files that all of them write."""
 
 import shlex
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,29 +10,14 @@ from typing import NamedTuple
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines
-from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, piece, script, sequence_files, verbs
+from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of
+from diloco_jax.tools.launch.files import Plan, Resource, command, piece, script, sequence_files, verbs
 from diloco_jax.tools.launch.needs import Needs, with_host
 
-README = Path(__file__).with_name("readme.md")
+README, GUIDES = Path(__file__).with_name("readme.md"), Path(__file__).with_name("guides.toml")
 BUCKET_USER = "roles/storage.objectUser"
 WORKLOAD_USER = "roles/iam.workloadIdentityUser"
-MEMBER = "--member=serviceAccount:$SERVICE_ACCOUNT"
 POD_ACCOUNT = "diloco"  # Kubernetes service account
-
-
-class Guide(NamedTuple):
-    """The words of README.md that differ between the ways."""
-
-    title: str  # what is made
-    apis: str  # of Google Cloud, to be enabled
-    before: str  # what the user must have
-    doctor: str  # commands that run `diloco doctor` on a host of the first island
-    look: str  # commands that show what goes on
-    losses: str  # what happens, or is to be done, when machines go away
-    disk: str  # the command that deletes the disk with the run's folder
-    leaves: str = ""  # what else delete.sh leaves
 
 
 class Launcher(NamedTuple):
@@ -40,7 +26,6 @@ class Launcher(NamedTuple):
     name: str  # as `diloco launch` calls it
     needed: tuple[str, ...]  # settings of `cloud` that must not be empty, beside those of all ways
     parts: Callable[[RunConfig, list[IslandMachines], Needs], Plan]  # writes the files and commands of this way alone
-    guide: Callable[[RunConfig, list[IslandMachines]], Guide]  # writes its words of README.md
 
     def slices(self, config: RunConfig) -> list[IslandMachines]:
         """Check the config as far as that takes no time, and return the islands' machines. Raises as `plan` does."""
@@ -48,21 +33,14 @@ class Launcher(NamedTuple):
         return common.slices_of(config, self.name, self.needed)
 
     def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
-        """Write all files and commands.
-
-        Args:
-          needs: what machines need (needs.needs_of), if that is known.
-
-        Raises:
-          ValueError: a setting is missing, or a name cannot be used.
-        """
+        """Write all files and commands, with what machines need if that is known; ValueError names a wrong setting."""
         slices, config = self.slices(config), with_host(config, needs)
         own = self.parts(config, slices, needs)
         # certificates that are there stay
         certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
         create = (certificates, "./project.sh create", *own.create)
         delete = (*own.delete, "./project.sh delete")
-        regions = sorted({each.region for each in slices} | {common.syncer_region(config)})
+        regions = common.regions_of(config, slices)
         files = {
             "config.yaml": dump(common.remote(config)),
             "local.yaml": dump(local(config)),
@@ -70,17 +48,33 @@ class Launcher(NamedTuple):
             "project.sh": project_script(config, self.name, regions),
             **own.files,
             **sequence_files(create, delete),
-            "README.md": self.readme(config, slices, create),
+            "README.md": self.readme(config, slices, regions, create),
         }
         return Plan(files=files, create=create, delete=delete)
 
-    def readme(self, config: RunConfig, slices: list[IslandMachines], create: tuple[str, ...]) -> str:
+    def readme(
+        self, config: RunConfig, slices: list[IslandMachines], regions: list[str], create: tuple[str, ...]
+    ) -> str:
         """Write README.md: what to do in which order, and how to look at the run."""
-        cloud = config.cloud
+        cloud, first = config.cloud, slices[0]
+        kubectl = "kubectl --context gke_{0.project}_{1}_{0.cluster} --namespace {0.namespace}"
+        doctor = f"diloco doctor {common.CONFIG_PATH} --island {first.name} --syncer ADDRESS:{cloud.port}"
+        values = {
+            "name": config.name,
+            "project": cloud.project,
+            "first": first.name,
+            "resource": first.resource,
+            "where": f"--zone {first.zone} --project {cloud.project}",
+            "syncer_zone": common.syncer_zone(config),
+            "config": common.CONFIG_PATH,
+            "there": kubectl.format(cloud, first.region),
+            "beside_syncer": kubectl.format(cloud, common.syncer_region(config)),
+            "pods": "\n".join(f"{kubectl.format(cloud, region)} get jobsets,pods" for region in regions),
+            "in_container": f"sudo docker exec diloco {doctor}",
+        }
+        guide = tomllib.loads(GUIDES.read_text(encoding="utf-8"))[self.name]
         return README.read_text(encoding="utf-8").format(
             way=self.name,
-            name=config.name,
-            project=cloud.project,
             image=cloud.image,
             bucket=cloud.bucket,
             islands="\n".join(f"* {each}" for each in slices) + f"\n* syncer in {common.syncer_zone(config)}",
@@ -88,8 +82,7 @@ class Launcher(NamedTuple):
             port=cloud.port,
             ports=common.port_range(config),
             ranges=", ".join(cloud.source_ranges),
-            first=slices[0].name,
-            **self.guide(config, slices)._asdict(),
+            **values | {key: text.format(**values) for key, text in guide.items()},
         )
 
 
@@ -124,11 +117,11 @@ def variables(config: RunConfig) -> str:
 
 def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
     """Write what is done once for all machines; NAT and permissions stay when the run is deleted."""
-    create = [_allow(("gcloud", "storage", "buckets"), "gs://$BUCKET", MEMBER, BUCKET_USER)]
+    create = [common.allow(("gcloud", "storage", "buckets"), "gs://$BUCKET", BUCKET_USER)]
     delete = [":"]
     if way == "gke":  # pods are this account in Google Cloud
         member = f"--member=serviceAccount:$PROJECT.svc.id.goog[$NAMESPACE/{POD_ACCOUNT}]"
-        create.append(_allow(("gcloud", "iam", "service-accounts"), "$SERVICE_ACCOUNT", member, WORKLOAD_USER))
+        create.append(common.allow(("gcloud", "iam", "service-accounts"), "$SERVICE_ACCOUNT", WORKLOAD_USER, member))
     else:  # GKE makes the rules for its nodes itself
         rule = Resource(("gcloud", "compute", "firewall-rules"), "$RUN-hosts")
         tags = ("--source-tags", "$RUN-hosts", "--target-tags", "$RUN-hosts")
@@ -151,7 +144,3 @@ def slice_policy(each: IslandMachines) -> tuple[Resource, str]:
     policy = Resource(("gcloud", "compute", "resource-policies"), each.resource, ("--region", each.region))
     shape = f"--accelerator-topology={each.topology.dims}"
     return policy, policy.make("--type=HIGH_THROUGHPUT", shape, kind=("workload-policy",))
-
-
-def _allow(group: tuple[str, ...], name: str, member: str, role: str) -> str:
-    return command(*group, "add-iam-policy-binding", name, *IN_PROJECT, member, f"--role={role}", "--format=none")

@@ -1,25 +1,72 @@
-"""The needs of a run's machines, told before anything is paid for."""
+"""The needs of a run's machines, told before anything is paid for, and the smallest machine type for the syncer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from diloco_jax.settings.cloud import AUTO
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.budget.hosts import SyncerMachine, host_for
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.tools.budget.needs import outlines, syncer_needs
 
-GB = 1e9
+GB, GIB = 1e9, 2.0**30
 Needs: TypeAlias = Mapping[str, Any] | None  # as needs_of returns them; None if the model cannot be loaded here
+MARGIN = 1.1  # the forecast of a process's memory is right to 10 %
+
+# GiB of memory by machine type, ascending: docs.cloud.google.com/compute/docs/general-purpose-machines (N2, C3) and
+# /memory-optimized-machines (M3).
+MACHINE_GIB = {
+    "n2-standard-8": 32, "n2-standard-16": 64, "n2-standard-32": 128, "n2-highmem-32": 256, "n2-highmem-48": 384,
+    "n2-highmem-64": 512, "n2-highmem-80": 640, "n2-highmem-96": 768, "n2-highmem-128": 864, "c3-highmem-176": 1408,
+    "m3-ultramem-64": 1952, "m3-ultramem-128": 3904,
+}  # fmt: skip
+# Memory that GKE keeps, by steps in GiB: docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes
+_KEPT = ((4, 0.25), (8, 0.20), (16, 0.10), (128, 0.06), (float("inf"), 0.02))
+_OTHERS_GIB = 1.1  # its threshold for evictions, and GKE's own pods
+
+
+class SyncerMachine(NamedTuple):
+    """The host of a syncer."""
+
+    machine_type: str
+    request_bytes: float  # what its process asks for; 0 if that is not known
+    limit_bytes: float  # what the machine can give it; 0 if the machine is not on the list
+
+
+def allocatable(gib: float) -> float:
+    """Return how many bytes of a machine with so many GiB GKE leaves to pods."""
+    kept, below = _OTHERS_GIB, 0.0
+    for until, share in _KEPT:
+        kept += share * max(0.0, min(gib, until) - below)
+        below = until
+    return (gib - kept) * GIB
+
+
+def host_for(machine_type: str, need_bytes: float) -> SyncerMachine:
+    """Choose the host of a syncer.
+
+    Args:
+        machine_type: the one wanted; "" for the smallest that does.
+        need_bytes: memory that the syncer takes, all of its processes; 0 if that is not known.
+
+    Raises:
+        ValueError: no machine on the list is large enough.
+    """
+    request = need_bytes * MARGIN
+    if machine_type:
+        gib = MACHINE_GIB.get(machine_type, 0)
+        return SyncerMachine(machine_type, request, allocatable(gib) if gib else 0.0)
+    for name, gib in MACHINE_GIB.items():
+        if allocatable(gib) >= request:
+            return SyncerMachine(name, request, allocatable(gib))
+    raise ValueError(
+        f"the syncer needs {request / GIB:.0f} GiB of memory, more than {name} has; lower protocol.anchor_history, or "
+        "name a larger machine in cloud.syncer_machine_type"
+    )
 
 
 def needs_of(config: RunConfig) -> dict[str, Any]:
-    """Work out what hosts, chips, disks and links must carry, as `--json` prints it.
-
-    Raises:
-        ValueError: the model cannot be loaded here.
-    """
+    """Work out what hosts, chips, disks and links must carry; ValueError if the model cannot be loaded here."""
     found = list(outlines(config))
     memory, disk_bytes = syncer_needs(config, found[0].plan)
     return {
@@ -30,11 +77,7 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
 
 
 def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
-    """Return the host of the syncer: the one that the config names, or the smallest that does.
-
-    Raises:
-        ValueError: none is named, and what it must have is not known here, or no machine has it.
-    """
+    """Return the syncer's host: the config's, or the smallest that does; ValueError if nobody knows what it needs."""
     machine = config.cloud.syncer_machine_type
     if machine == AUTO and needs is None:
         raise ValueError(

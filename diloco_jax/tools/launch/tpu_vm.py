@@ -7,11 +7,10 @@ would wait for the hosts of all other islands.
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.launch import boot, common, syncer_vm
-from diloco_jax.tools.launch.capacity import asked_of
-from diloco_jax.tools.launch.common import IslandMachines
+from diloco_jax.tools.launch import common, syncer_vm
+from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, piece, script, verbs
-from diloco_jax.tools.launch.launcher import Guide, Launcher
+from diloco_jax.tools.launch.launcher import Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
 VM = ("gcloud", "compute", "tpus", "tpu-vm")
@@ -59,24 +58,8 @@ def _wait(state: str, each: IslandMachines) -> str:
     return piece("wait", state=state, island=each.name).rstrip()
 
 
-def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
-    first = slices[0]
-    where = f"--zone {first.zone} --project {config.cloud.project}"
-    return Guide(
-        title="one queued resource per island with the Cloud TPU API",
-        apis="tpu.googleapis.com compute.googleapis.com secretmanager.googleapis.com",
-        before=piece("tpu_vm_before").rstrip(),
-        doctor=f"gcloud compute tpus tpu-vm ssh {first.resource} {where} --worker=0 --command \\\n"
-        f"  '{syncer_vm.doctor(config, first)}'",
-        look=f"islands/{first.name}.sh logs    # the last lines of every host",
-        losses=piece("tpu_vm_losses", first=first.name).rstrip(),
-        disk=syncer_vm.delete_disk(config),
-    )
-
-
 LAUNCHER = Launcher(
     "tpu-vm",
     (),
-    partial(syncer_vm.parts, {"learner.sh": boot.LEARNER_BY_HAND}, island_script, ("create", "start")),
-    guide,
+    partial(syncer_vm.parts, {"learner.sh": syncer_vm.LEARNER_BY_HAND}, island_script, ("create", "start")),
 )

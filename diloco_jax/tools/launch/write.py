@@ -24,14 +24,7 @@ OUTPUT_MAX = 4000  # characters of a failed command's output in the message
 
 
 def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
-    """Write the files; returns their paths.
-
-    Args:
-        force: overwrite the files of an earlier launch; others in the folder stay.
-
-    Raises:
-        ValueError: this is no folder, or one that is not empty.
-    """
+    """Write the files, over an earlier launch's with `force`; return their paths. ValueError if others are there."""
     if there := next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None):
         raise ValueError(f"--out is {folder}, but {there} is no folder; choose another --out")
     if folder.is_dir() and any(folder.iterdir()):
@@ -49,11 +42,7 @@ def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
 
 
 def check_tools(plan: Plan) -> None:
-    """Look for what the scripts call, before anything is made.
-
-    Raises:
-        ValueError: it is not in PATH.
-    """
+    """Look for what the scripts call, before anything is made; ValueError if it is not in PATH."""
     scripts = "".join(text for text in plan.files.values() if text.startswith(HEADER))
     missing = [name for name in TOOLS if f"{name} " in scripts and shutil.which(name) is None]
     if missing:
@@ -64,11 +53,7 @@ def check_tools(plan: Plan) -> None:
 
 
 def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
-    """Run the commands one by one in the folder of the files; `say` gets each of them, and what it prints.
-
-    Raises:
-        ConnectionError: one failed; says with what output, and how to undo the others.
-    """
+    """Run the commands in the folder of the files; `say` gets what they print. ConnectionError if one fails."""
     own = str(Path(sys.executable).parent)  # `diloco` is there, if the environment is not active
     environment = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + os.pathsep + own}
     for number, line in enumerate(plan.create, 1):

@@ -38,11 +38,7 @@ class _Topic:
 
 
 class Changes:
-    """The lines about one run.
-
-    Args:
-        began_s: time of the first look, on the clock of the others.
-    """
+    """The lines about one run; `began_s` is the first look, on the clock of the others."""
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s

@@ -1,20 +1,30 @@
-"""Keys in the live view: a terminal that hands each over as it is pressed, and what they ask for."""
+"""Keys in the live view: a terminal that hands each over as it is pressed, what they ask for, and how it is done."""
 
 import contextlib
 import os
 import re
 import select
+import subprocess
 import sys
 import termios
 import tty
+import webbrowser
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TextIO
+
+from diloco_jax.runtime.records.files import LOGS
+from diloco_jax.runtime.records.signals import PARENT_ENV
+from diloco_jax.runtime.records.status import syncer_at
+from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.questions import ask_drain
 
 LEGEND = "d: drain an island   o: open the page in a browser   "
 STOP = {"q": "q: end this view   ", "": "Ctrl-C: stop the run   "}
 HINT = "?: keys"
 SHOW_CURSOR = b"\x1b[?25h"
 BYTES_MAX = 64  # of one reading
+ADDRESS = re.compile(r"the page is at (\S+)")  # as `diloco view` says it
 SPECIAL = re.compile(rb"\x1b(\[[0-9;]*.|O.|.)?", re.DOTALL)  # keys such as arrows
 
 
@@ -105,11 +115,7 @@ class Keys:
         self.done = False
 
     def press(self, key: str, islands: Sequence[str]) -> None:
-        """Take one key.
-
-        Args:
-            islands: that the view shows.
-        """
+        """Take one key; the view shows these islands."""
         if self._chosen:
             name, self._chosen = self._chosen, ""
             self.words = f"asking the syncer to let {name} leave"
@@ -140,3 +146,69 @@ class Keys:
             self._typed = typed
         else:
             self.words, self._islands = f"no island has the number {typed!r}", {}
+
+
+def drain(run: str, name: str, known: TransportConfig, *, allow_plaintext: bool = False) -> tuple[bool, str]:
+    """Ask the syncer of a run to let an island leave; return whether it does, and its words. Raises as `syncer_at`."""
+    return ask_drain(syncer_at(run, known, allow_plaintext=allow_plaintext), name)
+
+
+def drain_in_words(run: str, known: TransportConfig, name: str, *, allow_plaintext: bool = False) -> str:
+    """Ask the same for people who look at a view; what is wrong is in the words."""
+    try:
+        return drain(run, name, known, allow_plaintext=allow_plaintext)[1]
+    except (ValueError, OSError) as error:  # TransportError is an OSError
+        return f"{name} cannot be asked to leave: {error}"
+
+
+class PageOpener:
+    """The page of a run in a browser: its syncer's if that serves it, or of a `diloco view` that ends with this."""
+
+    def __init__(self, run_dir: Path | None, *, served: bool) -> None:
+        self._run_dir = run_dir
+        self._served = served
+        self._view: subprocess.Popen[str] | None = None
+        self._url = ""
+
+    def open(self) -> str:
+        """Open the page, and say where it is."""
+        if self._run_dir is None:
+            return "the page needs the run's folder: `diloco view RUN` on the machine of the syncer"
+        self._url = self._url or self._find(self._run_dir)
+        if not self._url:
+            return f"the page did not start; `diloco view {self._run_dir}` says why"
+        opened = _has_browser() and webbrowser.open(self._url)
+        return f"the page is {'open in your browser: ' if opened else 'at '}{self._url}"
+
+    def close(self) -> None:
+        if self._view is not None:
+            self._view.terminate()
+            self._view.wait()
+
+    def _find(self, run_dir: Path) -> str:
+        log = run_dir / LOGS / "syncer.log"
+        text = log.read_text(encoding="utf-8", errors="replace") if self._served and log.exists() else ""
+        if told := ADDRESS.findall(text):
+            return str(told[-1])
+        self._view = subprocess.Popen(
+            [sys.executable, "-m", "diloco_jax", "view", str(run_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, PARENT_ENV: str(os.getpid())},
+            text=True,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process
+        )
+        assert self._view.stdout is not None, "it was piped"
+        told = ADDRESS.findall(self._view.stdout.readline())
+        return str(told[0]) if told else ""
+
+
+def _has_browser() -> bool:
+    """Tell whether there is a browser with a window: one of text would take the terminal from the view."""
+    if sys.platform != "darwin" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return False
+    try:
+        return type(webbrowser.get()) is not webbrowser.GenericBrowser  # those of text are exactly that
+    except webbrowser.Error:
+        return False

@@ -16,9 +16,8 @@ from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT
 from diloco_jax.runtime.records.phases import StartPhase, read_phases
 from diloco_jax.tools.live.changes import Changes
-from diloco_jax.tools.live.history import History
 from diloco_jax.tools.live.keys import Keys, Terminal
-from diloco_jax.tools.live.picture import draw_phases, render
+from diloco_jax.tools.live.picture import History, draw_phases, render
 from diloco_jax.tools.live.words import format_duration
 
 REFRESHES_PER_S = 4

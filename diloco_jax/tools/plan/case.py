@@ -13,9 +13,8 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.sim.goodput.bandwidth import Rounds
-from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import num_parameters
-from diloco_jax.tools.budget.needs import IslandOutline, outlines, plan_of
+from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines, plan_of
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
 
@@ -97,11 +96,7 @@ class Case:
 
 
 def case_of(config: RunConfig, given: Assumptions) -> Case:
-    """Look at a config's islands.
-
-    Raises:
-      ValueError: the run has no islands, the model cannot be loaded, or sites or mesh do not fit.
-    """
+    """Look at a config's islands; ValueError if it has none, or model, sites or mesh do not fit."""
     if config.algorithm != "decoupled":
         raise ValueError(
             f"algorithm is {config.algorithm!r}, which sends nothing between islands; plan a decoupled run, with data "
@@ -117,11 +112,7 @@ def case_of(config: RunConfig, given: Assumptions) -> Case:
 
 
 def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
-    """Return the same case with settings of some sections changed.
-
-    Raises:
-      ValueError: the model cannot be cut into so many fragments, or another setting forbids it.
-    """
+    """Return the same case with settings of some sections changed; ValueError if others forbid it."""
     now = case.config
     config = replace(now, **{name: replace(getattr(now, name), **new) for name, new in sections.items()})
     then, before = config.protocol, now.protocol

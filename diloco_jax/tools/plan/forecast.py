@@ -22,8 +22,7 @@ from diloco_jax.sim.goodput.bandwidth import (
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, Wan, expected
 from diloco_jax.sim.goodput.settings import YEAR_S
-from diloco_jax.tools.budget.links import link_needs
-from diloco_jax.tools.budget.needs import syncer_needs
+from diloco_jax.tools.budget.needs import link_needs, syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
 from diloco_jax.training.whole_state.moving import MovingLayout
 

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -19,15 +20,17 @@ from diloco_jax.settings.compiler import options_of
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.memory import Hbm, chip_memory
+from diloco_jax.tools.budget.memory import Hbm, anchor_bytes, chip_memory
 from diloco_jax.tools.budget.needs import plan_of
-from diloco_jax.tools.preflight.hlo import Program, read_program
+from diloco_jax.tools.preflight.hlo import Collective, Program, read_program
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.order import example
 from diloco_jax.training.data.sample import batch_shapes
+from diloco_jax.training.flops import ModelFlops
 
 Say = Callable[[str], None]
 GIB = 2**30
+MFU = (0.3, 0.5)  # a plan's pessimist and optimist
 
 # Each asks for what is not there, or complains about it, when libtpu is loaded on a machine without a TPU.
 QUIET = {
@@ -82,11 +85,7 @@ class Compiled(NamedTuple):
 
 
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:
-    """Return the devices of a slice as the compiler knows them.
-
-    Raises:
-      ValueError: libtpu is missing, or does not know the slice.
-    """
+    """Return the devices of a slice as the compiler knows them; ValueError if libtpu is missing, or knows no such."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("there is no TPU compiler here, libtpu is missing; pip install 'diloco_jax[tpu]' brings it")
     for name, value in QUIET.items():
@@ -107,11 +106,7 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
 
 
 def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_only: bool = False) -> Compiled:
-    """Compile what an island will run, or only its inner step; `say` is told of each program, which may take minutes.
-
-    Raises:
-      ValueError: the model cannot be loaded, mesh or batch do not fit, or the compiler refuses a program.
-    """
+    """Compile what an island will run, or its inner step; `say` hears of each program. ValueError if one is refused."""
     topology = island.slice
     assert topology is not None, "asked of islands with a slice"
     options: dict[str, str | bool] = {**options_of(config, island)}
@@ -146,14 +141,7 @@ def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequen
 
 
 def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: float) -> Built:
-    """Compile one program; one that the compiler refuses for its memory is described by what it said.
-
-    Args:
-      arguments: bytes per chip of what it is given.
-
-    Raises:
-      ValueError: the compiler refuses it for another reason.
-    """
+    """Compile one program, given so many bytes per chip; if it does not fit, describe it as the compiler does."""
     began = _clocks()
     try:
         return _describe(kind, compile(), began)
@@ -195,3 +183,80 @@ def _clocks() -> tuple[float, float]:
 def _since(began: tuple[float, float]) -> tuple[float, float]:
     wall_s, cpu_s = _clocks()
     return wall_s - began[0], cpu_s - began[1]
+
+
+def step_hbm(compiled: Compiled) -> Hbm:
+    """Add up the memory per chip while the inner step runs; what the compiled step takes beside the state is exact."""
+    memory = next(built for built in compiled.programs if built.kind == "step").memory
+    held = compiled.held
+    temporaries = memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
+    return held._replace(temporaries=max(0.0, temporaries - held.parameters - held.optimizer))
+
+
+def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
+    """Add up each chip's memory while a program runs, with what the island holds beside it."""
+    memory = built.memory
+    own = memory.temporaries + memory.code
+    if built.kind == "create":
+        return own + memory.outputs
+    if built.kind == "step":
+        return hbm.fixed + hbm.temporaries
+    if built.kind == "stage":  # its arguments are held already, and its outputs are the staged copies
+        return hbm.fixed + own
+    # the value that arrived, beside the anchor that it replaces
+    new = anchor_bytes(compiled.blueprint, compiled.plan.fragments[built.fragments[0]])
+    return hbm.fixed + own + new + memory.outputs - memory.aliased
+
+
+def needed_flops(flops: ModelFlops, step: Built) -> float:
+    """Return the model FLOPs to compare the compiled ones with: a kernel for attention keeps its own from both."""
+    return flops.flops - flops.masked if step.program and step.program.kernels else flops.flops
+
+
+class Gathers(NamedTuple):
+    """Collectives that give each chip whole weights, or gradients of whole weights."""
+
+    largest: Collective | None  # the largest one, None if there is none
+    stacked_elements: int  # elements of gathers that join a weight of all layers at once, summed
+    all_reduces: int  # how many of them are all-reduces, by which the compiler replaces gathers on some slices
+    waited_for: int  # how many of both kinds run in a loop, and devices compute nothing meanwhile
+
+
+def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
+    """Find the gatherings of sharded weights: results with the shape of a weight, or of one layer of it.
+
+    Others join activations. Where weights are not sharded, all-reduces of whole gradients are as they should be.
+    """
+    if built.program is None:
+        return Gathers(None, 0, 0, 0)
+    mesh = blueprint.mesh.shape
+    kinds = ("all-gather", "all-reduce") if mesh["fsdp"] * mesh["expert"] > 1 else ("all-gather",)
+    stacked = {_sorted(blueprint.shapes[path]) for path in blueprint.stacked if blueprint.shapes[path][0] > 1}
+    layers = {_sorted(blueprint.shapes[path][1:]) for path in blueprint.stacked}
+    known = _split({_sorted(shape) for shape in blueprint.shapes.values()} | layers, mesh["tensor"])
+    all_layers = _split(stacked, mesh["tensor"]) - _split(layers, mesh["tensor"])
+    largest, at_once, all_reduces, waited_for = None, 0, 0, 0
+    for each in built.program.collectives:
+        weights = tuple(t for t in each.results if _sorted(t.dims) in known and len(_sorted(t.dims)) > 1)
+        if each.kind not in kinds or not weights:
+            continue
+        gather = Collective(each.kind, weights, each.times)
+        if largest is None or gather.elements > largest.elements:
+            largest = gather
+        at_once += sum(t.elements for t in weights if _sorted(t.dims) in all_layers)
+        all_reduces += each.times if each.kind == "all-reduce" else 0
+        waited_for += each.times if each.times > 1 and not each.overlapped else 0
+    return Gathers(largest, at_once, all_reduces, waited_for)
+
+
+def _sorted(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def _split(shapes: set[tuple[int, ...]], parts: int) -> set[tuple[int, ...]]:
+    """Add shapes with each dimension whole, or as one of the parts over which the tensor axis may share it out."""
+    return {
+        _sorted(choice)
+        for shape in shapes
+        for choice in product(*({size, size // parts} if size % parts == 0 else {size} for size in shape))
+    }

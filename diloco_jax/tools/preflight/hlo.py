@@ -146,11 +146,7 @@ def read_program(text: str) -> Program:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Return the computations by name, and the name of the first to run.
-
-    Raises:
-      ValueError: the text has no entry computation.
-    """
+    """Return the computations by name, and the name of the first to run; ValueError if the text has none."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():

@@ -10,13 +10,21 @@ from typing import Any
 from diloco_jax.settings.islands import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import num_parameters
-from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of
+from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of, link_needs
 from diloco_jax.tools.preflight.advice import GB, Misfit, advise_anchors, advise_hbm
-from diloco_jax.tools.preflight.compile import Built, Compiled, Say, compile_island
+from diloco_jax.tools.preflight.compile import (
+    MFU,
+    Built,
+    Compiled,
+    Say,
+    compile_island,
+    needed_flops,
+    program_hbm,
+    step_hbm,
+    weight_gathers,
+)
 from diloco_jax.tools.preflight.hlo import Collective
-from diloco_jax.tools.preflight.programs import MFU, needed_flops, program_hbm, step_hbm, weight_gathers
 from diloco_jax.training.flops import model_flops
 
 WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding
@@ -46,11 +54,7 @@ def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, A
 
 
 def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, IslandKind]]:
-    """List the kinds of islands, each with the config of the run on its slice.
-
-    Raises:
-      ValueError: no slice is named, or one does not suit the islands.
-    """
+    """List the kinds of islands, each with the run's config on its slice; ValueError if none is named, or fits."""
     configs = [_moved(config, name) for name in dict.fromkeys(slices)] or [config]
     cases = [(there, kind) for there in configs for kind in kinds_of(there)]
     if bare := next((kind.names[0] for _, kind in cases if not kind.topology), ""):

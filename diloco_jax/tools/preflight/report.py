@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.preflight.programs import MFU
+from diloco_jax.tools.preflight.compile import MFU
 
 _INDENT = " " * 16
 Row = Mapping[str, Any]

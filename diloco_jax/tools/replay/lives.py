@@ -74,12 +74,7 @@ Entry = Begin | TookValue | TookState | Copied | SentValue | TapedStep | Lost
 
 
 def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
-    """Yield the lines of one learner tape that a replay needs, with their numbers.
-
-    Raises:
-        ValueError: the tape is missing, or a line is not one that a learner writes; names it.
-        OtherRelease: it is of a release whose tapes this one does not read.
-    """
+    """Yield the lines of a learner's tape that a replay needs, with their numbers; ValueError names a wrong one."""
     learner_id = ""
     try:
         for number, line in enumerate(read_lines(path), start=1):
@@ -136,11 +131,7 @@ class Outline:
     lost_at: int | None = None
 
     def line_of(self, local_step: int, what: str) -> int:
-        """Return the line of a local step.
-
-        Raises:
-            ValueError: the tape does not reach so far.
-        """
+        """Return the line of a local step; ValueError if the tape does not reach so far."""
         if not 1 <= local_step <= len(self.steps):
             raise ValueError(
                 f"{self.path} ends after local step {len(self.steps)}, but {what} is of local step {local_step}; "
@@ -149,11 +140,7 @@ class Outline:
         return self._whole(self.steps[local_step - 1], what)
 
     def lines_of_copy(self, local_step: int, what: str) -> list[int]:
-        """Return the lines at which the state was copied after this local step.
-
-        Raises:
-            ValueError: it was not.
-        """
+        """Return the lines at which the state was copied after this local step; ValueError if it was not."""
         if local_step not in self.copied:
             raise ValueError(f"{self.path} has no copy of the state after local step {local_step}, which {what} took")
         return [self._whole(line, what) for line in self.copied[local_step]]
@@ -168,11 +155,7 @@ class Outline:
 
 
 def outline(path: Path) -> Outline:
-    """Read one tape through.
-
-    Raises:
-        ValueError: the tape is missing or broken; names it.
-    """
+    """Read one tape through; ValueError, which names it, if it is missing or broken."""
     found = Outline(path)
     for number, entry in read_entries(path):
         match entry:
@@ -212,11 +195,7 @@ class NeededLife:
 
 
 class NeededLives:
-    """The parts of all lives that must be repeated.
-
-    Raises:
-        ValueError: a tape that is needed is missing, broken or too short; names it.
-    """
+    """The parts of all lives that must be repeated; ValueError names a tape that is missing, broken or too short."""
 
     def __init__(self, run_dir: Path, script: Script) -> None:
         self._run_dir = run_dir

@@ -28,10 +28,9 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.replay.auditor import Moments
+from diloco_jax.tools.replay.audit import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, same_loss
-from diloco_jax.tools.replay.scenario import read_scenario
 from diloco_jax.tools.replay.script import (
     Back,
     Brought,
@@ -41,6 +40,7 @@ from diloco_jax.tools.replay.script import (
     Name,
     SnapshotPoint,
     differences,
+    read_scenario,
     read_script,
 )
 from diloco_jax.training.whole_state.layout import HostState

@@ -37,14 +37,7 @@ Values = dict[str, np.ndarray]
 
 
 class Trainer:
-    """The island that all lives share, one after the other.
-
-    Args:
-        sequences: that one sample on the tapes stands for.
-
-    Raises:
-        ValueError: model or data cannot be loaded.
-    """
+    """The island that all lives share, one after the other; a sample on the tapes stands for so many sequences."""
 
     def __init__(self, config: RunConfig, sequences: int = 1) -> None:
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has

@@ -7,9 +7,11 @@ here, in their order. Nothing is trained yet, so everything that the tapes lack 
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -17,6 +19,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import check_life, replay
 from diloco_jax.runtime.records.tape_file import read_lines
+from diloco_jax.settings.run import RunConfig
 
 Fingerprint = tuple[tuple[str, str], ...]
 FIELDS_MIN = 5  # of a greeting, and of a report
@@ -154,11 +157,7 @@ def machine_of(fingerprint: Fingerprint, protocol: ProtocolConfig, total_steps: 
 
 
 def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect]]]:
-    """Yield every input on a tape with what it leads to in the machine.
-
-    Raises:
-        ValueError: a line cannot be replayed; names tape and line.
-    """
+    """Yield every input on a tape with what it leads to in the machine; ValueError names a line that cannot be."""
     lines, taken = itertools.tee(read_lines(tape))
     try:
         for effects, line in zip(replay(lines, machine), taken, strict=False):
@@ -209,3 +208,51 @@ def differences(ours: Fingerprint, theirs: Iterable[tuple[str, str]]) -> list[st
         for what in sorted(mine.keys() | other.keys())
         if mine.get(what) != other.get(what)
     ]
+
+
+SCENARIO_FILE = "scenario.json"
+SCENARIO_BYTES_MAX = 1 << 22
+
+
+class SimulatedRun(NamedTuple):
+    """The settings of a simulation that a replay needs."""
+
+    protocol: ProtocolConfig
+    total_steps: int
+    learners: int
+    budget: Budget
+
+
+def read_scenario(folder: Path) -> SimulatedRun | None:
+    """Read the scenario of the tapes in a folder, None for a run's folder; ValueError if it cannot be read."""
+    path = folder / SCENARIO_FILE
+    if not path.exists():
+        return None
+    try:
+        if path.stat().st_size > SCENARIO_BYTES_MAX:
+            raise ValueError(f"more than {SCENARIO_BYTES_MAX} bytes")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        protocol = TypeAdapter(ProtocolConfig).validate_python(values["protocol"])
+        budget = Budget(*map(int, values.get("budget", ())))
+        return SimulatedRun(protocol, int(values["total_steps"]), int(values["learners"]), budget)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); write it again: diloco simulate --tapes"
+        ) from error
+
+
+def as_simulated(config: RunConfig, folder: Path) -> RunConfig:
+    """Put protocol, global steps and learners of the simulation in a folder into a config, if there is one.
+
+    A sample of the simulation stands for as many sequences as an island of the config has in a step.
+
+    Raises:
+        ValueError: the scenario cannot be read, or does not go with the config; names the setting.
+    """
+    scenario = read_scenario(folder)
+    if scenario is None:
+        return config
+    islands = replace(config.islands, count=scenario.learners, batch_size=config.island("").batch_size)
+    return replace(
+        config, islands=islands, protocol=scenario.protocol, train=replace(config.train, steps=scenario.total_steps)
+    )

@@ -25,14 +25,7 @@ TRACE_FILE = "perfetto.json.gz"
 def write_perfetto(
     run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget, path: Path | None = None
 ) -> Path:
-    """Write the trace of a run, under way or not, and return its path.
-
-    Args:
-        path: of the gzipped trace; default: perfetto.json.gz in the folder.
-
-    Raises:
-        ValueError: the folder has no tape, or one that cannot be replayed; names it.
-    """
+    """Write the trace of a run, by default perfetto.json.gz in its folder; ValueError names an unreadable tape."""
     tape, trace = run_dir / TAPE_FILE, Trace()
     timeline = _Timeline(trace)
     machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)

@@ -31,11 +31,7 @@ def event(kind: str, content: Any) -> bytes:
 
 
 class Board:
-    """Reads the folders in a thread of its own while somebody looks.
-
-    Args:
-        feeds: of the runs, in the order of the page.
-    """
+    """Reads the folders of runs, in the order of the page, in a thread of its own while somebody looks."""
 
     def __init__(self, feeds: Sequence[RunFeed]) -> None:
         self._feeds = feeds

@@ -15,10 +15,8 @@ from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_values
-from diloco_jax.tools.view.rounds import KINDS, RoundTimes
-from diloco_jax.tools.view.story import Story, few
-from diloco_jax.tools.view.times import IslandTimes
-from diloco_jax.tools.view.verdict import verdict
+from diloco_jax.tools.view.story import Story, few, verdict
+from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
 
 LINES_MAX = 50_000  # records that are read between two news
 EVENTS_KEPT = 300
@@ -38,14 +36,7 @@ def alarms_now(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[di
 
 
 class RunFeed:
-    """One run for the page. Used by one thread at a time.
-
-    Args:
-        folder: of the run, finished, under way, or about to begin.
-
-    Raises:
-        ValueError: it is not the folder of a run.
-    """
+    """One run, finished, under way or about to begin, for the page and one thread at a time; ValueError if none."""
 
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in (CONFIG_FILE, STATUS_FILE, METRICS_FILE)):

@@ -10,17 +10,13 @@ from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
 from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.tools.view.colours import VARIABLES
 from diloco_jax.tools.view.feed import RunFeed
-from diloco_jax.tools.view.verdict import against
+from diloco_jax.tools.view.story import against
 
 FOLDER = Path(__file__).parent
 
 
 def compose_page(data: Any = None) -> tuple[str, str]:
-    """Return the page, and the policy that lets it run its own script and nothing else.
-
-    Args:
-        data: all that it shows, for a page without a server.
-    """
+    """Return the page, with data for one without a server, and the policy that lets it run its own script alone."""
     parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     parts["css"] = VARIABLES + parts["css"]
     page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])

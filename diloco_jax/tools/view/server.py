@@ -37,12 +37,7 @@ JSON_TYPE, TEXT_TYPE = "application/json", "text/plain; charset=utf-8"
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file, which is made if there is none, for nobody else to read.
-
-    Raises:
-        ValueError: the file holds none.
-        OSError: it cannot be read or made.
-    """
+    """Return the token in a file, which is made if there is none, for nobody else to read; ValueError if it is none."""
     if not path.exists():
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(secrets.token_urlsafe(18) + "\n")

@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.watch.stats import participation, step_overhead
+from diloco_jax.runtime.records.liveness import ENDED
+from diloco_jax.tools.live.words import format_count, format_duration
 
 STEPS_KEPT = 20_000  # points of a curve whose means are shown
 POINTS_KEPT = 500  # of others
@@ -21,11 +24,7 @@ def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
 
 
 class Curve:
-    """The points of a curve, however long it gets: of so many that come one is kept, and the newest.
-
-    Args:
-        most: points that are kept.
-    """
+    """The points of a curve, of which at most so many are kept, however long it gets: one of some, and the newest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -206,3 +205,39 @@ class Story:
             "cells": cells,
             "members": members,
         }
+
+
+def verdict(status: Mapping[str, Any], summary: Mapping[str, Any], alarms: int, goodput: float | None) -> str:
+    """Say how a run ended, or how it goes.
+
+    Args:
+        summary: what `Story.summary` returns; of a run under way, what is known by now.
+        alarms: that stand, or that stood in a run that has ended.
+        goodput: of the run until now; in [0, 1].
+    """
+    state, steps = status.get("state", "unknown"), status.get("global_step", summary["global_steps"])
+    total, loss = status.get("total_steps"), summary.get("eval_loss")
+    restarts = sum(row["restarts"] for row in summary["learners"].values())
+    said = [
+        f"{state}: {steps}{f' of {total}' if total else ''} rounds",
+        f"evaluation loss {loss:.4f}" if loss is not None else "not evaluated" if state in ENDED else "",
+        f"{format_count(status.get('tokens', summary['tokens']))} tokens",
+        format_duration(status.get("wall_s", summary["wall_s"])),
+        f"goodput {goodput:.1%}" if goodput is not None else "",
+        _count(alarms, "alarm") if alarms else "no alarm",
+        _count(restarts, "restart") if restarts else "",
+    ]
+    return ", ".join(filter(None, said))
+
+
+def against(loss: float | None, baseline: float | None, name: str) -> str:
+    """Say how far an evaluation loss is from a baseline's; "" if one of them is not known."""
+    if loss is None or baseline is None or not (isfinite(loss) and isfinite(baseline) and baseline > 0):
+        return ""
+    share = loss / baseline - 1
+    way = "above" if share > 0 else "below"
+    return f", {abs(share):.2%} {way} the baseline {name} ({baseline:.4f})"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -1,4 +1,4 @@
-"""The use of every island-second of a run, from its records: the waterfall from all time to goodput.
+"""The use of every island-second of a run, from its records, and its newest rounds with the times of their parts.
 
 The time of all islands begins with the first inner step of the run, as in `protocol/watch/stats.py`, and each second of
 each island has one use. Time between two steps is settled by the later one; what came since is provisional.
@@ -10,6 +10,8 @@ from typing import Any
 
 from diloco_jax.protocol.watch.stats import WAITING
 
+ROUNDS_KEPT = 240
+KINDS = ("closed", "merged", "abandoned", "round")
 TRAINING, DATA, BETWEEN, JOINING, AWAY = USES = ("training", "data", "between", "joining", "away")
 
 
@@ -34,11 +36,7 @@ class _Island:
 
 
 class IslandTimes:
-    """Counts the time of all islands.
-
-    Args:
-        names: of the configured islands; who else joins counts from then on as one of them.
-    """
+    """Counts the time of all islands, those of the config; who else joins counts from then on as one of them."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = set(names)
@@ -99,11 +97,7 @@ class IslandTimes:
         island.told_s = busy_s
 
     def told(self, wall_s: float | None = None) -> dict[str, Any]:
-        """Return the seconds since the first step, and of each island for what they were used.
-
-        Args:
-            wall_s: when the run ended, if that is known: what records tell later is its farewell.
-        """
+        """Return the seconds since the first step, and their uses by island, until the run ended if that is known."""
         began_s, rows, end_s = self._began_s, {}, self._end_s if wall_s is None else min(wall_s, self._end_s)
         if began_s is not None:
             for name in sorted(self._names | self._islands.keys(), key=lambda name: (len(name), name)):
@@ -117,3 +111,66 @@ class IslandTimes:
             "goodput": goodput,
             "islands": rows,
         }
+
+
+class RoundTimes:
+    """Puts together what the records say of each round, as plain values for the page."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, dict[str, Any]] = {}  # by global step
+        self._changed: set[int] = set()
+        self._training: set[str] = set()  # who is connected and has made a step since
+        self._waiting: dict[str, dict[int, float]] = {}  # island -> rounds that closed without its report, and when
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take the next record of the run."""
+        kind, t = record["kind"], record["t"]
+        if kind == "step":
+            name = record["learner"]
+            self._training.add(name)
+            for step, closed_s in self._waiting.pop(name, {}).items():
+                self._of(step)["late"][name] = round(t - closed_s, 4)
+            for step, took_s in record.get("arrived", ()):
+                self._of(step)["arrived"][name] = took_s
+        elif kind in ("joined", "left", "silent"):
+            self._training -= set(record["members"])
+        elif kind in KINDS and record["fragment_id"] >= 0:
+            self._take_round(record)
+
+    def _of(self, step: int) -> dict[str, Any]:
+        """Return a round that is about to change; nothing that stays, if it is too old."""
+        self._changed.add(step)
+        return self._rounds.get(step, {"late": {}, "arrived": {}})
+
+    def _take_round(self, record: Mapping[str, Any]) -> None:
+        kind, t, step, members = record["kind"], record["t"], record["global_step"], record.get("members", [])
+        if step not in self._rounds:
+            self._rounds[step] = {"step": step, "late": {}, "arrived": {}, "members": []}
+            if len(self._rounds) > ROUNDS_KEPT:
+                del self._rounds[min(self._rounds)]
+        this = self._of(step)
+        this["fragment"] = record["fragment_id"]
+        if kind == "round":
+            this |= {key: record[key] for key in ("opened_s", "met_s", "closed_s", "pulled_s", "values")}
+            return
+        this["state"] = kind
+        if kind == "closed":
+            this |= {"closed_s": t, "members": members, "reason": record["reason"]}
+            for name in self._training - set(members):
+                waiting = self._waiting.setdefault(name, {})
+                waiting[step] = t
+                if len(waiting) > ROUNDS_KEPT:
+                    del waiting[min(waiting)]
+            return
+        this |= {"merged_s": t, "merged": members}
+        if kind == "abandoned":
+            this["reason"] = record["reason"]
+
+    def whole(self) -> list[dict[str, Any]]:
+        """Return all rounds that are kept, the oldest first."""
+        return [self._rounds[step] for step in sorted(self._rounds)]
+
+    def news(self) -> list[dict[str, Any]]:
+        """Return those that have changed since the news before."""
+        changed, self._changed = self._changed, set()
+        return [self._rounds[step] for step in sorted(changed & self._rounds.keys())]

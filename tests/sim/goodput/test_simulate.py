@@ -64,6 +64,8 @@ def test_settings_reach_the_machines(capsys: pytest.CaptureFixture[str]) -> None
 def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--settings"]) == 0
     text = capsys.readouterr().out
+    assert main(["simulate", "--methods", "rigid", "--chips", "150k", "--hours", "0.1"]) == 0
+    assert "\n1 simulation, " in capsys.readouterr().out
     assert "--hardware.down-s  (default: 7.7)" in text and "our calibration against the paper's Table 1" in text
     assert "--wan.delay-s" in text and "--protocol.quorum" in text
 
@@ -195,8 +197,3 @@ def test_a_run_that_does_not_end_gives_no_tapes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did not reach global step 2 within 100 times"):
         simulate(Cell(hardware, "decoupled", 2, 6e5, hours=0.003, seed=0, tapes=folder))
     assert not folder.exists()
-
-
-def test_the_last_line_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--methods", "rigid", "--chips", "150k", "--hours", "0.1"]) == 0
-    assert "\n1 simulation, " in capsys.readouterr().out

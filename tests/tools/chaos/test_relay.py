@@ -13,7 +13,6 @@ from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.tools.chaos.relay import PIECES_MAX, READ_BYTES_MAX, Relay
 from diloco_jax.transport import grpc_link
 from diloco_jax.transport.link import TransportConfig, split_address
-from tests.runtime.helpers import wait_for
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -86,14 +85,13 @@ def pattern(size: int) -> bytes:
     return bytes(range(251)) * (size // 251) + bytes(size % 251)
 
 
-def test_forwards_both_ways_and_counts(ends: Ends) -> None:
+def test_forwards_both_ways(ends: Ends) -> None:
     data = pattern(300_000)
     sender = threading.Thread(target=ends.client.sendall, args=(data,))
     sender.start()
     assert read(ends.server, len(data)) == data
     sender.join()
     passes(ends.server, ends.client, b"answer")
-    wait_for(lambda: ends.relay.counts == (300_001, 6), "the count")  # and one of `connect`
 
 
 def test_end_of_one_stream_leaves_the_other(ends: Ends) -> None:
@@ -118,7 +116,6 @@ def test_cut_with_fin_throws_away_what_comes_after(ends: Ends) -> None:
     assert ends.relay.cut("fin") == 1
     ends.client.sendall(b"into the void")
     assert ends.client.recv(1) == b"" and ends.server.recv(1) == b""
-    assert ends.relay.counts == (1, 0)  # of `connect`
 
 
 def test_a_reset_of_one_side_reaches_the_other(ends: Ends) -> None:
@@ -138,7 +135,6 @@ def test_black_hole_keeps_everything_and_takes_little(ends: Ends) -> None:
     late.sendall(b"x")
     ends.server.sendall(b"y")
     assert silent(ends.client) and silent(ends.server)
-    assert ends.relay.counts == (1, 0)  # the one of `connect`
     assert sender.is_alive(), "somebody took 32 MiB"
     ends.relay.change()
     assert read(ends.server, len(data)) == data

@@ -11,11 +11,10 @@ import pytest
 
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load
-from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import PROCESS_BYTES, SYNCER_PROCESS_BYTES
+from diloco_jax.tools.budget.needs import LinkNeeds
 from diloco_jax.tools.doctor import host as doctor_host
-from diloco_jax.tools.doctor.host import of_error
-from diloco_jax.tools.doctor.part import part_of
+from diloco_jax.tools.doctor.host import of_error, part_of
 from tests.runtime.helpers import write_config
 
 GIB = 1 << 30

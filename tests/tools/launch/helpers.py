@@ -15,29 +15,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 # Every call is words ended by NUL, and RECORD. What is "there" is what $THERE says: all, or nothing.
 RECORD = "\x1e"
 GPU = ("--islands.each", "{}", "--islands.devices", "4", "--islands.hosts", "2", "--gpu.accelerator", "H100")
-STAND_IN = """\
-#!/usr/bin/env bash
-own="$CALLS.$$"
-{ printf '%s\\0' "$(basename "$0")" "$@"; printf '\\x1e'; } >"$own"
-cat "$own" >>"$CALLS"  # at once: the two ends of a pipe write at the same time
-rm "$own"
-case "$*" in
-  *"value(address)"* | *jsonpath*) echo 10.1.2.3 ;;
-  *"value(state.state)"*) echo "${STATE:-ACTIVE}" ;;
-  *" describe "*)
-    if [ "$THERE" = nothing ]; then echo "ERROR: it was not found" >&2; exit 1; fi
-    if [ "$THERE" = unknown ]; then echo "ERROR: your login has expired" >&2; exit 1; fi
-    ;;
-  "certs certs --learners "*)
-    mkdir -p certs
-    touch certs/ca.pem certs/token
-    for name in syncer ${4//,/ }; do touch "certs/$name.pem" "certs/$name.key"; done
-    ;;
-  *" -f -") cat >/dev/null ;;
-  *--data-file=-*) tar -tz ;;
-esac
-if [ -n "${FAIL:-}" ] && [[ "$*" == *"$FAIL"* ]]; then echo "no capacity" >&2; exit 3; fi
-"""
+STAND_IN = (TESTDATA / "stand_in.sh").read_text(encoding="utf-8")
 
 
 def plan(way: str, *overrides: str) -> Plan:

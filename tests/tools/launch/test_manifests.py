@@ -12,8 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from diloco_jax.cli.main import COMMANDS
-from diloco_jax.cli.words import make_parser
+from diloco_jax.cli.words import make_parser, read_words
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load, parse
 from diloco_jax.tools.launch import common
@@ -57,15 +56,11 @@ def of_kind(kind: str, *overrides: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("overrides", VARIANTS)
-def test_kubernetes_takes_core_types(overrides: tuple[str, ...]) -> None:
+def test_kubernetes_takes_core_types_and_jobsets(overrides: tuple[str, ...]) -> None:
     core = [each for each in manifests(*overrides) if each["kind"] not in ("JobSet", "PodMonitoring")]
     assert {each["kind"] for each in core} == {"Namespace", "ServiceAccount", "ConfigMap", "StatefulSet", "Service"}
     for each in core:
         kubernetes_validate.validate(each, KUBERNETES, strict=True)
-
-
-@pytest.mark.parametrize("overrides", VARIANTS)
-def test_jobset_has_these_fields(overrides: tuple[str, ...]) -> None:
     found = of_kind("JobSet", *overrides)
     assert [each["metadata"]["name"] for each in found] == ["small-island-1", "small-island-0"]
     assert [problems(each) for each in found] == [[], []]
@@ -167,7 +162,7 @@ def test_every_config_finds_what_it_needs_in_its_pods(path: Path, tmp_path: Path
         for file in common.certificate_files(who):
             shutil.copy(made / file, root / "etc/diloco/certs" / file)
         words = [word.replace("/etc", f"{root}/etc").replace("/var", f"{root}/var") for word in container["args"]]
-        arguments = make_parser(COMMANDS).parse_args(words)
+        arguments = make_parser(read_words()).parse_args(words)
         config = load(arguments.config)
         credentials(config.transport, who)  # it reads and checks all of them
         assert Path(arguments.run_dir).parent.is_dir(), "no volume holds the run's folder"
@@ -208,12 +203,8 @@ def test_containers_read_a_config_that_protects_every_connection() -> None:
     assert config.transport.address == "0.0.0.0:50051"
     (service,) = of_kind("Service", "--syncer.shards", "3")
     assert [each["port"] for each in service["spec"]["ports"]] == [50051, 50052, 50053, 50054]
-    for name in common.certificate_files("{name}"):
-        assert f"{common.CERTIFICATES_PATH}/{name}" in vars_of(config.transport)
-
-
-def vars_of(transport: Any) -> list[str]:
-    return [getattr(transport, name) for name in ("tls_ca", "tls_certificate", "tls_key", "token_file")]
+    named = [getattr(config.transport, name) for name in ("tls_ca", "token_file", "tls_certificate", "tls_key")]
+    assert named == [f"{common.CERTIFICATES_PATH}/{name}" for name in common.certificate_files("{name}")]
 
 
 def test_prometheus_asks_the_syncer_where_it_tells() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.tools.live.acting import PageOpener
-from diloco_jax.tools.live.keys import HINT, Keys, Terminal, numbers_of
+from diloco_jax.tools.live.keys import HINT, Keys, PageOpener, Terminal, numbers_of
 
 ISLANDS = ["island-0", "island-1", "island-12"]
 

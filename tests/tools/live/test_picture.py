@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.records.phases import StartPhase
-from diloco_jax.tools.live.history import History, sparkline
-from diloco_jax.tools.live.picture import render
+from diloco_jax.tools.live.picture import History, render, sparkline
 from diloco_jax.tools.live.words import describe, format_bytes, format_count, format_duration
 from tests.tools.live.made import FRESH, REASONS, STARTING, drawn, learner, status, words
 

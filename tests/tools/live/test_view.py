@@ -11,7 +11,7 @@ from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 from diloco_jax.runtime.records.telemetry import write_json
-from diloco_jax.tools.live.history import History
+from diloco_jax.tools.live.picture import History
 from diloco_jax.tools.live.view import LiveView, run_in
 from tests.tools.live.made import drawn, status, words
 

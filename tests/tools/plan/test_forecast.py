@@ -328,7 +328,6 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["missing.yaml"], "cannot be read"),
         (["quickstart", "--mtbi-years", "1e-12"], "--mtbi-years is 1e-12, less than a second"),
         (["quickstart", "--slices", "2000000"], "--slices is 2000000; use at most 1e+06"),
-        (["quickstart", "--link-gbit-per-s", "0"], "--link-gbit-per-s is 0.0; use a number above 0"),
         (["quickstart", "--sites", "9"], "only 4 islands"),
         (["quickstart", "--chips", "2"], "2 chips cannot be cut into 4 slices"),
         (["data_parallel"], "--algorithm decoupled"),

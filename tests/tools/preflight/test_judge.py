@@ -22,9 +22,8 @@ from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.preflight import compile as compiling
 from diloco_jax.tools.preflight import judge as judging
 from diloco_jax.tools.preflight.advice import Misfit, advise_anchors, advise_hbm
-from diloco_jax.tools.preflight.compile import Built, Memory, slice_devices
+from diloco_jax.tools.preflight.compile import Built, Gathers, Memory, slice_devices, weight_gathers
 from diloco_jax.tools.preflight.hlo import Program, read_program
-from diloco_jax.tools.preflight.programs import Gathers, weight_gathers
 from diloco_jax.tools.preflight.report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops

@@ -10,8 +10,7 @@ from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.compare import compare, describe
 from diloco_jax.tools.view.feed import RunFeed, alarms_now
-from diloco_jax.tools.view.rounds import ROUNDS_KEPT
-from diloco_jax.tools.view.times import IslandTimes
+from diloco_jax.tools.view.times import ROUNDS_KEPT, IslandTimes
 from tests.runtime.helpers import call
 from tests.tools.view.made import FATES, MADE, append, joined, left, made_run, one_round, status, step, wire
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.tools.view.page import write_report
-from diloco_jax.tools.view.story import STRETCHES_MAX, Curve, Story, few
-from diloco_jax.tools.view.verdict import against
+from diloco_jax.tools.view.story import STRETCHES_MAX, Curve, Story, against, few
 from tests.tools.view.browser import CHROMIUM, Browser
 from tests.tools.view.made import append, joined, left, made_run, note, step, wire
 
