@@ -81,11 +81,7 @@ def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], it
 
 
 def concat(*runs: Runs) -> Runs:
-    """Join runs, one after the other.
-
-    Raises:
-      ValueError: together they have more than RUNS_MAX entries.
-    """
+    """Join runs, one after the other; ValueError if together they have more than RUNS_MAX entries."""
     _check_count(sum(len(each.table) for each in runs))
     return Runs(np.concatenate([np.empty((0, 4), np.int64), *(each.table for each in runs)]))
 
@@ -205,11 +201,7 @@ def _pieces(part: Part) -> list[memoryview]:
 
 
 def _read(pieces: Sequence[memoryview], size_max: int) -> tuple[Runs, int]:
-    """Return the runs that a part has of a payload of at most `size_max` bytes, and where its data begin.
-
-    Raises:
-      ValueError: it is not what `pack_part` makes.
-    """
+    """Return the runs that a part has of a payload of at most `size_max` bytes, and where its data begin."""
     size = sum(piece.nbytes for piece in pieces)
     entries = int(np.frombuffer(_bytes(pieces, 0, _COUNT_BYTES), "<i8")[0]) if size >= _COUNT_BYTES else -1
     head_bytes = _COUNT_BYTES + _ENTRY_BYTES * entries

@@ -186,7 +186,6 @@ class WeightedSum:
     Args:
       shares: c_m, of each unit of each piece.
       units: of each piece the size of its units; None for whole pieces.
-      buffers: for new arrays.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ Rules of this file
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.messages import Adopted, Lease
@@ -133,18 +134,17 @@ class Fates(NamedTuple):
     out: int
 
 
+@dataclass(slots=True)
 class Holding:
     """The samples of one incarnation of a learner of which the fate is open."""
 
-    __slots__ = ("granted", "marks", "pending", "ranges", "settled", "taught")
-
-    def __init__(self, num_fragments: int, first_sample: int = 0) -> None:
-        self.ranges: list[Range] = []  # the samples settled, settled + 1, ..., granted - 1
-        self.settled = first_sample
-        self.granted = first_sample
-        self.marks = [first_sample] * num_fragments  # fragment -> samples in its newest confirmed share
-        self.pending: list[Share] = []  # in versions that nobody is known to hold
-        self.taught: list[Range] = []  # samples of which a confirmed share held something: sorted, never adjacent
+    settled: int
+    granted: int
+    marks: list[int]  # fragment -> samples in its newest confirmed share
+    ranges: list[Range] = field(default_factory=list)  # the samples settled, settled + 1, ..., granted - 1
+    pending: list[Share] = field(default_factory=list)  # in versions that nobody is known to hold
+    # samples of which a confirmed share held something: sorted, never adjacent
+    taught: list[Range] = field(default_factory=list)
 
     def after(self, sample: int) -> list[Lease]:
         """The leases from this sample on."""
@@ -240,7 +240,8 @@ class LeaseBook:
         ended = self._ended.pop(learner_id, None)
         if ended is not None:
             first_sample = (max(ended, first_sample) // BOOK + 1) * BOOK
-        holding = self.holdings[learner_id] = Holding(self._num_fragments, first_sample)
+        marks = [first_sample] * self._num_fragments
+        holding = self.holdings[learner_id] = Holding(first_sample, first_sample, marks)
         return holding
 
     def grant(self, learner_id: str, count: int) -> list[Lease]:
@@ -323,24 +324,11 @@ class LeaseBook:
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        holdings = [
-            {
-                "name": name,
-                "ranges": list(h.ranges),
-                "settled": h.settled,
-                "granted": h.granted,
-                "marks": list(h.marks),
-                "pending": list(h.pending),
-                "taught": list(h.taught),
-            }
-            for name, h in self.holdings.items()
-        ]
-        counts = [self._next, self._leased, self._merged, self._overwritten, self._released]
         return {
-            "counts": counts,
+            "counts": [self._next, self._leased, self._merged, self._overwritten, self._released],
             "pool": list(self.pool),
             "unconfirmed": list(self.unconfirmed.items()),
-            "holdings": holdings,
+            "holdings": [{"name": name, **asdict(holding)} for name, holding in self.holdings.items()],
             "ended": list(self._ended.items()),
         }
 
@@ -348,12 +336,8 @@ class LeaseBook:
         """Become what `state()` described."""
         self._next, self._leased, self._merged, self._overwritten, self._released = state["counts"]
         self.pool = [(start, stop) for start, stop in state["pool"]]
-        self._ended = {name: granted for name, granted in state["ended"]}
-        self.unconfirmed = {fragment_id: version for fragment_id, version in state["unconfirmed"]}
+        self._ended, self.unconfirmed = dict(state["ended"]), dict(state["unconfirmed"])
         self.holdings = {}
         for plain in state["holdings"]:
-            holding = self.holdings[plain["name"]] = Holding(self._num_fragments)
-            holding.ranges = [(start, stop) for start, stop in plain["ranges"]]
-            holding.settled, holding.granted, holding.marks = plain["settled"], plain["granted"], list(plain["marks"])
-            holding.pending = [(p, made, since, samples) for p, made, since, samples in plain["pending"]]
-            holding.taught = [(start, stop) for start, stop in plain["taught"]]
+            rows = ([tuple(row) for row in plain[name]] for name in ("ranges", "pending", "taught"))
+            self.holdings[plain["name"]] = Holding(plain["settled"], plain["granted"], list(plain["marks"]), *rows)

@@ -37,12 +37,7 @@ PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"  # what the names of a 
 class ExchangedState:
     """A training state, as it is after the newest step, whose parameters are exchanged with other islands.
 
-    Args:
-      state: the first one.
-      lies: a TrainState of the layouts of its leaves.
-      kinds: what every parameter is, by path.
-      state_layout: how a whole state leaves the island.
-      exchange: of its fragments.
+    `lies` is a TrainState of the layouts of the leaves of `state`, `kinds` what every parameter is, by path.
     """
 
     def __init__(
@@ -108,11 +103,7 @@ class ExchangedState:
             return stage_shards(by_name(self.state))
 
     def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
-        """Check that saved shards are all that `load_shards` needs.
-
-        Raises:
-          ValueError: they are of another model, optimizer or mesh; says what differs.
-        """
+        """Check that saved shards are all that `load_shards` needs; a ValueError says what differs."""
         check_fits(leaves, by_name(self._lies), self.state_layout.by_name)
 
     def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
@@ -162,11 +153,7 @@ class ExchangedState:
         return {path: np.array(value, np.float32) for path, value in jax.device_get(self.state.params).items()}
 
     def load(self, params: Mapping[str, Float[np.ndarray, "..."]]) -> None:
-        """Replace all parameters; the optimizer's state stays.
-
-        Raises:
-          ValueError: paths or shapes are not those of the model.
-        """
+        """Replace all parameters, not the optimizer's state; ValueError if they are not those of the model."""
         if unknown := sorted(set(params) - set(self.shapes)):
             raise ValueError(f"parameters {unknown[:3]} are not in the model; were they saved from another one?")
         self.overwrite(self._whole(), dict(params))

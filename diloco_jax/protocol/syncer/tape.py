@@ -128,11 +128,7 @@ def _remember(states: dict[int, Mapping[str, Any]], global_step: int, syncer: Sy
 
 
 def check_life(number: int, kind: str, arguments: list[Any]) -> None:
-    """Take the stamp off the arguments of an input that begins a life of the syncer, and look at it.
-
-    Raises:
-        OtherRelease: this one does not read it.
-    """
+    """Take the stamp off the arguments of an input that begins a life; OtherRelease if this one does not read it."""
     if (own := _BEGIN_A_LIFE.get(kind)) is not None:
         check_readable(f"the tape from line {number} on", *arguments[own:])
         del arguments[own:]
@@ -146,31 +142,29 @@ def lives(lines: Iterable[str]) -> int:
 def _apply(
     syncer: Syncer, kind: str, now_s: float, arguments: list[Any], states: Mapping[int, Mapping[str, Any]]
 ) -> list[Effect]:
-    if kind in _MESSAGES:
-        return syncer.on_message(_message(kind, arguments), now_s)
-    if kind == "disconnect":
-        learner_id, incarnation, reason = arguments
-        return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
-    if kind == "merged":
-        global_step, digest, left_out = arguments
-        return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
-    if kind == "tick":
-        return syncer.on_tick(now_s)
-    if kind == "snapshot":
-        (_,) = arguments
-        return []
-    if kind == "begin":
-        return syncer.on_begin(arguments[0], now_s)
-    if kind == "restart":
-        held, digests, _ = arguments
-        return syncer.on_restart(held, digests, now_s)
-    if kind == "rewind":
-        global_step, epoch = arguments
-        if global_step not in states:
-            raise ValueError(f"the run went back to a snapshot at global step {global_step}, which is not on this tape")
-        syncer.restore(dict(states[global_step]))
-        return syncer.on_rewind(int(epoch), now_s)
-    raise ValueError(f"unknown input {kind!r}")
+    match kind, arguments:
+        case _ if kind in _MESSAGES:
+            return syncer.on_message(_message(kind, arguments), now_s)
+        case "disconnect", [learner_id, incarnation, reason]:
+            return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
+        case "merged", [global_step, digest, left_out]:
+            return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
+        case "tick", _:
+            return syncer.on_tick(now_s)
+        case "snapshot", [_]:
+            return []
+        case "begin", [digests, *_]:
+            return syncer.on_begin(digests, now_s)
+        case "restart", [held, digests, _]:
+            return syncer.on_restart(held, digests, now_s)
+        case "rewind", [int(global_step), epoch]:
+            if global_step not in states:
+                raise ValueError(
+                    f"the run went back to a snapshot at global step {global_step}, which is not on this tape"
+                )
+            syncer.restore(dict(states[global_step]))
+            return syncer.on_rewind(int(epoch), now_s)
+    raise ValueError(f"unknown input {kind!r}, or not its arguments")
 
 
 def _message(kind: str, arguments: list[Any]) -> LearnerMessage:

@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Denied(TransportError):
-    """The caller's token or certificate does not allow what it asks for.
-
-    Args:
-        reason: names the setting of the caller that is to be changed.
-    """
+    """The caller's token or certificate does not allow what it asks for; the reason names the caller's setting."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -310,12 +306,9 @@ def diagnose(config: TransportConfig, name: str) -> str:
 
 
 def _dial(context: ssl.SSLContext, address: str) -> ssl.SSLSocket:
-    """Open a TLS connection to the first address of a host that answers.
+    """Open a TLS connection to the first address of a host that answers; OSError if none does.
 
     The socket is wrapped before it connects: wrapping a connection that was reset meanwhile raises and leaks it.
-
-    Raises:
-        OSError: nobody answers, or not in TLS.
     """
     host, port = split_address(address)
     refused: OSError = ConnectionRefusedError(f"{address} has no address")
