@@ -36,6 +36,20 @@ class Batch(NamedTuple):
     end: int  # samples of its leases that are used up then
 
 
+def cut(ranges: Iterable[Range], first: int, stop: int) -> list[Range]:
+    """Return the positions first..stop-1 of these ranges, counted from the begin of the first one."""
+    found: list[Range] = []
+    before = 0
+    for begin, end in ranges:
+        low, high = max(first - before, 0), min(stop - before, end - begin)
+        if low < high:
+            found.append((begin + low, begin + high))
+        before += end - begin
+        if before >= stop:
+            break
+    return found
+
+
 class Allotment:
     """The learner's side: leases that arrived, and how far it is.
 
@@ -68,12 +82,7 @@ class Allotment:
 
     def _begin_book(self, first_sample: int) -> None:
         """Give up the samples that are not read yet: they are somebody else's now. The others may be read again."""
-        unread = self.granted - self._taken
-        while unread > 0:
-            start, stop = self._ranges.pop()
-            if stop - start > unread:
-                self._ranges.append((start, stop - unread))
-            unread -= stop - start
+        self._ranges = cut(self._ranges, 0, self._taken - self._first)
         self._first += first_sample - self._taken
         self._taken = self.granted = first_sample
 
@@ -89,7 +98,7 @@ class Allotment:
             batches = (self.granted - self._first) // self.step_samples
             start = self._first + self._repeats % batches * self.step_samples
             self._repeats += 1
-        return Batch(tuple(self._positions(start, self.step_samples)), self._taken)
+        return Batch(self._positions(start, self.step_samples), self._taken)
 
     def upcoming(self, steps: int) -> tuple[Range, ...]:
         """The positions that the steps after those taken will read, of whole steps and at most so many.
@@ -97,23 +106,10 @@ class Allotment:
         They are as good as their leases: what is given up before it is taken goes to others.
         """
         known = min(steps, (self.granted - self._taken) // self.step_samples)
-        return tuple(self._positions(self._taken, known * self.step_samples)) if known > 0 else ()
+        return self._positions(self._taken, known * self.step_samples)
 
-    def _positions(self, start: int, left: int) -> list[Range]:
-        found: list[Range] = []
-        skip = start - self._first
-        for begin, stop in self._ranges:
-            if skip >= stop - begin:
-                skip -= stop - begin
-                continue
-            begin += skip
-            skip = 0
-            if left <= stop - begin:
-                found.append((begin, begin + left))
-                break
-            found.append((begin, stop))
-            left -= stop - begin
-        return found
+    def _positions(self, start: int, count: int) -> tuple[Range, ...]:
+        return tuple(cut(self._ranges, start - self._first, start - self._first + count))
 
     def _forget(self) -> None:
         while self._ranges:
@@ -148,13 +144,10 @@ class Holding:
 
     def after(self, sample: int) -> list[Lease]:
         """The leases from this sample on."""
-        leases, first = [], self.settled
-        for start, stop in self.ranges:
-            end = first + stop - start
-            if end > sample:
-                skipped = max(0, sample - first)
-                leases.append(Lease(first + skipped, start + skipped, stop))
-            first = end
+        leases, first = [], max(sample, self.settled)
+        for start, stop in cut(self.ranges, sample - self.settled, BOOK):
+            leases.append(Lease(first, start, stop))
+            first += stop - start
         return leases
 
     def confirm(self, fragment_id: int, version: int) -> bool:
@@ -194,14 +187,7 @@ class Holding:
                 taught.append((start if start > end else end, stop))
         self.taught = taught
         self.settled = end
-        left = done
-        while left > 0:
-            start, stop = self.ranges[0]
-            if stop - start > left:
-                self.ranges[0] = (start + left, stop)
-                break
-            left -= stop - start
-            del self.ranges[0]
+        self.ranges = cut(self.ranges, done, BOOK)
         return merged, done - merged
 
 

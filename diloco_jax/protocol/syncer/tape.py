@@ -14,6 +14,7 @@ a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
@@ -35,19 +36,15 @@ _BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}  # and have so many argu
 SNAPSHOTS_MAX = 4  # states that a replay remembers, in case the run went back to one
 
 
+@dataclass(frozen=True, eq=False)
 class TapedSyncer:
-    """A syncer whose every input is written down before it is executed.
+    """A syncer whose every input is written down before it is executed."""
 
-    Args:
-        write: takes one line without its newline; when it returns, the line outlives the process.
-    """
-
-    def __init__(self, syncer: Syncer, write: Callable[[str], None]) -> None:
-        self.syncer = syncer
-        self._write_line = write
+    syncer: Syncer
+    write: Callable[[str], None]  # takes one line without its newline; when it returns, the line outlives the process
 
     def _write(self, *line: Any) -> None:
-        self._write_line(json.dumps(line, separators=(",", ":")))
+        self.write(json.dumps(line, separators=(",", ":")))
 
     def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
         self._write("begin", now_s, list(digests), STAMP)
