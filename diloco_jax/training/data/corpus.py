@@ -38,7 +38,7 @@ STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows of `seq_len` + 1 ids, of those from start to stop; neighbours share one id, the last target of the former.
+    """Windows of `seq_len` + 1 of the ids start..stop-1; neighbours share one id, the last target of the former.
 
     With `separate` samples of a store have segments: the number of the document within the window, from 1 on.
     """
