@@ -12,6 +12,7 @@ Leaves may be worked on in any order, by any number of threads and processes: su
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ Products = Float64[np.ndarray, "_ _ _"]  # of each unit of which a leaf has some
 Squares = Float64[np.ndarray, "learners leaves"]  # squared norms; not finite, or negative, where a value is unusable
 Coefficients = Float32[np.ndarray, "_ _"]  # of each unit of a piece, one for every learner
 NewArray = Callable[[int], Flat]
+fresh: NewArray = partial(np.empty, dtype=np.float32)  # a new array of so many elements, with any content
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # the built-in map, or that of a thread pool
 
 _KINDS: dict[Format, int] = {
@@ -60,11 +62,6 @@ def prepare() -> None:
         if signature not in function.signatures:
             function.compile(signature)
             function.disable_compile()
-
-
-def fresh(size: int) -> Flat:
-    """Return a new array of so many elements, with any content."""
-    return np.empty(size, np.float32)
 
 
 class Values(NamedTuple):

@@ -215,20 +215,11 @@ def _move(x: Shaped[Array, "..."], stored: NamedSharding, wanted: NamedSharding)
     return jax.lax.with_sharding_constraint(x, wanted)
 
 
-def _move_forward(
-    x: Shaped[Array, "..."], stored: NamedSharding, wanted: NamedSharding
-) -> tuple[Shaped[Array, "..."], None]:
-    return _move(x, stored, wanted), None
-
-
-def _move_backward(
-    stored: NamedSharding, wanted: NamedSharding, _: None, gradient: Shaped[Array, "..."]
-) -> tuple[Shaped[Array, "..."]]:
-    # The gradient of a constraint is the same constraint: it would make every device sum up the whole gradient.
-    return (jax.lax.with_sharding_constraint(gradient, stored),)
-
-
-_move.defvjp(_move_forward, _move_backward)
+# The gradient of a constraint is the same constraint: it would make every device sum up the whole gradient.
+_move.defvjp(
+    lambda x, stored, wanted: (_move(x, stored, wanted), None),
+    lambda stored, wanted, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
+)
 
 
 def rows_here(sharding: Sharding, size: int) -> Sequence[int]:
