@@ -7,6 +7,7 @@ divide is split as far as it goes, and several devices then do the same: so batc
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -32,8 +33,9 @@ class Examiner:
     batch_size: int  # samples
     settle_batches: int  # of training, through a model whose state beside its parameters must become its own
     shuffle_seed: int  # of the order of the training data
-    _compiled: tuple[Any, jax.stages.Compiled] | None = None  # for batches of this description
-    _compiling: threading.Lock = field(default_factory=threading.Lock)
+    # for batches of this description
+    _compiled: tuple[Any, jax.stages.Compiled] | None = field(default=None, init=False)
+    _compiling: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
 
     def warm_up(self) -> None:
         """Compile the program. Any thread."""

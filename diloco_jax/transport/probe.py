@@ -10,6 +10,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -70,8 +71,8 @@ class ProbeDesk:
     sessions: Callable[[], int]
     shards: str
     settings: Mapping[str, str] = field(default_factory=dict)  # what learners must agree on
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _measurement: _Measurement | None = None
+    _lock: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
+    _measurement: _Measurement | None = field(default=None, init=False)
 
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[pb.ProbeReply]:
         """Serve one call: a ping, or one connection of a measurement."""
