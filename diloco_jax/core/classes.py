@@ -25,11 +25,7 @@ def class_of(path: str, names: Iterable[str]) -> str:
 
 
 def check_classes(names: Sequence[str], where: str) -> None:
-    """Check that these name classes of tensors.
-
-    Raises:
-      ValueError: one is no class and no pattern.
-    """
+    """Check that these name classes of tensors; ValueError if one is no class and no pattern."""
     for name in names:
         if name not in (*KNOWN, REST) and "*" not in name:
             raise ValueError(

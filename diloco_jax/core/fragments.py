@@ -20,16 +20,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from diloco_jax.core.kinds import Kind, kind_of
 
 Shape = tuple[int, ...]
 Groups = Sequence[tuple[Collection[str], int]]  # tensors that are cut by themselves, and into how many fragments
-ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
 WHOLE = -1  # the `axis` of a slice that is a whole tensor
 EVEN = 1.15  # largest fragment over the mean: evener is not worth smaller pieces
@@ -51,11 +49,9 @@ class FragmentConfig:
         """Cut a model; see `plan_fragments`."""
         axes = {}
         for path, shape in shapes.items():
-            own = len(shape) - kinds[path].stack
-            if own and self.split_axis < 0:
-                axes[path] = max(-own, self.split_axis)
-            elif own:
-                axes[path] = kinds[path].stack + min(self.split_axis, own - 1)
+            if own := len(shape) - kinds[path].stack:
+                below = self.split_axis < 0
+                axes[path] = max(-own, self.split_axis) if below else len(shape) - own + min(self.split_axis, own - 1)
         return plan_fragments(shapes, num_fragments, split_axis=axes, kinds=kinds, groups=groups)
 
 
@@ -73,9 +69,9 @@ class Slice(NamedTuple):
         return self.path if self.axis == WHOLE else f"{self.path}[{self.axis}:{self.start}:{self.stop}]"
 
     @property
-    def at(self) -> tuple[slice, ...]:
-        """Return the index that takes this slice from its tensor."""
-        return () if self.axis == WHOLE else (*(slice(None),) * self.axis, slice(self.start, self.stop))
+    def at(self) -> tuple[Any, ...]:
+        """Return the index that takes this slice from its tensor, as an array whatever its shape."""
+        return (...,) if self.axis == WHOLE else (*(slice(None),) * self.axis, slice(self.start, self.stop))
 
 
 def whole(path: str) -> Slice:
@@ -127,17 +123,17 @@ def plan_fragments(
 
     Args:
       num_fragments: P, from 1 to the number of pieces into which the tensors can be cut.
-      split_axis: by path, the axis along which a too large tensor may be cut (negative counts from the last);
-        0 where not named.
+      split_axis: by path, the axis along which a too large tensor may be cut, one that it has (negative counts from
+        the last); 0 where not named.
       kinds: by path, what the tensor is; what its shape alone says where not named.
       groups: tensors whose fragments have none of other groups; all tensors, into num_fragments in all.
 
     Raises:
-      ValueError: no tensors with elements, P out of range, an unknown path or axis, or two equal keys.
+      ValueError: no tensors with elements, P out of range, or two equal keys.
     """
     shapes = {path: tuple(shapes[path]) for path in sorted(shapes)}
     kinds = {path: (kinds or {}).get(path, kind_of(shape)) for path, shape in shapes.items()}
-    axes = _checked_axes(shapes, split_axis or {})
+    axes = {p: (split_axis or {}).get(p, 0) % len(shape) if shape else WHOLE for p, shape in shapes.items()}
     filled = {path: shape for path, shape in shapes.items() if math.prod(shape)}
     members = []
     for paths, count in groups or ((shapes, num_fragments),):
@@ -175,67 +171,30 @@ def _even(
     return min(plans, key=lambda plan: plan[:2])[2]
 
 
-def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
-    """Return the values of a fragment of `params` in full shapes, by key, in its slices' order. Works under `jax.jit`.
-
-    NumPy results are views of `params` (copy them before `params` is written); JAX results are arrays of their own,
-    except whole tensors, which are the very arrays of `params`.
-    """
-    values: dict[str, ArrayT] = {}
-    for piece in fragment.slices:
-        array = params[piece.path]
-        if piece.axis == WHOLE:
-            values[piece.key] = array
-        elif isinstance(array, np.ndarray):
-            values[piece.key] = array[piece.at]
-        else:
-            values[piece.key] = jax.lax.slice_in_dim(array, piece.start, piece.stop, axis=piece.axis)
-    return values
+def take(params: Mapping[str, np.ndarray], fragment: Fragment) -> dict[str, np.ndarray]:
+    """Return the values of a fragment of `params` in full shapes, by key, in its slices' order: views of `params`."""
+    return {piece.key: params[piece.path][piece.at] for piece in fragment.slices}
 
 
-def put(params: Mapping[str, ArrayT], fragment: Fragment, values: Mapping[str, ArrayT]) -> dict[str, ArrayT]:
-    """Return `params` with the fragment's elements replaced. Works under `jax.jit`; changes none of its arguments.
+def put(
+    params: Mapping[str, np.ndarray], fragment: Fragment, values: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return `params` with the fragment's elements replaced, by values cast to the dtype of the tensor that they enter.
 
-    Values are cast to the dtype of the tensor that they enter. Tensors that the fragment does not touch are the
-    same objects in the result, and a whole tensor of equal dtype is the very array given in `values`.
+    None of the arguments changes. Tensors that the fragment does not touch are the same objects in the result.
 
     Raises:
       ValueError: a value's shape is not its slice's shape.
     """
     result = dict(params)
-    fresh: set[str] = set()  # NumPy tensors that were already copied here
+    for path in {piece.path for piece in fragment.slices}:
+        result[path] = params[path].copy()
     for piece, shape in zip(fragment.slices, fragment.shapes, strict=True):
-        array, value = result[piece.path], values[piece.key]
+        value = values[piece.key]
         if value.shape != shape:
             raise ValueError(f"value of {piece.key!r} has shape {value.shape}, the plan needs {shape}")
-        if isinstance(array, np.ndarray):
-            if piece.axis == WHOLE:
-                result[piece.path] = np.asarray(value, array.dtype)
-                continue
-            if piece.path not in fresh:
-                result[piece.path] = array.copy()
-                fresh.add(piece.path)
-            result[piece.path][piece.at] = value
-        elif piece.axis == WHOLE:
-            result[piece.path] = value.astype(array.dtype)
-        else:
-            cast = value.astype(array.dtype)
-            # Not array.at[...].set: a scatter, where one contiguous block is all that changes.
-            result[piece.path] = jax.lax.dynamic_update_slice_in_dim(array, cast, piece.start, axis=piece.axis)
+        result[piece.path][piece.at] = value
     return result
-
-
-def _checked_axes(shapes: Mapping[str, Shape], split_axis: Mapping[str, int]) -> dict[str, int]:
-    """Return the axis along which each tensor may be cut, non-negative; WHOLE for scalars."""
-    if unknown := sorted(set(split_axis) - set(shapes)):
-        raise ValueError(f"split_axis names {unknown[0]!r}, which is not a parameter; remove it or correct the path")
-    axes = {}
-    for path, shape in shapes.items():
-        axis = split_axis.get(path, 0)
-        if path in split_axis and not -len(shape) <= axis < len(shape):
-            raise ValueError(f"split_axis of {path!r} is {axis}, but its shape {shape} has {len(shape)} axes")
-        axes[path] = axis % len(shape) if shape else WHOLE
-    return axes
 
 
 def _cuts(
@@ -305,13 +264,8 @@ def _cut(path: str, shape: Shape, axis: int, count: int) -> list[tuple[Slice, Sh
 
 
 def _fragment(fragment_id: int, content: list[tuple[Slice, Shape]]) -> Fragment:
-    ordered = sorted(content)
-    return Fragment(
-        fragment_id=fragment_id,
-        slices=tuple(piece for piece, _ in ordered),
-        shapes=tuple(shape for _, shape in ordered),
-        num_elements=sum(math.prod(shape) for _, shape in ordered),
-    )
+    slices, shapes = zip(*sorted(content), strict=True)
+    return Fragment(fragment_id, slices, shapes, sum(map(math.prod, shapes)))
 
 
 def _fingerprint(

@@ -14,8 +14,9 @@ over the values themselves are in passes.py.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -26,7 +27,6 @@ from diloco_jax.core.kinds import Kind
 
 Method = Literal["rda", "average"]
 WeightScheme = Literal["tokens2_per_step", "tokens", "uniform"]
-Weights = Sequence[float | int] | Float64[np.ndarray, "m"]
 
 CANCELLED_NORM = 1e-6  # a mean direction shorter than this is rounding noise: float32 resolves about 1e-7
 ZERO_NORM = 1e-30  # phi(v) = 0 below: 1 / |v| must stay far inside the range of float32
@@ -85,7 +85,10 @@ def token_weights(
         weights = [float(count) for count in tokens]
     else:
         weights = [1.0] * len(steps)
-    return _normalised(weights, len(steps))
+    total = math.fsum(weights)
+    if not 0 < total < math.inf:
+        raise ValueError(f"weights {weights} must be finite, at least 0, and not all 0")
+    return np.asarray(weights, np.float64) / total
 
 
 def coefficients(
@@ -110,16 +113,13 @@ def coefficients(
         return weights.astype(np.float32)
     norms = [math.sqrt(products[m, m]) for m in range(len(weights))]
     scales = [float(w) / norm if norm > ZERO_NORM else 0.0 for w, norm in zip(weights, norms, strict=True)]
-    terms = [scales[i] * scales[j] * products[i, j] * (1 if i == j else 2) for i, j in _pairs(len(scales))]
+    pairs = combinations_with_replacement(range(len(scales)), 2)
+    terms = [scales[i] * scales[j] * products[i, j] * (1 if i == j else 2) for i, j in pairs]
     length = math.sqrt(max(0.0, math.fsum(terms)))
     if length < CANCELLED_NORM:
         return weights.astype(np.float32)
     radius = math.fsum(float(w) * norm for w, norm in zip(weights, norms, strict=True))
     return np.array([scale * (radius / length) for scale in scales], np.float64).astype(np.float32)
-
-
-def _pairs(count: int) -> Iterator[tuple[int, int]]:
-    return ((i, j) for i in range(count) for j in range(i, count))
 
 
 class Rule(NamedTuple):
@@ -139,13 +139,3 @@ def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfi
     if config.method != "average" and kind.form == "matrix" and not averaged:
         return Rule(config.method, kind.unit(shape))
     return Rule("average", math.prod(shape))
-
-
-def _normalised(weights: Weights, count: int | None = None) -> Float64[np.ndarray, "m"]:
-    values = np.asarray(weights, np.float64)
-    if count is not None and values.shape != (count,):
-        raise ValueError(f"got {count} gradients and weights of shape {values.shape}; need one weight per gradient")
-    total = math.fsum(values)
-    if not (math.isfinite(total) and total > 0 and values.min() >= 0):
-        raise ValueError(f"weights {values.tolist()} must be finite, at least 0, and not all 0")
-    return values / total

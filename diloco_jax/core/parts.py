@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int64
 
-from diloco_jax.core.shards import Buffer, split
+from diloco_jax.core.shards import Buffer, append_range, split
 
 RUNS_MAX = 65_536  # entries of one part
 JOINED_RUNS_MAX = 1 << 20  # entries of all parts of one payload
@@ -81,11 +81,7 @@ def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], it
 
 
 def concat(*runs: Runs) -> Runs:
-    """Join runs, one after the other.
-
-    Raises:
-      ValueError: together they have more than RUNS_MAX entries.
-    """
+    """Join runs, one after the other; ValueError if together they have more than RUNS_MAX entries."""
     _check_count(sum(len(each.table) for each in runs))
     return Runs(np.concatenate([np.empty((0, 4), np.int64), *(each.table for each in runs)]))
 
@@ -137,10 +133,11 @@ def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         tables.append(table.reshape(-1, 4)[table.reshape(-1, 4)[:, 3] > 0])
         begins = data[hit] + first[hit] * each + lead
         ends = data[hit] + last[hit] * each - tail
-        spans += zip(begins.tolist(), ends.tolist(), strict=True)
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            append_range(spans, begin, end)
         offset += high - low
     cut = concat(*(_runs(table) for table in tables))
-    return pack_part(cut, split(pieces, _joined(spans)))
+    return pack_part(cut, split(pieces, spans))
 
 
 def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
@@ -205,11 +202,7 @@ def _pieces(part: Part) -> list[memoryview]:
 
 
 def _read(pieces: Sequence[memoryview], size_max: int) -> tuple[Runs, int]:
-    """Return the runs that a part has of a payload of at most `size_max` bytes, and where its data begin.
-
-    Raises:
-      ValueError: it is not what `pack_part` makes.
-    """
+    """Return the runs that a part has of a payload of at most `size_max` bytes, and where its data begin."""
     size = sum(piece.nbytes for piece in pieces)
     entries = int(np.frombuffer(_bytes(pieces, 0, _COUNT_BYTES), "<i8")[0]) if size >= _COUNT_BYTES else -1
     head_bytes = _COUNT_BYTES + _ENTRY_BYTES * entries
@@ -231,17 +224,6 @@ def _read(pieces: Sequence[memoryview], size_max: int) -> tuple[Runs, int]:
 
 def _bytes(pieces: Sequence[memoryview], start: int, stop: int) -> bytes:
     return b"".join(split(pieces, [(start, stop)]))
-
-
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join neighbours; bytes and order stay the same."""
-    found: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
 
 
 def _check_cover(table: Int64[np.ndarray, "n 4"], size: int) -> None:

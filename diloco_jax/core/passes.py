@@ -12,22 +12,24 @@ Leaves may be worked on in any order, by any number of threads and processes: su
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Float64, UInt8, UInt64
+from numba import types
 
 from diloco_jax.core import blocks, kernels
 from diloco_jax.core.codec import Format
 from diloco_jax.core.layout import LEAF, Layout, leaf_digest
 from diloco_jax.core.merge import Rule, coefficients
 from diloco_jax.core.outer import NOTHING, Flat, Gradient, Outer
-from diloco_jax.core.prepare import prepare
 
 Products = Float64[np.ndarray, "_ _ _"]  # of each unit of which a leaf has something: one matrix of learners
 Squares = Float64[np.ndarray, "learners leaves"]  # squared norms; not finite, or negative, where a value is unusable
 Coefficients = Float32[np.ndarray, "_ _"]  # of each unit of a piece, one for every learner
 NewArray = Callable[[int], Flat]
+fresh: NewArray = partial(np.empty, dtype=np.float32)  # a new array of so many elements, with any content
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # the built-in map, or that of a thread pool
 
 _KINDS: dict[Format, int] = {
@@ -38,11 +40,28 @@ _KINDS: dict[Format, int] = {
     "int2": blocks.INT2,
 }
 _ONE = np.ones((1, 1), np.float32)  # coefficients of one value as it is
+# Numba compiles a function when it is called with types that it has not seen. That takes seconds, during which learners
+# train on and nobody merges: so each function has one program here, and any other call of it is an error.
+_ADDRESSES, _AT = types.Array(types.uint64, 1, "C"), types.UniTuple(types.int64, 2)
+_READ = types.Array(types.float32, 1, "C", readonly=True)  # an array that may be written to can stand for it
+_WRITTEN, _STEP = types.Array(types.float32, 1, "C"), types.Array(types.uint8, 1, "C")
+_PRODUCTS, _SHARES = types.Array(types.float64, 3, "C"), types.Array(types.float32, 2, "C", readonly=True)
+_VALUES = (_ADDRESSES, _ADDRESSES)
+_LEAF = (types.int64, _AT, types.int64)  # format, where the tensor begins, where the leaf does
+_STATE, _NEXT = (_READ, _READ, _READ), (_WRITTEN, _WRITTEN, _WRITTEN)  # value, trace, residual
+_RATES = (types.float32, types.float32)
+_SIGNATURES = (
+    (kernels.gram, (*_VALUES, *_LEAF, types.int64, types.int64, _PRODUCTS)),
+    (kernels.update, (*_VALUES, _SHARES, types.int64, *_LEAF, *_STATE, *_RATES, types.int64, _STEP, _AT, *_NEXT)),
+)
 
 
-def fresh(size: int) -> Flat:
-    """Return a new array of so many elements, with any content."""
-    return np.empty(size, np.float32)
+def prepare() -> None:
+    """Compile every loop, or load what an earlier process compiled; at once when that is done already."""
+    for function, signature in _SIGNATURES:
+        if signature not in function.signatures:
+            function.compile(signature)
+            function.disable_compile()
 
 
 class Values(NamedTuple):
@@ -186,7 +205,6 @@ class WeightedSum:
     Args:
       shares: c_m, of each unit of each piece.
       units: of each piece the size of its units; None for whole pieces.
-      buffers: for new arrays.
     """
 
     def __init__(

@@ -53,11 +53,8 @@ class Shares:
                 scales, codes = place.scales + 4 * first, place.codes + first * block_bytes(format)
             else:
                 scales = codes = place.codes + piece.start * element_bytes(format)
-            for start, size in ((scales, own.codes - own.scales), (codes, own.end - own.codes)):
-                if found and found[-1][1] == start:
-                    found[-1] = (found[-1][0], start + size)
-                elif size:
-                    found.append((start, start + size))
+            append_range(found, scales, scales + own.codes - own.scales)
+            append_range(found, codes, codes + own.end - own.codes)
         return found
 
     def cut(self, fragment_id: int, shard: int, flat: Flat) -> Flat:
@@ -131,6 +128,14 @@ def split(payload: Buffer | Sequence[Buffer], ranges: Sequence[tuple[int, int]])
     return views
 
 
+def append_range(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
+    """Add start..stop-1, as a part of the last range if it goes on there; nothing if it is empty."""
+    if ranges and ranges[-1][1] == start:
+        ranges[-1] = (ranges[-1][0], stop)
+    elif start < stop:
+        ranges.append((start, stop))
+
+
 def fill(whole: memoryview, ranges: Sequence[tuple[int, int]], part: Buffer) -> None:
     """Write a part's bytes to their ranges of a whole payload; the sizes must agree."""
     source, offset = memoryview(part), 0
@@ -156,11 +161,7 @@ def _deal(layout: Layout, rules: Mapping[str, Rule], totals: Sequence[int], cut:
             shard = min(range(count), key=lambda each: (loads[each], totals[each], each))
             room = max(1, (target - loads[shard]) // LEAF) * LEAF if cuttable(piece) else piece.stop
             stop = min(piece.stop, start + room)
-            own = ranges.setdefault((piece.key, shard), [])
-            if own and own[-1][1] == start:
-                own[-1] = (own[-1][0], stop)
-            else:
-                own.append((start, stop))
+            append_range(ranges.setdefault((piece.key, shard), []), start, stop)
             loads[shard] += stop - start
             start = stop
     shapes = {piece.key: piece.shape for piece in layout.pieces}

@@ -19,6 +19,7 @@ Rules of this file
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.messages import Adopted, Lease
@@ -33,6 +34,20 @@ class Batch(NamedTuple):
 
     ranges: tuple[Range, ...]  # positions of the global order
     end: int  # samples of its leases that are used up then
+
+
+def cut(ranges: Iterable[Range], first: int, stop: int) -> list[Range]:
+    """Return the positions first..stop-1 of these ranges, counted from the begin of the first one."""
+    found: list[Range] = []
+    before = 0
+    for begin, end in ranges:
+        low, high = max(first - before, 0), min(stop - before, end - begin)
+        if low < high:
+            found.append((begin + low, begin + high))
+        before += end - begin
+        if before >= stop:
+            break
+    return found
 
 
 class Allotment:
@@ -67,12 +82,7 @@ class Allotment:
 
     def _begin_book(self, first_sample: int) -> None:
         """Give up the samples that are not read yet: they are somebody else's now. The others may be read again."""
-        unread = self.granted - self._taken
-        while unread > 0:
-            start, stop = self._ranges.pop()
-            if stop - start > unread:
-                self._ranges.append((start, stop - unread))
-            unread -= stop - start
+        self._ranges = cut(self._ranges, 0, self._taken - self._first)
         self._first += first_sample - self._taken
         self._taken = self.granted = first_sample
 
@@ -88,7 +98,7 @@ class Allotment:
             batches = (self.granted - self._first) // self.step_samples
             start = self._first + self._repeats % batches * self.step_samples
             self._repeats += 1
-        return Batch(tuple(self._positions(start, self.step_samples)), self._taken)
+        return Batch(self._positions(start, self.step_samples), self._taken)
 
     def upcoming(self, steps: int) -> tuple[Range, ...]:
         """The positions that the steps after those taken will read, of whole steps and at most so many.
@@ -96,23 +106,10 @@ class Allotment:
         They are as good as their leases: what is given up before it is taken goes to others.
         """
         known = min(steps, (self.granted - self._taken) // self.step_samples)
-        return tuple(self._positions(self._taken, known * self.step_samples)) if known > 0 else ()
+        return self._positions(self._taken, known * self.step_samples)
 
-    def _positions(self, start: int, left: int) -> list[Range]:
-        found: list[Range] = []
-        skip = start - self._first
-        for begin, stop in self._ranges:
-            if skip >= stop - begin:
-                skip -= stop - begin
-                continue
-            begin += skip
-            skip = 0
-            if left <= stop - begin:
-                found.append((begin, begin + left))
-                break
-            found.append((begin, stop))
-            left -= stop - begin
-        return found
+    def _positions(self, start: int, count: int) -> tuple[Range, ...]:
+        return tuple(cut(self._ranges, start - self._first, start - self._first + count))
 
     def _forget(self) -> None:
         while self._ranges:
@@ -133,28 +130,24 @@ class Fates(NamedTuple):
     out: int
 
 
+@dataclass(slots=True)
 class Holding:
     """The samples of one incarnation of a learner of which the fate is open."""
 
-    __slots__ = ("granted", "marks", "pending", "ranges", "settled", "taught")
-
-    def __init__(self, num_fragments: int, first_sample: int = 0) -> None:
-        self.ranges: list[Range] = []  # the samples settled, settled + 1, ..., granted - 1
-        self.settled = first_sample
-        self.granted = first_sample
-        self.marks = [first_sample] * num_fragments  # fragment -> samples in its newest confirmed share
-        self.pending: list[Share] = []  # in versions that nobody is known to hold
-        self.taught: list[Range] = []  # samples of which a confirmed share held something: sorted, never adjacent
+    settled: int
+    granted: int
+    marks: list[int]  # fragment -> samples in its newest confirmed share
+    ranges: list[Range] = field(default_factory=list)  # the samples settled, settled + 1, ..., granted - 1
+    pending: list[Share] = field(default_factory=list)  # in versions that nobody is known to hold
+    # samples of which a confirmed share held something: sorted, never adjacent
+    taught: list[Range] = field(default_factory=list)
 
     def after(self, sample: int) -> list[Lease]:
         """The leases from this sample on."""
-        leases, first = [], self.settled
-        for start, stop in self.ranges:
-            end = first + stop - start
-            if end > sample:
-                skipped = max(0, sample - first)
-                leases.append(Lease(first + skipped, start + skipped, stop))
-            first = end
+        leases, first = [], max(sample, self.settled)
+        for start, stop in cut(self.ranges, sample - self.settled, BOOK):
+            leases.append(Lease(first, start, stop))
+            first += stop - start
         return leases
 
     def confirm(self, fragment_id: int, version: int) -> bool:
@@ -194,14 +187,7 @@ class Holding:
                 taught.append((start if start > end else end, stop))
         self.taught = taught
         self.settled = end
-        left = done
-        while left > 0:
-            start, stop = self.ranges[0]
-            if stop - start > left:
-                self.ranges[0] = (start + left, stop)
-                break
-            left -= stop - start
-            del self.ranges[0]
+        self.ranges = cut(self.ranges, done, BOOK)
         return merged, done - merged
 
 
@@ -240,7 +226,8 @@ class LeaseBook:
         ended = self._ended.pop(learner_id, None)
         if ended is not None:
             first_sample = (max(ended, first_sample) // BOOK + 1) * BOOK
-        holding = self.holdings[learner_id] = Holding(self._num_fragments, first_sample)
+        marks = [first_sample] * self._num_fragments
+        holding = self.holdings[learner_id] = Holding(first_sample, first_sample, marks)
         return holding
 
     def grant(self, learner_id: str, count: int) -> list[Lease]:
@@ -323,24 +310,11 @@ class LeaseBook:
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        holdings = [
-            {
-                "name": name,
-                "ranges": list(h.ranges),
-                "settled": h.settled,
-                "granted": h.granted,
-                "marks": list(h.marks),
-                "pending": list(h.pending),
-                "taught": list(h.taught),
-            }
-            for name, h in self.holdings.items()
-        ]
-        counts = [self._next, self._leased, self._merged, self._overwritten, self._released]
         return {
-            "counts": counts,
+            "counts": [self._next, self._leased, self._merged, self._overwritten, self._released],
             "pool": list(self.pool),
             "unconfirmed": list(self.unconfirmed.items()),
-            "holdings": holdings,
+            "holdings": [{"name": name, **asdict(holding)} for name, holding in self.holdings.items()],
             "ended": list(self._ended.items()),
         }
 
@@ -348,12 +322,8 @@ class LeaseBook:
         """Become what `state()` described."""
         self._next, self._leased, self._merged, self._overwritten, self._released = state["counts"]
         self.pool = [(start, stop) for start, stop in state["pool"]]
-        self._ended = {name: granted for name, granted in state["ended"]}
-        self.unconfirmed = {fragment_id: version for fragment_id, version in state["unconfirmed"]}
+        self._ended, self.unconfirmed = dict(state["ended"]), dict(state["unconfirmed"])
         self.holdings = {}
         for plain in state["holdings"]:
-            holding = self.holdings[plain["name"]] = Holding(self._num_fragments)
-            holding.ranges = [(start, stop) for start, stop in plain["ranges"]]
-            holding.settled, holding.granted, holding.marks = plain["settled"], plain["granted"], list(plain["marks"])
-            holding.pending = [(p, made, since, samples) for p, made, since, samples in plain["pending"]]
-            holding.taught = [(start, stop) for start, stop in plain["taught"]]
+            rows = ([tuple(row) for row in plain[name]] for name in ("ranges", "pending", "taught"))
+            self.holdings[plain["name"]] = Holding(plain["settled"], plain["granted"], list(plain["marks"]), *rows)

@@ -47,13 +47,7 @@ class Downlink:
         self.will_hold = [Held(*told) for told in zip(hello.versions, hello.digests, strict=True)]
 
     def record(self, arrived: Sequence[Arrived], longest_s: float, decay: float, now_s: float) -> None:
-        """Take over what a report tells of versions that have arrived.
-
-        Args:
-            arrived: as told.
-            longest_s: a sample counts for no more.
-            decay: of the averages.
-        """
+        """Take over what a report tells of versions that have arrived; a sample counts for at most `longest_s`."""
         for fragment_id, version, ago_s in arrived:
             arrived_s = now_s - (ago_s if ago_s > 0 else 0.0)  # not in the future, whatever it says
             sent, free_s = self.sent.get(fragment_id), self.arrived_s

@@ -319,17 +319,6 @@ class Stop(NamedTuple):
 StateMessage = StateRequest | StatePart | StateRefused | StateDone
 LearnerMessage = Hello | StepReport | FragmentValue | AnchorValue | Score | StateMessage | Heartbeat | Leave
 StateAnswer = StatePull | StatePart | StateEnd | StateUnavailable
-SyncerMessage = (
-    Welcome
-    | Refuse
-    | Expel
-    | Lease
-    | PullRequest
-    | AnchorRequest
-    | Evaluate
-    | StateAnswer
-    | GlobalFragment
-    | Advance
-    | Stop
-)
+SyncerAnswer = Welcome | Refuse | Expel | Lease | GlobalFragment | Advance | Stop
+SyncerMessage = SyncerAnswer | PullRequest | AnchorRequest | Evaluate | StateAnswer
 Message = LearnerMessage | SyncerMessage | MetricsReport

@@ -92,35 +92,27 @@ class ProtocolConfig:
         groups = self.groups  # checks the periods
         shortest = min(min(phase.periods) for phase in groups.phases)
         turns = f"at most sync_every = {shortest}, so that every fragment has a global step of its own"
-        limits = (
+        overlaps = not self.by_class or self.overlap_steps < shortest
+        limits = [
             ("num_fragments", self.num_fragments >= 1, "at least 1"),
             ("num_fragments", self.by_class or self.num_fragments <= shortest, turns),
             ("class_fragments", not self.class_fragments or self._deals(groups), self._deal_limit(groups)),
-            (
-                "overlap_steps",
-                not self.by_class or self.overlap_steps < shortest,
-                f"less than the shortest period, {shortest}",
-            ),
+            ("overlap_steps", overlaps, f"less than the shortest period, {shortest}"),
             ("overlap_steps", 0 <= self.overlap_steps <= OVERLAP_STEPS_MAX, f"0 to {OVERLAP_STEPS_MAX}"),
             ("quorum", 1 <= self.quorum <= self.learners_max, f"1 to learners_max = {self.learners_max}"),
-            ("grace_steps_max", self.grace_steps_max >= 0, "at least 0"),
             ("grace_safety", 0 < self.grace_safety <= 1, "above 0 and at most 1"),
             ("ema_decay", 0 <= self.ema_decay < 1, "at least 0 and below 1"),
-            ("heartbeat_s", self.heartbeat_s > 0, "above 0"),
             ("lease_s", self.lease_s >= 2 * self.heartbeat_s, f"at least 2 heartbeats, {2 * self.heartbeat_s}"),
-            ("resend_s", self.resend_s > 0, "above 0"),
-            ("pull_timeout_s", self.pull_timeout_s > 0, "above 0"),
             ("anchor_history", 1 <= self.anchor_history <= 16, "1 to 16"),
             ("learners_max", 1 <= self.learners_max <= LEARNERS_MAX_LIMIT, f"1 to {LEARNERS_MAX_LIMIT}"),
-            ("lease_ahead_steps", self.lease_ahead_steps >= 2, "at least 2"),
-            ("release_s", self.release_s > 0, "above 0"),
-            ("snapshot_every", self.snapshot_every >= 0, "at least 0"),
-            ("restore_s", self.restore_s > 0, "above 0"),
             ("recovery_attempts", 1 <= self.recovery_attempts <= 100, "1 to 100"),
             ("recovery_turns", 1 <= self.recovery_turns <= RECOVERY_TURNS_MAX, f"1 to {RECOVERY_TURNS_MAX}"),
-            ("strikes_max", self.strikes_max >= 1, "at least 1"),
-            ("unmerged_rounds_max", self.unmerged_rounds_max >= 1, "at least 1"),
-        )
+        ]
+        for name in ("heartbeat_s", "resend_s", "pull_timeout_s", "release_s", "restore_s"):
+            limits.append((name, getattr(self, name) > 0, "above 0"))
+        least = {"grace_steps_max": 0, "snapshot_every": 0, "lease_ahead_steps": 2, "strikes_max": 1}
+        for name, number in {**least, "unmerged_rounds_max": 1}.items():
+            limits.append((name, getattr(self, name) >= number, f"at least {number}"))
         for name, ok, limit in limits:
             if not ok:
                 raise ValueError(
@@ -161,11 +153,7 @@ class ProtocolConfig:
         return len(self.groups.classes) > 1
 
     def check_steps(self, total_steps: int) -> None:
-        """Check that a run is long enough for every phase.
-
-        Raises:
-            ValueError: it is not; names setting, value and remedy.
-        """
+        """Check that a run is long enough for every phase; a ValueError names setting, value and remedy."""
         for phase in self.groups.phases:
             if phase.first_step >= total_steps:
                 raise ValueError(

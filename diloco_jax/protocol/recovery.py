@@ -54,11 +54,7 @@ STATES_MAX = 2  # copies that a donor keeps at a time
 
 
 class Receiver:
-    """A joining learner's side.
-
-    Args:
-        config: recovery_turns times H bounds an attempt, recovery_attempts their number, resend_s the patience.
-    """
+    """A joining learner's side."""
 
     def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig) -> None:
         self._who = (learner_id, incarnation)
@@ -198,10 +194,8 @@ class Receiver:
         """Take a complete state over, if it is recent; the parameters are those of the syncer."""
         if self.over or not self.complete:
             return []
-        if (
-            clock - self._clock > self._config.transfer_steps_max
-        ):  # the global model was longer on its way than the state
-            return self._abandon(clock, now_s)
+        if clock - self._clock > self._config.transfer_steps_max:
+            return self._abandon(clock, now_s)  # the global model was longer on its way than the state
         return [AdoptState(self.donor, self.donor_step, ())]
 
 

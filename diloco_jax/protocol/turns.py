@@ -133,11 +133,7 @@ def fits(counts: Sequence[int], groups: Groups, at_most: int) -> bool:
 
 
 class Schedule:
-    """The table of turns; see the rules above.
-
-    Args:
-        class_fragments: fragments of each group, in order; nothing if there is one group, which has all.
-    """
+    """The table of turns; see the rules above. `class_fragments` are those of each group, none if there is but one."""
 
     def __init__(
         self,

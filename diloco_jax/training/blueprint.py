@@ -132,7 +132,7 @@ class Blueprint:
                 f"a batch of {shape[0]} samples cannot be split over the mesh {dict(self.mesh.shape)}; make the "
                 f"batch size a multiple of {self.layout.batch_parts}"
             )
-        return self.layout.sharding(shape, ("batch", *(None,) * (len(shape) - 1)))
+        return self._eval_sharding(shape)
 
     def own_rows(self, size: int) -> Sequence[int]:
         """Return which rows of a batch of so many samples this process's devices hold, in their order."""

@@ -6,7 +6,9 @@ divide is split as far as it goes, and several devices then do the same: so batc
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -15,44 +17,37 @@ import jax
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.data.order import SampleOrder, eval_batches
-from diloco_jax.training.data.sample import Sample, batch_shapes
+from diloco_jax.training.data.sample import Sample, batch_shapes, described
 from diloco_jax.training.models.protocol import Batch, Params
 from diloco_jax.training.models.variables import Variables
 
 MEASURED = ("loss", "bits_per_byte", "tokens")
 
 
+@dataclass(eq=False)
 class Examiner:
-    """The held-out data of a run, and how a model is measured on it.
+    """The held-out data of a run, and how a model is measured on it."""
 
-    Args:
-      batch_size: samples of a batch.
-      settle_batches: training batches that go through a model whose state beside its parameters must become its own.
-      shuffle_seed: of the order of the training data.
-    """
-
-    def __init__(
-        self, blueprint: Blueprint, source: Source, batch_size: int, settle_batches: int, shuffle_seed: int
-    ) -> None:
-        self._blueprint = blueprint
-        self._source = source
-        self._batch_size = batch_size
-        self._settle_batches = settle_batches
-        self._shuffle_seed = shuffle_seed
-        self._compiled: tuple[Any, jax.stages.Compiled] | None = None  # for batches of this description
-        self._compiling = threading.Lock()
+    blueprint: Blueprint
+    source: Source
+    batch_size: int  # samples
+    settle_batches: int  # of training, through a model whose state beside its parameters must become its own
+    shuffle_seed: int  # of the order of the training data
+    # for batches of this description
+    _compiled: tuple[Any, jax.stages.Compiled] | None = field(default=None, init=False)
+    _compiling: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
 
     def warm_up(self) -> None:
         """Compile the program. Any thread."""
         with self._compiling:
             if self._compiled is None:
-                shapes = batch_shapes(self._source.train[0], self._batch_size)
-                self._compiled = _described(shapes), self._blueprint.lower_loss(shapes).compile()
+                shapes = batch_shapes(self.source.train[0], self.batch_size)
+                self._compiled = described(shapes), self.blueprint.lower_loss(shapes).compile()
 
     def _loss(self, params: Params, other: Variables, batch: Batch) -> Any:
         assert self._compiled is not None, "examine compiles it"
         shapes, program = self._compiled
-        return (program if shapes == _described(batch) else self._blueprint.loss)(params, other, batch)
+        return (program if shapes == described(batch) else self.blueprint.loss)(params, other, batch)
 
     def examine(self, params: Params, other: Variables, max_batches: int) -> dict[str, Any]:
         """Compute the mean held-out loss of these parameters.
@@ -71,7 +66,7 @@ class Examiner:
         """
         self.warm_up()
         result = self._measured(params, other, max_batches)
-        sets = {name: self._measured(params, other, max_batches, name) for name in self._source.evaluation}
+        sets = {name: self._measured(params, other, max_batches, name) for name in self.source.evaluation}
         scores = {name: value for name, value in result.items() if name not in MEASURED}
         scores |= {
             f"{name} {key}": row[key] for name, row in sets.items() for key in MEASURED[:2] if row[key] is not None
@@ -80,26 +75,22 @@ class Examiner:
 
     def _measured(self, params: Params, other: Variables, max_batches: int, name: str = "") -> dict[str, Any]:
         """Return the mean of everything that the model reports, on the held-out data or a set."""
-        tokenizer, bytes_ = self._source.tokenizer, 0
+        tokenizer, bytes_ = self.source.tokenizer, 0
 
         def counted() -> Iterator[Sample]:
             nonlocal bytes_
-            for batch in eval_batches(self._source, self._batch_size, max_batches, name):
+            for batch in eval_batches(self.source, self.batch_size, max_batches, name):
                 bytes_ += tokenizer.bytes_of(batch) if tokenizer is not None else 0
                 yield batch
 
-        found = self._blueprint.mean_loss(params, other, counted(), self._loss)
+        found = self.blueprint.mean_loss(params, other, counted(), self._loss)
         bits = found["loss"] * found["tokens"] / bytes_ / math.log(2) if bytes_ else None
         return {**found, "bits_per_byte": bits, "tokens": int(found["tokens"])}
 
     def settled(self, params: Params) -> Variables:
         """Return batch statistics and the like as those of the parameters: no island sent any."""
-        if not self._blueprint.state_shapes.other:
+        if not self.blueprint.state_shapes.other:
             return {}
-        batches = SampleOrder(self._source, self._shuffle_seed).batches(self._batch_size)
-        first = self._blueprint.draw_other()  # equal parameters, equal result
-        return self._blueprint.settled(params, first, islice(batches, self._settle_batches))
-
-
-def _described(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: (value.shape, value.dtype) for name, value in batch.items()}
+        batches = SampleOrder(self.source, self.shuffle_seed).batches(self.batch_size)
+        first = self.blueprint.draw_other()  # equal parameters, equal result
+        return self.blueprint.settled(params, first, islice(batches, self.settle_batches))

@@ -13,6 +13,8 @@ transfer guard: nothing crosses between host and device but by the functions bel
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -34,26 +36,23 @@ from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
 PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"  # what the names of a state's leaves begin with
 
 
+@dataclass(eq=False)
 class ExchangedState:
     """A training state, as it is after the newest step, whose parameters are exchanged with other islands.
 
-    Args:
-      state: the first one.
-      lies: a TrainState of the layouts of its leaves.
-      kinds: what every parameter is, by path.
-      state_layout: how a whole state leaves the island.
-      exchange: of its fragments.
+    `lies` is a TrainState of the layouts of the leaves of `state`, `kinds` what every parameter is, by path.
     """
 
-    def __init__(
-        self, state: TrainState, lies: Any, kinds: Mapping[str, Kind], state_layout: StateLayout, exchange: Exchange
-    ) -> None:
-        self.state = state  # as it is after the newest step
-        self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}  # of every parameter, by path
-        self.kinds = kinds
-        self.state_layout = state_layout
-        self.exchange = exchange
-        self._lies = lies
+    state: TrainState  # as it is after the newest step
+    lies: Any
+    kinds: Mapping[str, Kind]
+    state_layout: StateLayout  # how a whole state leaves the island
+    exchange: Exchange  # of its fragments
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter, by path."""
+        return {path: tuple(value.shape) for path, value in self.state.params.items()}
 
     def stage(self, fragment: Fragment) -> StagedFragment:
         """Queue a fragment's update, as it is after the newest step, to host memory; returns at once.
@@ -108,17 +107,13 @@ class ExchangedState:
             return stage_shards(by_name(self.state))
 
     def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
-        """Check that saved shards are all that `load_shards` needs.
-
-        Raises:
-          ValueError: they are of another model, optimizer or mesh; says what differs.
-        """
-        check_fits(leaves, by_name(self._lies), self.state_layout.by_name)
+        """Check that saved shards are all that `load_shards` needs; a ValueError says what differs."""
+        check_fits(leaves, by_name(self.lies), self.state_layout.by_name)
 
     def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
         """Take over everything, as shards of an earlier process at the same place say it, exactly."""
         self.load_moments(leaves.__getitem__)
-        for path, to in self._lies.params.items():
+        for path, to in self.lies.params.items():
             self.state = self.state._replace(params=self.state.params | {path: put_array(leaves[PARAMS + path], to)})
 
     def overwrite(self, fragment: Fragment, values: HostValues) -> None:
@@ -148,7 +143,7 @@ class ExchangedState:
         """Take over everything but the parameters; `leaf` gives what lies under a name."""
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None, other={})
-        lies = self._lies
+        lies = self.lies
         moments = [put_array(leaf(name), to) for name, to in by_name(lies).items() if name.startswith(OPTIMIZER)]
         opt_state = jax.tree.unflatten(jax.tree.structure(lies.opt_state), moments)
         other = {path: put_array(leaf(OTHER + path), to) for path, to in lies.other.items()}
@@ -162,11 +157,7 @@ class ExchangedState:
         return {path: np.array(value, np.float32) for path, value in jax.device_get(self.state.params).items()}
 
     def load(self, params: Mapping[str, Float[np.ndarray, "..."]]) -> None:
-        """Replace all parameters; the optimizer's state stays.
-
-        Raises:
-          ValueError: paths or shapes are not those of the model.
-        """
+        """Replace all parameters, not the optimizer's state; ValueError if they are not those of the model."""
         if unknown := sorted(set(params) - set(self.shapes)):
             raise ValueError(f"parameters {unknown[:3]} are not in the model; were they saved from another one?")
         self.overwrite(self._whole(), dict(params))

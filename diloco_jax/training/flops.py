@@ -25,13 +25,9 @@ class ModelFlops(NamedTuple):
 
 
 def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch: int, seq_len: int) -> ModelFlops:
-    """Count the FLOPs that one inner step needs.
+    """Count the FLOPs that one inner step on `batch` sequences needs, of each of which `seq_len` tokens are predicted.
 
-    Args:
-      model: which model.
-      shapes: of its parameters, by path.
-      batch: sequences in a step.
-      seq_len: tokens that are predicted per sequence.
+    `shapes` are those of the model's parameters, by path.
     """
     config = VisionConfig(**model.args) if model.module.startswith(VISION) else decoder_of(model)
     if isinstance(config, VisionConfig):

@@ -77,11 +77,7 @@ class MeshConfig:
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def sizes(self, num_devices: int) -> tuple[int, int, int, int]:
-        """Return the sizes of (data, fsdp, expert, tensor) on `num_devices` devices.
-
-        Raises:
-          ValueError: the fixed sizes do not fit the number of devices.
-        """
+        """Return the sizes of (data, fsdp, expert, tensor); ValueError if the fixed ones do not fit so many devices."""
         given = self._axes()
         fill = num_devices // math.prod(size for size in given.values() if size != -1)
         data, fsdp, expert, tensor = (fill if size == -1 else size for size in given.values())
@@ -199,8 +195,7 @@ def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "...
     layout = _layout.get()
     if layout is None:
         return x
-    pinned: Shaped[Array, "..."] = jax.lax.with_sharding_constraint(x, layout.sharding(x.shape, names))
-    return pinned
+    return jax.lax.with_sharding_constraint(x, layout.sharding(x.shape, names))
 
 
 def gather(weight: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "..."]:
@@ -217,24 +212,14 @@ def gather(weight: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, ".
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _move(x: Shaped[Array, "..."], stored: NamedSharding, wanted: NamedSharding) -> Shaped[Array, "..."]:
-    moved: Shaped[Array, "..."] = jax.lax.with_sharding_constraint(x, wanted)
-    return moved
+    return jax.lax.with_sharding_constraint(x, wanted)
 
 
-def _move_forward(
-    x: Shaped[Array, "..."], stored: NamedSharding, wanted: NamedSharding
-) -> tuple[Shaped[Array, "..."], None]:
-    return _move(x, stored, wanted), None
-
-
-def _move_backward(
-    stored: NamedSharding, wanted: NamedSharding, _: None, gradient: Shaped[Array, "..."]
-) -> tuple[Shaped[Array, "..."]]:
-    # The gradient of a constraint is the same constraint: it would make every device sum up the whole gradient.
-    return (jax.lax.with_sharding_constraint(gradient, stored),)
-
-
-_move.defvjp(_move_forward, _move_backward)
+# The gradient of a constraint is the same constraint: it would make every device sum up the whole gradient.
+_move.defvjp(
+    lambda x, stored, wanted: (_move(x, stored, wanted), None),
+    lambda stored, wanted, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
+)
 
 
 def rows_here(sharding: Sharding, size: int) -> Sequence[int]:
@@ -259,8 +244,7 @@ def put_array(value: Any, sharding: Sharding) -> Shaped[Array, "..."]:
     """
     # Copies of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not; steps write to it.
     if sharding.is_fully_addressable:
-        placed: Shaped[Array, "..."] = jax.device_put(np.array(value), sharding)
-        return placed
+        return jax.device_put(np.array(value), sharding)
     # device_put would compare the values of all processes, which is a collective.
     with jax.transfer_guard("allow"):  # a transfer that was asked for, which JAX does not see
         return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))

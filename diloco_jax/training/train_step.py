@@ -63,11 +63,9 @@ def make_train_step(
     """Return the inner step as a pure function of (state, batch, learning rate, what to draw from).
 
     Args:
-      graphdef: static structure of the model.
       tx: optimizer made for learning rate 1.
       accumulate_steps: micro-batches, one after the other, whose mean gradient makes the update; it saves memory.
       shardings: layout of every parameter, by path, which its gradient gets too.
-      streams: the model's random streams.
 
     Returns:
       A function that gives the new state and the metrics `loss` and `grad_norm` (before clipping), and what else the

@@ -63,11 +63,7 @@ def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
 def open_server(
     config: TransportConfig, service: str, handlers: Mapping[str, grpc.RpcMethodHandler], own: grpc.ServerCredentials
 ) -> tuple[grpc.Server, str]:
-    """Return a server that listens on `config.address`, and its address with the real port.
-
-    Raises:
-        ValueError: This machine cannot listen there.
-    """
+    """Return a server that listens on `config.address`, and its address with the real port; ValueError if it cannot."""
     options = [
         *channel_options(config),
         ("grpc.so_reuseport", 0),  # else a second process gets the same port without an error
@@ -205,11 +201,7 @@ def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
 
 
 def pack_shards(shards: Sequence[str]) -> str:
-    """Return addresses of further listeners as one text.
-
-    Raises:
-        ValueError: There are too many, or one is no "host:port" or ":port".
-    """
+    """Return addresses of further listeners as one text; ValueError if they are too many, or one is no address."""
     for shard in shards:
         split_address(f"host{shard}" if shard.startswith(":") else shard)
     packed = ",".join(shards)
@@ -234,11 +226,7 @@ def read_shards(packed: str, dialled: str) -> tuple[str, ...]:
 
 
 def read_drain_request(raw: bytes) -> str:
-    """Return the name of the learner that is to leave.
-
-    Raises:
-        ValueError: The request cannot be read, or the name cannot be that of a learner.
-    """
+    """Return the name of the learner that is to leave; ValueError if it cannot be read, or cannot be a learner's."""
     try:
         return check_name(pb.DrainRequest.FromString(raw).learner_id)
     except DecodeError as error:

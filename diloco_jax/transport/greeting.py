@@ -61,11 +61,7 @@ def ask_description(config: TransportConfig, learner_id: str) -> Description:
 def offer_model(config: TransportConfig, learner_id: str, layout: str, values: Iterable[memoryview]) -> str:
     """Bring the model of a run that has none; return why it was not taken, "" if it was.
 
-    Args:
-        values: the bytes of its tensors; read twice.
-
-    Raises:
-        TransportError: the syncer is gone, or refuses.
+    `values` are the bytes of its tensors, read twice. TransportError if the syncer is gone, or refuses.
     """
     own, pieces = credentials(config, learner_id), list(values)
 

@@ -13,25 +13,7 @@ from typing import Any, cast
 import grpc
 
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, MetricsReport, SyncerMessage
-from diloco_jax.transport.calls import (
-    CONNECT,
-    DRAIN,
-    SERVICE,
-    SHARDS_KEY,
-    STATUS,
-    check_connections,
-    close_server,
-    keep_freed_memory,
-    open_server,
-    pack_shards,
-    read_drain_request,
-    read_header,
-    read_holdings,
-    read_shards,
-    refusing,
-    serialized,
-    unanswered,
-)
+from diloco_jax.transport import calls
 from diloco_jax.transport.greeting import DESCRIBE, DescriptionDesk
 from diloco_jax.transport.link import (
     HOST_TYPES,
@@ -113,7 +95,7 @@ def connect(
             loopback and plaintext was not allowed.
     """
     own = credentials(config, check_name(learner_id))
-    keep_freed_memory()
+    calls.keep_freed_memory()
     number = number or time.monotonic_ns()  # grows within a process; across processes the incarnation does
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
     header.host, header.hosts = host, hosts if hosts > 1 else 0
@@ -121,12 +103,13 @@ def connect(
     inbox = Inbox() if inbox is None else inbox
     readable = () if host else SYNCER_TYPES
     session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, readable, name=peer)
-    streams = DialledStreams(session, own, f"/{SERVICE}/{CONNECT}")
+    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{calls.CONNECT}")
     link = GrpcLink(session, streams)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
         try:
-            link.shards = read_shards(dict(streams.first.initial_metadata()).get(SHARDS_KEY, ""), config.address)
+            told = dict(streams.first.initial_metadata())
+            link.shards = calls.read_shards(told.get(calls.SHARDS_KEY, ""), config.address)
             return link
         except ValueError as error:
             session.fail(f"the syncer names unusable shards: {error}")
@@ -140,7 +123,7 @@ def connect(
         if session.refused == "denied":
             raise Denied(grpc.StatusCode.PERMISSION_DENIED, refusal)
         raise (Rejected if session.refused else TransportError)(refusal)
-    raise unanswered(config, trouble)
+    raise calls.unanswered(config, trouble)
 
 
 def _await_ready(session: StreamSession, config: TransportConfig, learner_id: str) -> str | None:
@@ -188,8 +171,8 @@ class GrpcListener:
         self._drains = Drains(self._inbox.wake)
         self._heard: dict[str, StreamSession] = {}  # only the driver's thread touches it
         self.on_drain: Callable[[str], str] | None = None
-        keep_freed_memory()
-        self._shards = pack_shards(shards)
+        calls.keep_freed_memory()
+        self._shards = calls.pack_shards(shards)
         # learner and host -> its incarnation, what its sessions left
         self._partials: dict[tuple[str, int], tuple[int, Partials]] = {}
         self.status_json = "{}"
@@ -198,13 +181,13 @@ class GrpcListener:
         self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
         self.greeter = DescriptionDesk(self._gate)
         handlers = {
-            CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
-            DESCRIBE: grpc.unary_unary_rpc_method_handler(self.greeter.serve, response_serializer=serialized),
-            STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=serialized),
-            DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=serialized),
-            PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=serialized),
+            calls.CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
+            DESCRIBE: grpc.unary_unary_rpc_method_handler(self.greeter.serve, response_serializer=calls.serialized),
+            calls.STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=calls.serialized),
+            calls.DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=calls.serialized),
+            PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=calls.serialized),
         }
-        self._server, self.address = open_server(config, SERVICE, handlers, own.server)
+        self._server, self.address = calls.open_server(config, calls.SERVICE, handlers, own.server)
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
@@ -251,16 +234,16 @@ class GrpcListener:
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
         """Answer `diloco status`."""
         del request
-        with refusing(context):
+        with calls.refusing(context):
             self._gate.check(dict(context.invocation_metadata()))
         return pb.StatusReply(json=self.status_json)
 
     def _drain(self, request: bytes, context: Any) -> pb.DrainReply:
         """Answer `diloco drain`."""
         try:
-            with refusing(context):
+            with calls.refusing(context):
                 self._gate.check(dict(context.invocation_metadata()))
-                learner_id = read_drain_request(request)
+                learner_id = calls.read_drain_request(request)
                 self._gate.check_speaks_for(learner_id, context.auth_context(), or_syncer=True)
         except ValueError as error:
             return pb.DrainReply(ok=False, message=str(error))
@@ -274,20 +257,20 @@ class GrpcListener:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
-        close_server(self._server, self.stop_admitting(), "closed by the syncer", grace_s)
+        calls.close_server(self._server, self.stop_admitting(), "closed by the syncer", grace_s)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve one lane of one learner: this generator writes, a thread of its own reads."""
-        with refusing(context):
+        with calls.refusing(context):
             session, lane = self._open_lane(context)
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
         session.mark_ready(lane)
         if session.wait_ready(self.config.connect_timeout_s):
-            with refusing(context):
+            with calls.refusing(context):
                 self._book.establish(session)
             if self._shards and not lane.bulk:
-                context.send_initial_metadata(((SHARDS_KEY, self._shards),))
+                context.send_initial_metadata(((calls.SHARDS_KEY, self._shards),))
             session.start_reader(lane, requests)
             yield session.ready_frame(lane)
         else:
@@ -298,10 +281,10 @@ class GrpcListener:
         """Check the caller's credentials before anything that it says, then find or make its session."""
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
-        header = read_header(metadata)
+        header = calls.read_header(metadata)
         self._gate.check_speaks_for(header.sender, context.auth_context())
-        held = read_holdings(metadata)
-        check_connections(header, self.config)
+        held = calls.read_holdings(metadata)
+        calls.check_connections(header, self.config)
 
         def make() -> StreamSession:
             partials = self._partials_of(header)

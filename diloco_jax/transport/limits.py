@@ -35,11 +35,7 @@ Check = Callable[[Any], str]  # of a value: "" or what is wrong with it
 
 
 def check_body(body: Any) -> None:
-    """Check one message of the wire's type.
-
-    Raises:
-        ValueError: A number is out of range, a text too long, a list has too many elements, or two disagree.
-    """
+    """Check one message of the wire's type; a ValueError names the field, what it has and the limit."""
     cls = type(body).__name__
     for name, repeated, limit, check in _RULES[cls]:
         value = getattr(body, name)

@@ -206,10 +206,9 @@ def split_address(address: str, setting: str = "transport.address") -> tuple[str
 
 
 def check_free(address: str) -> None:
-    """Bind and let go, before gRPC does: that prints its internal log when it cannot, and JAX's service crashes.
+    """Bind and let go; OSError if this machine cannot listen there.
 
-    Raises:
-        OSError: This machine cannot listen there.
+    gRPC would print its internal log, and JAX's service crashes.
     """
     host, port = split_address(address)
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

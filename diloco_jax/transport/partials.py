@@ -148,11 +148,7 @@ class PeerHoldings:
     """Parts of payloads that the peer says it holds; each is used once."""
 
     def __init__(self, holdings: pb.Holdings | None = None) -> None:
-        """Check what the peer said.
-
-        Raises:
-            ValueError: There is more of it than anybody may hold, or it contradicts itself.
-        """
+        """Check what the peer said; ValueError if it is more than anybody may hold, or contradicts itself."""
         self._ranges: dict[Key, tuple[float, Ranges]] = {}  # until when
         if holdings is None:
             return

@@ -10,7 +10,8 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -61,22 +62,22 @@ class _Measurement:
     calls: int = 1
 
 
+@dataclass(eq=False)
 class ProbeDesk:
     """Serves the method PROBE of one listener."""
 
-    def __init__(self, run_id: str, gate: Gate, sessions: Callable[[], int], shards: str) -> None:
-        self.settings: Mapping[str, str] = {}  # what learners must agree on; whoever drives the listener may set it
-        self._run_id = run_id
-        self._gate = gate
-        self._sessions = sessions
-        self._shards = shards
-        self._lock = threading.Lock()
-        self._measurement: _Measurement | None = None
+    run_id: str
+    gate: Gate
+    sessions: Callable[[], int]
+    shards: str
+    settings: Mapping[str, str] = field(default_factory=dict)  # what learners must agree on
+    _lock: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
+    _measurement: _Measurement | None = field(default=None, init=False)
 
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[pb.ProbeReply]:
         """Serve one call: a ping, or one connection of a measurement."""
         with refusing(context):
-            self._gate.check(dict(context.invocation_metadata()))
+            self.gate.check(dict(context.invocation_metadata()))
         watchdog = threading.Timer(SECONDS_MAX + HANG_S, context.cancel)
         watchdog.daemon = True
         context.add_callback(watchdog.cancel)
@@ -104,10 +105,10 @@ class ProbeDesk:
     def _facts(self) -> pb.ProbeReply:
         return pb.ProbeReply(
             unix_s=time.time(),
-            run_id=self._run_id,
+            run_id=self.run_id,
             versions=versions(),
-            sessions=self._sessions(),
-            shards=self._shards,
+            sessions=self.sessions(),
+            shards=self.shards,
             settings=self.settings,
         )
 
@@ -116,7 +117,7 @@ class ProbeDesk:
         with self._lock:
             running = self._measurement
             if running is None:
-                left = RUN_BYTES_MAX if self._sessions() else IDLE_BYTES_MAX
+                left = RUN_BYTES_MAX if self.sessions() else IDLE_BYTES_MAX
                 running = self._measurement = _Measurement(number, left)
             elif running.number == number:
                 running.calls += 1

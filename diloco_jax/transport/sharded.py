@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -106,69 +106,55 @@ class Dialler:
         return self._share(control, links, inbox)
 
 
+@dataclass(eq=False)
 class ShardedLink:
-    """One link over several sessions; a Dialler makes it.
+    """One link over several sessions; a Dialler makes it."""
 
-    Args:
-        shards: those with its shards, in their order.
-        in_parts: whether the values that are sent are parts, those of one of several hosts.
-    """
-
-    def __init__(
-        self,
-        control: GrpcLink,
-        shards: Sequence[GrpcLink],
-        inbox: Inbox,
-        shares: Shares,
-        up: Format,
-        down: Format,
-        *,
-        in_parts: bool = False,
-    ) -> None:
-        self._control = control
-        self._links = tuple(shards)
-        self._numbers = {f"shard-{shard}": shard for shard in range(len(shards))}
-        self._inbox = inbox
-        self._shares = shares
-        self._in_parts = in_parts
-        self._up, self._down = up, down
-        self._incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = {}
+    control: GrpcLink
+    links: Sequence[GrpcLink]  # those with its shards, in their order
+    inbox: Inbox
+    shares: Shares
+    up: Format
+    down: Format
+    in_parts: bool = False  # whether the values that are sent are parts, those of one of several hosts
+    _incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = field(default_factory=dict)  # by fragment
 
     @property
     def number(self) -> int:
         """Return the session's number, the same at the syncer and its shards."""
-        return self._control.number
+        return self.control.number
 
     def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         if isinstance(message, FragmentValue):
-            for shard in self._shares.holders(message.fragment_id):
-                self._links[shard].send(message, self._cut(message.fragment_id, shard, payload))
+            for shard in self.shares.holders(message.fragment_id):
+                self.links[shard].send(message, self._cut(message.fragment_id, shard, payload))
             return
         if isinstance(message, Hello):
-            for link in self._links:
+            for link in self.links:
                 link.send(message)
-        self._control.send(message, payload)
+        self.control.send(message, payload)
 
     def _cut(self, fragment_id: int, shard: int, payload: Payload) -> Payload:
         """Return what a shard gets of a value. An answer without a value is one too: the syncer waits for it."""
-        ranges = self._shares.ranges(fragment_id, shard, self._up)
-        if self._in_parts:
+        ranges = self.shares.ranges(fragment_id, shard, self.up)
+        if self.in_parts:
             return cut_part(payload, ranges)
         buffers = [payload] if isinstance(payload, bytes | bytearray | memoryview) else payload
         size = sum(memoryview(piece).nbytes for piece in buffers)
-        has_value = size == self._shares.wholes[fragment_id].payload_bytes(self._up)
+        has_value = size == self.shares.wholes[fragment_id].payload_bytes(self.up)
         return split(buffers, ranges if has_value else ())
 
     def receive(self, timeout_s: float) -> Delivery | None:
         until_s = time.monotonic() + timeout_s
         while True:
-            item = self._inbox.get(max(0.0, until_s - time.monotonic()))
+            item = self.inbox.get(max(0.0, until_s - time.monotonic()))
             if item is None:
                 return None
             delivery = item[1]
-            shard = self._numbers.get(delivery.peer)
-            if shard is None:
+            _, of_shard, number = delivery.peer.partition("shard-")
+            if not of_shard:
                 return delivery
+            shard = int(number)
             if delivery.kind == "disconnected":
                 return delivery._replace(peer=SYNCER, reason=f"merge shard {shard}: {delivery.reason}")
             if isinstance(delivery.message, GlobalFragment):
@@ -178,8 +164,8 @@ class ShardedLink:
 
     def _join(self, shard: int, message: GlobalFragment, part: bytes | memoryview) -> bytes | memoryview | None:
         """Return the whole payload when all parts are here. One that cannot be made is empty: nobody can decode it."""
-        shares, fragment_id = self._shares, message.fragment_id
-        format = "float32" if message.base == NO_VERSION else self._down
+        shares, fragment_id = self.shares, message.fragment_id
+        format = "float32" if message.base == NO_VERSION else self.down
         if not 0 <= fragment_id < len(shares.wholes):
             return b""
         of_fragment = self._incomplete.setdefault(fragment_id, {})
@@ -204,5 +190,5 @@ class ShardedLink:
 
     def close(self, grace_s: float = 5.0) -> None:
         until_s = time.monotonic() + grace_s
-        for link in (*self._links, self._control):
+        for link in (*self.links, self.control):
             link.close(max(0.0, until_s - time.monotonic()))

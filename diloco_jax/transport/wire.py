@@ -124,11 +124,7 @@ def _fill(body: Any, message: Any) -> None:
 
 
 def unpack_body(frame: pb.Frame, body_name: str) -> Message:
-    """Return the message that the frame holds in the field `body_name`.
-
-    Raises:
-        WireError: It holds more than it may, or columns of different length.
-    """
+    """Return the message in the field `body_name`; WireError if it has too much, or columns of unequal length."""
     body = getattr(frame, body_name)
     try:
         check_body(body)
@@ -233,11 +229,7 @@ def _varint(value: int) -> bytes:
 
 
 def split(raw: bytes) -> tuple[bytes, memoryview]:
-    """Return a serialised Frame without its `data`, and a view of the data.
-
-    Raises:
-        WireError: The bytes are no Frame, or hold more than one data field.
-    """
+    """Return a serialised Frame without its `data`, and a view of the data; WireError if the bytes are no Frame."""
     head: list[memoryview] = []
     data: memoryview | None = None
     view, position = memoryview(raw), 0

@@ -3,8 +3,7 @@
 import math
 import random
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -139,46 +138,28 @@ def test_config_axes_are_clamped_to_each_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "num_fragments", "axes", "words"),
+    ("shapes", "num_fragments", "words"),
     [
-        ({"w": (3,)}, 4, {}, "num_fragments is 4.*1 to 3.*lower"),
-        ({"w": (3,)}, 0, {}, "num_fragments is 0"),
-        ({}, 1, {}, "0 tensors"),
-        ({"w": (3, 0)}, 1, {}, "0 tensors|1 to 0"),
-        ({"w": (3,)}, 1, {"v": 0}, "'v'.*not a parameter"),
-        ({"w": (3,)}, 1, {"w": 1}, "split_axis of 'w' is 1"),
-        ({"w": ()}, 1, {"w": 0}, "split_axis of 'w' is 0.*0 axes"),
-        ({"w": (2,), "w[0:0:1]": (1,)}, 3, {}, "same key"),
+        ({"w": (3,)}, 4, "num_fragments is 4.*1 to 3.*lower"),
+        ({"w": (3,)}, 0, "num_fragments is 0"),
+        ({}, 1, "0 tensors"),
+        ({"w": (3, 0)}, 1, "0 tensors|1 to 0"),
+        ({"w": (2,), "w[0:0:1]": (1,)}, 3, "same key"),
     ],
 )
-def test_impossible_plans_are_refused(shapes: dict, num_fragments: int, axes: dict, words: str) -> None:
+def test_impossible_plans_are_refused(shapes: dict, num_fragments: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plan_fragments(shapes, num_fragments, split_axis=axes)
-
-
-def test_jax_and_numpy_agree_also_under_jit() -> None:
-    plan = plan_fragments(SHAPES, 5, split_axis={"embed": 1})
-    params = arrays(SHAPES)
-    device_params = {path: jnp.asarray(array) for path, array in params.items()}
-    for fragment in plan.fragments:
-        values = take(params, fragment)
-        device_values = jax.jit(lambda tree, f=fragment: take(tree, f))(device_params)
-        jax.tree.map(np.testing.assert_array_equal, values, device_values)
-        doubled = {key: 2 * value for key, value in values.items()}
-        expected = put(params, fragment, doubled)
-        result = jax.jit(lambda tree, new, f=fragment: put(tree, f, new))(device_params, doubled)
-        jax.tree.map(np.testing.assert_array_equal, expected, result)
+        plan_fragments(shapes, num_fragments)
 
 
 def test_put_casts_to_the_parameter_and_checks_shapes() -> None:
     plan = plan_fragments({"v": (2,), "w": (4, 2)}, 2)
-    params = {"v": jnp.ones((2,), jnp.bfloat16), "w": jnp.ones((4, 2), jnp.bfloat16)}
+    params = {"v": np.ones((2,), ml_dtypes.bfloat16), "w": np.ones((4, 2), ml_dtypes.bfloat16)}
     for fragment in plan.fragments:
-        values = {key: jnp.full(s, 3, jnp.float32) for key, s in fragment.keys_shapes}
-        assert all(array.dtype == jnp.bfloat16 for array in put(params, fragment, values).values())
-        wrong = {key: jnp.zeros((9, 9)) for key in values}
+        values = {key: np.full(s, 3, np.float32) for key, s in fragment.keys_shapes}
+        assert all(array.dtype == ml_dtypes.bfloat16 for array in put(params, fragment, values).values())
         with pytest.raises(ValueError, match=r"\(9, 9\), the plan needs"):
-            put(params, fragment, wrong)
+            put(params, fragment, {key: np.zeros((9, 9)) for key in values})
 
 
 def test_numpy_take_gives_views() -> None:

@@ -29,3 +29,12 @@ def receiver(**settings: Any) -> Receiver:
 
 def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **changed: Any) -> StatePart:
     return StatePart(donor, 1, "r", step, number, parts, 99, 1000, clock=1 << 20)._replace(**changed)
+
+
+def begun(*parts: StatePart, **settings: Any) -> Receiver:
+    """One that has asked at global step 10, and got these parts at once."""
+    it = receiver(**settings)
+    it.begin(10, 0.0)
+    for each in parts:
+        it.on_part(each, 10, 0.0)
+    return it

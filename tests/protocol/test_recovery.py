@@ -16,7 +16,7 @@ from diloco_jax.protocol.messages import (
     StateUnavailable,
 )
 from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT, PARTS_MAX, STATES_MAX, Donor
-from tests.protocol.recovery_inputs import H, part, receiver
+from tests.protocol.recovery_inputs import H, begun, part, receiver
 
 
 def request(number: int = 0, donor: str = "", step: int = 0, clock: int = 10) -> StateRequest:
@@ -39,9 +39,7 @@ def test_asks_anybody_then_the_one_who_answered() -> None:
 
 
 def test_a_window_of_parts_is_on_its_way() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     under_way = set(range(1, 1 + PARTS_IN_FLIGHT))
     for number in range(1, 9):
         under_way.remove(number)
@@ -51,9 +49,7 @@ def test_a_window_of_parts_is_on_its_way() -> None:
 
 
 def test_parts_in_any_order_complete_the_state() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     for number in (4, 2, 3, 1):
         assert it.on_part(part(number), 10, 0.0)[0] == KeepPart(number, 9)
     assert not it.complete
@@ -65,8 +61,7 @@ def test_parts_in_any_order_complete_the_state() -> None:
 
 
 def test_a_state_of_one_part() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     assert it.on_part(part(0, parts=1), 10, 0.0) == [KeepPart(0, 1)]
     assert it.complete
 
@@ -83,9 +78,7 @@ def test_a_state_of_one_part() -> None:
     ],
 )
 def test_a_part_that_is_not_wanted_is_ignored(message: StatePart) -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     assert it.on_part(message, 10, 0.0) == []
 
 
@@ -99,23 +92,19 @@ def test_a_part_that_is_not_wanted_is_ignored(message: StatePart) -> None:
     ],
 )
 def test_an_impossible_part_is_dropped(changed: dict[str, Any], words: str) -> None:
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     (drop,) = it.on_part(part(0)._replace(**changed), 10, 0.0)
     assert isinstance(drop, Drop) and words in drop.reason
 
 
 def test_the_first_part_decides_not_a_later_one() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     assert it.on_part(part(3), 10, 0.0) == [], "a straggler of somebody"
     assert it.donor == ""
 
 
 def test_repeats_only_what_is_missing_each_time_later() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     it.on_part(part(2), 10, 0.5)
     found = {}
     now_s = 0.5
@@ -128,8 +117,7 @@ def test_repeats_only_what_is_missing_each_time_later() -> None:
 
 
 def test_a_part_makes_it_as_patient_as_parts_took() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     it.on_part(part(0), 10, 0.5)
     assert it.resend_s == 2.5, "at least resend_s"
     it.on_tick(10, 2.5)
@@ -157,15 +145,13 @@ def test_what_a_narrow_link_still_carries_is_not_asked_for_twice() -> None:
 
 def test_a_repeated_request_names_the_same_clock() -> None:
     """With a newer one the donor would copy its state anew, and void the first part that is on its way."""
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     assert it.on_tick(12, 2.0) == [Send(SYNCER, request(clock=10))]
     assert it.on_connected(13.0) == [Send(SYNCER, request(clock=10))]
 
 
 def test_goes_on_where_it_was_when_the_link_is_back() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     for number in (0, 1, 3):
         it.on_part(part(number), 10, 0.0)
     assert sent(it.on_connected(5.0)) == [request(number, "d", 50) for number in (2, 4, 5, 6)]
@@ -175,9 +161,7 @@ def test_goes_on_where_it_was_when_the_link_is_back() -> None:
 
 
 def test_a_transfer_of_more_than_h_global_steps_begins_anew() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     assert it.on_part(part(1), 10 + H, 0.1)[0] == KeepPart(1, 9), "H are allowed"
     assert it.on_part(part(2), 11 + H, 0.2) == [Send(SYNCER, StateDone("r", 3, "")), DropParts()]
     assert it.on_part(part(3), 11 + H, 0.3) == [], "of the state that was given up"
@@ -188,9 +172,7 @@ def test_a_transfer_of_more_than_h_global_steps_begins_anew() -> None:
 
 def test_a_state_that_was_given_up_may_be_given_again() -> None:
     """In lockstep its donor may have no other: it waits for the round that waits for the receiver."""
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0, parts=2), 10, 0.0)
+    it = begun(part(0, parts=2))
     it.on_unavailable(StateUnavailable("d", "not the donor any more"), 10, 1.0)
     assert it.on_part(part(0, parts=2), 10, 2.0)[0] == KeepPart(0, 2)
     it.on_part(part(1, parts=2), 10, 2.0)
@@ -198,17 +180,14 @@ def test_a_state_that_was_given_up_may_be_given_again() -> None:
 
 
 def test_time_alone_ends_a_transfer_that_hangs() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     assert it.on_tick(11 + H, 1.9) == []
     assert sent(it.on_tick(11 + H, 2.0)) == [StateDone("r", 3, "")]
     assert sent(it.on_tick(11 + H, 4.0)) == [request(clock=11 + H)]
 
 
 def test_the_first_attempt_after_a_loss_is_at_once_and_later_ones_wait_longer() -> None:
-    it = receiver(recovery_attempts=5)
-    it.begin(10, 0.0)
+    it = begun(recovery_attempts=5)
     assert sent(it.on_unavailable(StateUnavailable("d", "gone"), 11, 1.0)) == [request(clock=11)]
     waits = []
     now_s = 1.0
@@ -224,8 +203,7 @@ def test_the_first_attempt_after_a_loss_is_at_once_and_later_ones_wait_longer() 
 
 def test_after_a_wait_it_asks_with_the_clock_of_that_moment() -> None:
     """With a short step the wait alone is longer than H global steps."""
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     it.on_unavailable(StateUnavailable("d", "gone"), 11, 1.0)
     it.on_unavailable(StateUnavailable("d", "gone"), 12, 1.0)
     assert it.resend_s is not None
@@ -235,8 +213,7 @@ def test_after_a_wait_it_asks_with_the_clock_of_that_moment() -> None:
 
 def test_a_part_of_an_older_attempt_is_not_taken_for_the_answer_to_a_newer_one() -> None:
     """Its donor had not seen the clock; it was on its way for too long."""
-    it = receiver()
-    it.begin(10, 0.0)
+    it = begun()
     it.on_tick(11 + H, 2.0)
     assert it.resend_s is not None
     assert sent(it.on_tick(11 + H, it.resend_s)) == [request(clock=11 + H)]
@@ -245,34 +222,26 @@ def test_a_part_of_an_older_attempt_is_not_taken_for_the_answer_to_a_newer_one()
 
 
 def test_without_a_donor_it_is_over_at_once() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     assert it.on_unavailable(StateUnavailable("", "nobody"), 11, 1.0) == [DropParts()]
     assert it.over and not it.complete and it.resend_s is None
     assert it.on_part(part(1), 11, 1.0) == [] and it.on_tick(11, 99.0) == []
 
 
 def test_a_state_that_waited_too_long_for_the_global_model_is_asked_for_again() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0, parts=1), 10, 0.0)
+    it = begun(part(0, parts=1))
     assert it.adopt(10 + H, 1.0) == [AdoptState("d", 50, ())]
     assert sent(it.adopt(11 + H, 1.0)) == [StateDone("r", 3, "")]
     assert not it.complete and not it.over and it.adopt(11 + H, 1.0) == []
 
 
 def test_news_of_another_donor_are_not_its_own() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
+    it = begun(part(0))
     assert it.on_unavailable(StateUnavailable("somebody", "gone"), 11, 1.0) == [] and it.donor == "d"
 
 
 def test_an_unusable_state_is_dropped_and_asked_for_again() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0, parts=1), 10, 0.0)
+    it = begun(part(0, parts=1))
     it.adopt(10, 0.0)
     assert sent(it.failed(11, 1.0)) == [StateDone("r", 3, "")]
     assert not it.complete and not it.over
@@ -280,15 +249,21 @@ def test_an_unusable_state_is_dropped_and_asked_for_again() -> None:
 
 
 def test_a_complete_state_does_not_depend_on_its_donor_any_more() -> None:
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0, parts=1), 10, 0.0)
+    it = begun(part(0, parts=1))
     assert it.on_unavailable(StateUnavailable("d", "gone"), 11, 1.0) == [] and it.complete
     assert it.on_tick(11 + H, 99.0) == []
 
 
 def pull(receiver_name: str = "r", clock: int = 10, step: int = 0, number: int = 0) -> StatePull:
     return StatePull(receiver_name, clock, step, number)
+
+
+def giving() -> Donor:
+    """A donor that has copied its state for r after step 50."""
+    donor = Donor("d", 1)
+    donor.on_pull(pull())
+    donor.serve(10, 50)
+    return donor
 
 
 def given(receiver_name: str, step: int, number: int, clock: int = 10) -> Send:
@@ -304,9 +279,7 @@ def test_waits_until_it_has_seen_the_clock() -> None:
 
 
 def test_gives_parts_of_the_state_that_was_asked_for() -> None:
-    donor = Donor("d", 1)
-    donor.on_pull(pull())
-    donor.serve(10, 50)
+    donor = giving()
     assert donor.on_pull(pull(step=50, number=3)) == [given("r", 50, 3)]
     (refusal,) = donor.on_pull(pull(step=49, number=3))
     assert refusal == Send(SYNCER, StateRefused("d", 1, "r", "no state of step 49"))
@@ -315,17 +288,13 @@ def test_gives_parts_of_the_state_that_was_asked_for() -> None:
 
 
 def test_a_lost_first_part_is_given_again_without_another_copy() -> None:
-    donor = Donor("d", 1)
-    donor.on_pull(pull())
-    donor.serve(10, 50)
+    donor = giving()
     assert donor.on_pull(pull(clock=10)) == [given("r", 50, 0)]
     assert donor.serve(12, 52) == []
 
 
 def test_a_newer_clock_needs_a_newer_copy() -> None:
-    donor = Donor("d", 1)
-    donor.on_pull(pull())
-    donor.serve(10, 50)
+    donor = giving()
     assert donor.on_pull(pull(clock=12)) == []
     assert donor.serve(12, 52) == [UnstageState(50), StageState(52), given("r", 52, 0, clock=12)]
 

@@ -174,7 +174,7 @@ def test_both_machines_follow_the_table_over_a_failover(overlap_steps: int) -> N
         pair.rounds(1, "a", "b")
         for learner in pair.learners.values():
             coming = range(learner.stager.next_round, learner.stager.next_round + overlap_steps)
-            assert set(learner.stager._staged) <= {due[step] for step in coming}
+            assert set(learner.stager.staged) <= {due[step] for step in coming}
     merged = {merge.global_step: merge.fragment_id for merge in pair.merges()}
     assert max(merged) >= 24 and merged.items() <= due.items()
     assert [step for step, p in due.items() if p >= 0 and step <= max(merged) and step not in merged] == []

@@ -93,7 +93,7 @@ class Learner:
         self.schedule_clock = ScheduleClock()
         self.anchors = Anchors(config.num_fragments)
         self.heads = Heads()
-        self.contact = Contact(learner_id, incarnation, fingerprint, config, evaluates=evaluates)
+        self.contact = Contact(learner_id, incarnation, fingerprint, config, evaluates)
         self.examination = Examination(learner_id, incarnation, self.anchors)
         self.start = Start(learner_id, incarnation, config, saved)
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)

@@ -14,12 +14,9 @@ class ScheduleClock:
         self._least = 0
 
     def hear(self, told_step: int, lead: int, global_step: int) -> None:
-        """Take the lead that a message tells, unless a newer message came before it.
+        """Take the lead at global step `told_step` that a message tells, unless a newer message came before it.
 
-        Args:
-            told_step: global step of the message.
-            lead: of the schedule, at that step.
-            global_step: newest that the learner knew before.
+        `global_step` is the newest that the learner knew before.
         """
         if told_step >= self._told_step:
             self._least, self._lead, self._told_step = self.at(global_step), lead, told_step

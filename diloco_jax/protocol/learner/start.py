@@ -16,11 +16,7 @@ class Saved(NamedTuple):
 
 
 class Start:
-    """The state with which a learner begins, and how far it is with getting it.
-
-    Args:
-        saved: its own state on disk, if there is one.
-    """
+    """The state with which a learner begins, `saved` if there is one, and how far it is with getting it."""
 
     def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig, saved: Saved | None) -> None:
         self.welcomed = False  # the syncer has let it in

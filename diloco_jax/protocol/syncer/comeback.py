@@ -57,7 +57,7 @@ class Comeback:
         for this in flying:
             self._reopen(this.fragment_id, this.values)
         wanted = {p for p, version in enumerate(held) if version != versions[p]} | set(uncertain)
-        restoring = Restoring(held, digests, wanted, uncertain, awaited, None, self.config.resend_s)
+        restoring = Restoring(list(held), list(digests), sorted(wanted), uncertain, awaited, self.config.resend_s)
         self._begin(restoring if wanted else None, effects, now_s)
         return effects
 

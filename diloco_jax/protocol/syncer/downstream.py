@@ -1,6 +1,7 @@
 """The newest versions of the fragments, and what of them goes to each learner: a whole value, or a step to it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Send
@@ -12,31 +13,23 @@ from diloco_jax.protocol.syncer.progress import Progress
 STEPS_MAX = 2  # times that a version goes out to one member as a step: who lacks it then cannot use steps
 
 
+@dataclass(slots=True)
 class Downstream:
-    """The versions that exist, and sending them.
+    """The versions that exist, and sending them."""
 
-    Args:
-        payload_bytes: fragment -> size of its encoded global value.
-        step_bytes: likewise of a step to its newest version; absent: steps are not used.
-    """
+    config: ProtocolConfig
+    progress: Progress
+    payload_bytes: Mapping[int, int]  # fragment -> size of its encoded global value
+    step_bytes: Mapping[int, int]  # likewise of a step to its newest version; absent: steps are not used
+    versions: list[int] = field(init=False)  # newest version of each fragment
+    digests: list[int] = field(init=False)  # of these
+    history: list[list[int]] = field(init=False)  # of each fragment, versions against which a value can be read
+    bases: dict[int, Held] = field(default_factory=dict)  # fragment -> value from which a step leads to its newest one
+    newest: GlobalFragment | None = None  # message that was sent
 
-    def __init__(
-        self,
-        config: ProtocolConfig,
-        progress: Progress,
-        payload_bytes: Mapping[int, int],
-        step_bytes: Mapping[int, int],
-    ) -> None:
-        self.versions = [0] * config.num_fragments  # newest version of each fragment
-        self.digests = [0] * config.num_fragments  # of these
-        # of each fragment, versions against which a value can be read
-        self.history = [[0] for _ in range(config.num_fragments)]
-        self.bases: dict[int, Held] = {}  # fragment -> value from which a step leads to its newest one
-        self._config = config
-        self._progress = progress
-        self._payload_bytes = dict(payload_bytes)
-        self._step_bytes = dict(step_bytes)
-        self._newest: GlobalFragment | None = None  # message that was sent
+    def __post_init__(self) -> None:
+        count = self.config.num_fragments
+        self.versions, self.digests, self.history = [0] * count, [0] * count, [[0] for _ in range(count)]
 
     def renew(self, fragment_id: int, version: int, digest: int) -> None:
         """Take a version that was merged; a step leads to it from the one before."""
@@ -44,7 +37,7 @@ class Downstream:
         self.versions[fragment_id], self.digests[fragment_id] = version, digest
         history = self.history[fragment_id]
         history.append(version)
-        del history[: -self._config.anchor_history]
+        del history[: -self.config.anchor_history]
 
     def replace(self, fragment_id: int, version: int, digest: int) -> None:
         """Go on from this version, whatever was there."""
@@ -69,22 +62,22 @@ class Downstream:
             broadcast_s: when, if this is the broadcast after its merge.
         """
         down, version, digest = member.down, self.versions[fragment_id], self.digests[fragment_id]
-        size, base, steps = self._payload_bytes.get(fragment_id, 0), NO_VERSION, STEPS_MAX
-        if fragment_id in self._step_bytes:
+        size, base, steps = self.payload_bytes.get(fragment_id, 0), NO_VERSION, STEPS_MAX
+        if fragment_id in self.step_bytes:
             sent, will_hold = down.sent.get(fragment_id), down.will_hold[fragment_id]
             before = sent.steps if sent is not None and sent.version == version else 0
             if before < STEPS_MAX and self.bases.get(fragment_id) == will_hold:
-                size, base, steps = self._step_bytes[fragment_id], will_hold.version, before + 1
+                size, base, steps = self.step_bytes[fragment_id], will_hold.version, before + 1
             down.will_hold[fragment_id] = Held(version, digest)
-        wait_steps = wait_steps or self._config.overlap_steps + 1
+        wait_steps = wait_steps or self.config.overlap_steps + 1
         down.sent[fragment_id] = Sent(version, steps, member.local_step, wait_steps, broadcast_s)
         merged_round = member.credit.merged_round.get(fragment_id, NO_VERSION)
-        now = self._progress
+        now = self.progress
         lead = now.schedule_lead
         value = (now.global_step, fragment_id, version, now.epoch, digest, size, base, merged_round, lead)
-        message = self._newest
+        message = self.newest
         if message is None or message != value:  # nearly all members of a broadcast get the same
-            message = self._newest = GlobalFragment(*value)
+            message = self.newest = GlobalFragment(*value)
         return Send(member.learner_id, message)
 
     def repair(self, member: Member, fragment_id: int, effects: list[Effect]) -> None:

@@ -1,6 +1,7 @@
 """The progress of a run: the clock that all parts of the syncer's machine share, and notes that bear its time."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Note
@@ -16,6 +17,7 @@ class Budget(NamedTuple):
 NO_BUDGET = Budget()
 
 
+@dataclass(slots=True)
 class Progress:
     """The syncer's life, and what the run has come to in it.
 
@@ -25,40 +27,23 @@ class Progress:
 
     With a token budget the run is complete once the merged tokens reach it, or after `total_steps`. No round opens
     while those in flight may reach it, so what is merged beyond the budget is less than one round's tokens.
-
-    Args:
-        total_steps: global steps after which the run is complete; 0, with a budget only: as many as that needs.
-        reach: global steps that the schedule goes on for without a merge: the longest way from one to the next.
     """
 
-    __slots__ = (
-        "_reach",
-        "budget",
-        "epoch",
-        "finished",
-        "global_step",
-        "merged_parts",
-        "merged_rounds",
-        "merged_step",
-        "merged_tokens",
-        "rewound",
-        "total_steps",
-    )
+    total_steps: int  # global steps after which the run is complete; 0, with a budget only: as many as that needs
+    budget: Budget = NO_BUDGET
+    reach: int = 0  # global steps that the schedule goes on for without a merge: the longest way from one to the next
+    epoch: int = 1  # which life of the syncer this is
+    rewound: int = 0  # the life in which the run was last put back to a snapshot
+    global_step: int = 0  # closed rounds
+    merged_rounds: int = 0
+    merged_parts: int = 0  # values in them
+    merged_step: int = 0  # newest of these rounds
+    merged_tokens: int = 0
+    finished: bool = False
 
-    def __init__(self, total_steps: int, budget: Budget = NO_BUDGET, reach: int = 0) -> None:
-        if total_steps < (0 if budget.tokens else 1):
-            raise ValueError(f"total_steps is {total_steps}, but a run needs at least 1 global step")
-        self.total_steps = total_steps
-        self.budget = budget
-        self._reach = reach
-        self.epoch = 1  # which life of the syncer this is
-        self.rewound = 0  # the life in which the run was last put back to a snapshot
-        self.global_step = 0  # closed rounds
-        self.merged_rounds = 0
-        self.merged_parts = 0  # values in them
-        self.merged_step = 0  # newest of these rounds
-        self.merged_tokens = 0
-        self.finished = False
+    def __post_init__(self) -> None:
+        if self.total_steps < (0 if self.budget.tokens else 1):
+            raise ValueError(f"total_steps is {self.total_steps}, but a run needs at least 1 global step")
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -88,7 +73,7 @@ class Progress:
         tokens, step_tokens = self.budget
         if not tokens:
             return 0
-        return min(self.merged_tokens, tokens) // step_tokens - max(self.merged_step, self.global_step - self._reach)
+        return min(self.merged_tokens, tokens) // step_tokens - max(self.merged_step, self.global_step - self.reach)
 
     @property
     def expected_steps(self) -> int:

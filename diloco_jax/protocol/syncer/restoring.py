@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -12,40 +13,22 @@ from diloco_jax.protocol.syncer.rounds import Round
 REPETITIONS_MAX = 3  # of a question to somebody who is back; behind the deadline that many are still waited for
 
 
+@dataclass(slots=True)
 class Restoring:
-    """The fragments of which a newer version may exist than the driver holds.
+    """The fragments of which a newer version may exist than the driver holds."""
 
-    Args:
-        held: version of each fragment that the driver holds.
-        wanted: fragments of which a newer version was made, or may have been.
-        uncertain: fragment -> round that was being merged when the syncer died.
-        awaited: learners that were connected then, or were back and are lost again.
-        deadline_s: when to go on without those that did not come back; None while nobody is back.
-        resend_wait_s: when to ask again, at first.
-    """
-
-    def __init__(
-        self,
-        held: Sequence[int],
-        digests: Sequence[int],
-        wanted: Iterable[int],
-        uncertain: dict[int, Round],
-        awaited: Iterable[str],
-        deadline_s: float | None,
-        resend_wait_s: float,
-    ) -> None:
-        self.held = list(held)
-        self.digests = list(digests)
-        self.wanted = sorted(wanted)
-        self.uncertain = uncertain
-        self.awaited = set(awaited)
-        self.asked: dict[int, tuple[int, str]] = {}  # fragment -> version asked for, and of whom
-        self.deadline_s = deadline_s
-        self.asked_s = 0.0  # when somebody was asked last
-        self.resend_s = 0.0  # when what was asked for is asked for again
-        self.resend_wait_s = resend_wait_s
-        self.repetitions = 0  # those whose question somebody may have heard: each waits twice as long,
-        self.unheard = 0  # as it does behind a question to learners of whom nothing was heard since
+    held: list[int]  # version of each fragment that the driver holds
+    digests: list[int]  # of these
+    wanted: list[int]  # fragments of which a newer version was made, or may have been
+    uncertain: dict[int, Round]  # fragment -> round that was being merged when the syncer died
+    awaited: set[str]  # learners that were connected then, or were back and are lost again
+    resend_wait_s: float  # when to ask again, at first
+    deadline_s: float | None = None  # when to go on without those that did not come back; None while nobody is back
+    asked: dict[int, tuple[int, str]] = field(default_factory=dict)  # fragment -> version asked for, and of whom
+    asked_s: float = 0.0  # when somebody was asked last
+    resend_s: float = 0.0  # when what was asked for is asked for again
+    repetitions: int = 0  # those whose question somebody may have heard: each waits twice as long,
+    unheard: int = 0  # as it does behind a question to learners of whom nothing was heard since
 
     def asks(self, present: Iterable[Member], now_s: float) -> list[tuple[str, int, int]]:
         """(learner, fragment, version) to ask for now: the newest that somebody offers, of each who does in turn."""
@@ -130,11 +113,17 @@ class Restoring:
     def from_plain(cls, plain: dict[str, Any]) -> Restoring:
         """Make what `to_plain` described."""
         rounds = [Round.from_plain(this) for this in plain["uncertain"]]
-        uncertain = {this.fragment_id: this for this in rounds}
         deadline_s, asked_s, resend_s, resend_wait_s = plain["times"]
-        values = (plain["held"], plain["digests"], plain["wanted"])
-        restoring = cls(*values, uncertain, plain["awaited"], deadline_s, resend_wait_s)
-        restoring.asked_s, restoring.resend_s = asked_s, resend_s
-        restoring.repetitions, restoring.unheard = plain["turns"]
-        restoring.asked = {p: (version, learner_id) for p, version, learner_id in plain["asked"]}
-        return restoring
+        return cls(
+            list(plain["held"]),
+            list(plain["digests"]),
+            list(plain["wanted"]),
+            {this.fragment_id: this for this in rounds},
+            set(plain["awaited"]),
+            resend_wait_s,
+            deadline_s,
+            {p: (version, learner_id) for p, version, learner_id in plain["asked"]},
+            asked_s,
+            resend_s,
+            *plain["turns"],
+        )

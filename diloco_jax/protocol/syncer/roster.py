@@ -112,12 +112,8 @@ class Roster:
         if member.state == GONE:
             return
         member.credit.strikes += 1
-        name, note, strikes, most = (
-            member.learner_id,
-            self.progress.note,
-            member.credit.strikes,
-            self.config.strikes_max,
-        )
+        name, note = member.learner_id, self.progress.note
+        strikes, most = member.credit.strikes, self.config.strikes_max
         reason = f"value of round {this.global_step} is not usable, strike {strikes} of {most}"
         effects.append(note("strike", this.fragment_id, (name,), reason, this.global_step))
         if strikes < most:

@@ -80,14 +80,14 @@ class Pace(NamedTuple):
 
     def after_quorum(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
         """A round met its quorum so many seconds after it opened."""
-        if step_s is None:
-            return self  # nobody has made a second step: the wait was for compilers
-        sample_s = min(sample_s, config.overlap_steps * step_s)
-        return Pace(ema(self.quorum_s, sample_s, config.ema_decay), self.merge_s)
+        return Pace(_averaged(self.quorum_s, sample_s, step_s, config), self.merge_s)
 
     def after_merge(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
         """A round was pulled and merged so many seconds after it closed."""
-        if step_s is None:
-            return self
-        sample_s = min(sample_s, config.overlap_steps * step_s)
-        return Pace(self.quorum_s, ema(self.merge_s, sample_s, config.ema_decay))
+        return Pace(self.quorum_s, _averaged(self.merge_s, sample_s, step_s, config))
+
+
+def _averaged(average: float | None, sample_s: float, step_s: float | None, config: ProtocolConfig) -> float | None:
+    if step_s is None:
+        return average  # nobody has made a second step: the wait was for compilers
+    return ema(average, min(sample_s, config.overlap_steps * step_s), config.ema_decay)

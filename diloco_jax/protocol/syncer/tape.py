@@ -14,6 +14,7 @@ a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
@@ -35,19 +36,15 @@ _BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}  # and have so many argu
 SNAPSHOTS_MAX = 4  # states that a replay remembers, in case the run went back to one
 
 
+@dataclass(frozen=True, eq=False)
 class TapedSyncer:
-    """A syncer whose every input is written down before it is executed.
+    """A syncer whose every input is written down before it is executed."""
 
-    Args:
-        write: takes one line without its newline; when it returns, the line outlives the process.
-    """
-
-    def __init__(self, syncer: Syncer, write: Callable[[str], None]) -> None:
-        self.syncer = syncer
-        self._write_line = write
+    syncer: Syncer
+    write: Callable[[str], None]  # takes one line without its newline; when it returns, the line outlives the process
 
     def _write(self, *line: Any) -> None:
-        self._write_line(json.dumps(line, separators=(",", ":")))
+        self.write(json.dumps(line, separators=(",", ":")))
 
     def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
         self._write("begin", now_s, list(digests), STAMP)
@@ -128,11 +125,7 @@ def _remember(states: dict[int, Mapping[str, Any]], global_step: int, syncer: Sy
 
 
 def check_life(number: int, kind: str, arguments: list[Any]) -> None:
-    """Take the stamp off the arguments of an input that begins a life of the syncer, and look at it.
-
-    Raises:
-        OtherRelease: this one does not read it.
-    """
+    """Take the stamp off the arguments of an input that begins a life; OtherRelease if this one does not read it."""
     if (own := _BEGIN_A_LIFE.get(kind)) is not None:
         check_readable(f"the tape from line {number} on", *arguments[own:])
         del arguments[own:]
@@ -146,31 +139,29 @@ def lives(lines: Iterable[str]) -> int:
 def _apply(
     syncer: Syncer, kind: str, now_s: float, arguments: list[Any], states: Mapping[int, Mapping[str, Any]]
 ) -> list[Effect]:
-    if kind in _MESSAGES:
-        return syncer.on_message(_message(kind, arguments), now_s)
-    if kind == "disconnect":
-        learner_id, incarnation, reason = arguments
-        return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
-    if kind == "merged":
-        global_step, digest, left_out = arguments
-        return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
-    if kind == "tick":
-        return syncer.on_tick(now_s)
-    if kind == "snapshot":
-        (_,) = arguments
-        return []
-    if kind == "begin":
-        return syncer.on_begin(arguments[0], now_s)
-    if kind == "restart":
-        held, digests, _ = arguments
-        return syncer.on_restart(held, digests, now_s)
-    if kind == "rewind":
-        global_step, epoch = arguments
-        if global_step not in states:
-            raise ValueError(f"the run went back to a snapshot at global step {global_step}, which is not on this tape")
-        syncer.restore(dict(states[global_step]))
-        return syncer.on_rewind(int(epoch), now_s)
-    raise ValueError(f"unknown input {kind!r}")
+    match kind, arguments:
+        case _ if kind in _MESSAGES:
+            return syncer.on_message(_message(kind, arguments), now_s)
+        case "disconnect", [learner_id, incarnation, reason]:
+            return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
+        case "merged", [global_step, digest, left_out]:
+            return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
+        case "tick", _:
+            return syncer.on_tick(now_s)
+        case "snapshot", [_]:
+            return []
+        case "begin", [digests, *_]:
+            return syncer.on_begin(digests, now_s)
+        case "restart", [held, digests, _]:
+            return syncer.on_restart(held, digests, now_s)
+        case "rewind", [int(global_step), epoch]:
+            if global_step not in states:
+                raise ValueError(
+                    f"the run went back to a snapshot at global step {global_step}, which is not on this tape"
+                )
+            syncer.restore(dict(states[global_step]))
+            return syncer.on_rewind(int(epoch), now_s)
+    raise ValueError(f"unknown input {kind!r}, or not its arguments")
 
 
 def _message(kind: str, arguments: list[Any]) -> LearnerMessage:

@@ -22,46 +22,45 @@ class Condition(NamedTuple):
 
 def conditions(syncer: Syncer, now_s: float) -> list[Condition]:
     """One condition per learner that was ever seen, sorted by name; the gravest first where several hold."""
-    return [_condition(syncer, member, now_s) for _, member in sorted(syncer.membership.members.items())]
+    return [
+        Condition(name, *_condition(syncer, member, now_s))
+        for name, member in sorted(syncer.membership.members.items())
+    ]
 
 
-def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
-    name, since_s = member.learner_id, member.since_s
+def _condition(syncer: Syncer, member: Member, now_s: float) -> tuple[str, float, str]:
+    """Return a learner's condition, since when, and what it means."""
+    name, since_s, strikes = member.learner_id, member.since_s, member.credit.strikes
     quiet_s = now_s - member.heard_s
     if member.credit.expelled:
-        return Condition(name, "expelled", since_s, f"{member.credit.strikes} values in a row were not usable")
+        return "expelled", since_s, f"{strikes} values in a row were not usable"
     if member.state == GONE:
         if syncer.finished:
-            return Condition(name, "left", since_s, "the run is complete")
+            return "left", since_s, "the run is complete"
         if member.goodbye in ON_PURPOSE:
-            return Condition(name, "left", since_s, f"{member.goodbye}; what it left undone goes to others")
-        if name in syncer.leases.holdings:
-            return Condition(name, "gone", since_s, "no connection; its data goes to others after release_s")
-        return Condition(name, "gone", since_s, "no connection; what it left undone goes to others")
+            return "left", since_s, f"{member.goodbye}; what it left undone goes to others"
+        waits = name in syncer.leases.holdings
+        rest = "its data goes to others after release_s" if waits else "what it left undone goes to others"
+        return "gone", since_s, f"no connection; {rest}"
     if member.state == SILENT:
-        why = (
-            "stopped, or cut off" if member.local_step else "compiles on an overloaded machine, was stopped, or cut off"
-        )
-        return Condition(name, "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: {why}")
+        why = "stopped, or cut off"
+        if not member.local_step:
+            why = "compiles on an overloaded machine, was stopped, or cut off"
+        return "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: {why}"
     if member.state == JOINING:
-        donor = syncer.matches.donor_of(name)
-        if donor:
-            return Condition(name, "recovering", since_s, f"takes over the state of {donor}")
-        return Condition(
-            name, "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
-        )
+        if donor := syncer.matches.donor_of(name):
+            return "recovering", since_s, f"takes over the state of {donor}"
+        return "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
     assert member.state == ACTIVE, f"{name} is {member.state}"
     if name == syncer.evaluations.asked:
-        return Condition(
-            name, "evaluating", syncer.evaluations.asked_s, "between two steps: what the global model is worth"
-        )
-    if member.credit.strikes:
-        return Condition(name, "striking", since_s, f"{member.credit.strikes} of {syncer.config.strikes_max} strikes")
+        return "evaluating", syncer.evaluations.asked_s, "between two steps: what the global model is worth"
+    if strikes:
+        return "striking", since_s, f"{strikes} of {syncer.config.strikes_max} strikes"
     if member.credit.alarmed:
         rounds = syncer.merged_rounds - member.credit.merged_mark
-        return Condition(name, "unmerged", since_s, f"trains, but had no share in the last {rounds} rounds")
+        return "unmerged", since_s, f"trains, but had no share in the last {rounds} rounds"
     median_s = syncer.membership.median_step_s()
     if median_s and member.step_s and member.step_s > SLOW_FACTOR * median_s:
         factor = member.step_s / median_s
-        return Condition(name, "slow", since_s, f"steps take {member.step_s:.3f} s, {factor:.1f} times the median")
-    return Condition(name, "training", since_s, f"last heard {quiet_s:.1f} s ago")
+        return "slow", since_s, f"steps take {member.step_s:.3f} s, {factor:.1f} times the median"
+    return "training", since_s, f"last heard {quiet_s:.1f} s ago"

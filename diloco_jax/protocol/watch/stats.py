@@ -83,15 +83,7 @@ class LearnerStats:
 
 
 class RunStats:
-    """Counts a run.
-
-    Attributes:
-        losses, links: signs of trouble, for alarms.
-
-    Args:
-        num_parameters: elements of the model.
-        syncer: whose members hold steps, tokens and rounds.
-    """
+    """Counts a run; `losses` and `links` are signs of trouble, for alarms."""
 
     def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
         self._names = names

@@ -6,9 +6,11 @@ Names are those of the files on the Hub. Their matrices are [out, in], ours [in,
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from jaxtyping import Float
 
 from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
@@ -26,72 +28,14 @@ class Family(NamedTuple):
     experts: tuple[str, ...] = ()  # prefix of the mixture in a layer, and an expert's gate, up and down; none: an MLP
 
 
-SIZES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_dim": "intermediate_size",
-    "seq_len_max": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
-SILU = {"embed_scale": False}
-DROPLESS = SILU | {"routing": "dropless"}
-GEMMA_KEYS = {
-    "attention_width": "query_pre_attn_scalar",
-    "logit_cap": "final_logit_softcapping",
-    "rope_theta_local": "rope_local_base_freq",
-}
-GEMMA = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "hidden_act": "gelu_pytorch_tanh",
-    "final_logit_softcapping": 0.0,
-}
-EXPERTS = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
-QWEN_MOE = EXPERTS | {"mlp_dim": "moe_intermediate_size", "normalize_weights": "norm_topk_prob"}
-MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2}
+_WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+SIZES: dict[str, str] = _WORDS["sizes"]  # our argument -> key of config.json
+ACTIVATIONS: dict[str, str] = _WORDS["activations"]
+SCALINGS: dict[str, dict[str, str]] = _WORDS["scalings"]  # rope_type -> our argument -> its key
+REFUSED: dict[str, Any] = _WORDS["refused"]  # key -> the only value that the decoder can do
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", SILU),
-    "qwen2": Family("Qwen2ForCausalLM", SILU | {"qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", SILU | {"qk_norm": "head"}, {}, {"head_dim": 128}),
-    "olmo2": Family("Olmo2ForCausalLM", SILU | {"norms": "post", "qk_norm": "full"}, {}, {"rms_norm_eps": 1e-5}),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", {"norms": "both", "norm_offset": True, "qk_norm": "head"}, GEMMA_KEYS, GEMMA
-    ),
-    "mixtral": Family("MixtralForCausalLM", DROPLESS, EXPERTS, MIXTRAL, ("block_sparse_moe", "w1", "w3", "w2")),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", DROPLESS | {"qk_norm": "head"}, QWEN_MOE, {"norm_topk_prob": False},
-        ("mlp", "gate_proj", "up_proj", "down_proj"),
-    ),
-}  # fmt: skip
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # ours -> theirs
-LENGTH = {"rope_length": "original_max_position_embeddings"}
-SCALINGS: dict[str, dict[str, str]] = {  # rope_type -> our argument -> its key
-    "linear": {},
-    "llama3": {"rope_slow": "low_freq_factor", "rope_fast": "high_freq_factor", **LENGTH},
-    "yarn": {"rope_slow": "beta_slow", "rope_fast": "beta_fast", **LENGTH},
-}
-REFUSED = {  # key -> the only value that the decoder can do
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_bidirectional_attention": False,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "partial_rotary_factor": 1.0,
-    "attn_logit_softcapping": None,  # transformers reads it and does nothing
+    name: Family(**{**family, "experts": tuple(family.get("experts", ()))})
+    for name, family in _WORDS["families"].items()
 }
 TABLES = ("embedding", "head")  # not turned
 HOW = ("attention", "scan_layers", "remat", "loss_chunk", "dtype", "routing", "capacity_factor", "balance_coefficient")
@@ -100,11 +44,7 @@ LAYERS_MAX = 10_000
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Return our model for a config.json of one of the `FAMILIES`.
-
-    Raises:
-      ValueError: it is of another family, or of a kind that the decoder cannot be.
-    """
+    """Return our model for a config.json of one of the `FAMILIES`; a ValueError says what the decoder cannot be."""
     name = config.get("model_type")
     if name == "gemma3" and isinstance(config.get("text_config"), Mapping):  # it sees as well
         config, name = config["text_config"], "gemma3_text"
@@ -136,11 +76,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of our model as one of the `FAMILIES`.
-
-    Raises:
-      ValueError: it is no built-in decoder, or has an option that its family lacks.
-    """
+    """Return the config.json of our model as one of the `FAMILIES`; a ValueError says what its family lacks."""
     c = _decoder(model)
     name = _family_of(c)
     family = FAMILIES[name]
@@ -212,7 +148,7 @@ def _rope(keys: dict[str, Any]) -> dict[str, Any]:
         rope = {"attention_factor": usual, "beta_slow": 1, "beta_fast": 32, **rope}
         if rope.get("mscale") or not rope.get("truncate", True) or abs(rope["attention_factor"] - usual) > 1e-6:
             raise ValueError(f"config.json: rope is {rope}; of yarn's options the decoder has factor and beta")
-    rope = {LENGTH["rope_length"]: keys["max_position_embeddings"], **rope}
+    rope = {SCALINGS["yarn"]["rope_length"]: keys["max_position_embeddings"], **rope}
     found |= {"rope_scaling": kind, "rope_factor": rope["factor"]}
     return found | {ours: rope[theirs] for ours, theirs in SCALINGS[kind].items()}
 

@@ -135,8 +135,7 @@ def _opened(path: Path) -> Any:
 def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtype: str) -> None:
     """Write a model's parameters as tensors of its family, while they come; `dtype` is a key of WRITTEN.
 
-    Raises:
-        ValueError: the model is of no public family, or these are not its parameters.
+    ValueError if the model is of no public family, or these are not its parameters.
     """
     made = {mapped.path: mapped for mapped in sorted(tensors(model), key=lambda mapped: mapped.path)}
     code, kind = WRITTEN[dtype]

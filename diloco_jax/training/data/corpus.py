@@ -37,28 +37,32 @@ STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 
 @dataclass(frozen=True, slots=True)
-class StoreWindows:
-    """Windows of `seq_len` + 1 ids of tokens start..stop-1; neighbours share one id, the last target of the former.
+class Windows:
+    """Windows of `seq_len` + 1 of the ids start..stop-1; neighbours share one id, the last target of the former.
 
-    With `separate` a sample has segments: the number of its document within the window, from 1 on.
+    With `separate` samples of a store have segments: the number of the document within the window, from 1 on.
     """
 
-    store: Store
-    start: int
-    stop: int
+    ids: Integer[np.ndarray, " n"] | Store
     seq_len: int
-    separate: bool
+    start: int = 0
+    stop: int | None = None  # None: the end
+    separate: bool = False
 
     def __len__(self) -> int:
-        return max(self.stop - self.start - 1, 0) // self.seq_len
+        stop = len(self.ids) if self.stop is None else self.stop
+        return max(stop - self.start - 1, 0) // self.seq_len
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = self.start + index * self.seq_len
-        sample = {TOKENS: self.store.read(start, start + self.seq_len + 1)}
+        stop = start + self.seq_len + 1
+        if not isinstance(self.ids, Store):
+            return {TOKENS: self.ids[start:stop].astype(np.int32)}
+        sample = {TOKENS: self.ids.read(start, stop)}
         if self.separate:
-            sample[SEGMENTS] = _segments(self.store, start, start + self.seq_len + 1, self.seq_len + 1)
+            sample[SEGMENTS] = _segments(self.ids, start, stop, stop - start)
         return sample
 
 
@@ -126,23 +130,6 @@ def _next_fit(ends, row, begin, seq_len, out):
             count += 1
         begin = end
     return row, begin, count
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Random access to windows of `seq_len` + 1 ids; neighbours share one id, the last target of the former."""
-
-    ids: Integer[np.ndarray, " n"]
-    seq_len: int
-
-    def __len__(self) -> int:
-        return max(len(self.ids) - 1, 0) // self.seq_len
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        start = index * self.seq_len
-        return {TOKENS: self.ids[start : start + self.seq_len + 1].astype(np.int32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +302,7 @@ def open_store(config: DataConfig, part: PartConfig) -> Store:
 def _samples(store: Store, start: int, stop: int, config: DataConfig, seq_len: int) -> Samples:
     if config.documents == "whole":
         return pack(store, start, stop, seq_len)
-    return StoreWindows(store, start, stop, seq_len, separate=config.documents == "separate")
+    return Windows(store, seq_len, start, stop, separate=config.documents == "separate")
 
 
 def cut_source(

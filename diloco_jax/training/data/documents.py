@@ -54,11 +54,7 @@ class TextSource(NamedTuple):
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Find the file system of a path or URL, and the path in it.
-
-    Raises:
-        ValueError: a package is missing, or nobody knows such URLs.
-    """
+    """Find the file system of a path or URL, and the path in it; a ValueError says what is missing for that."""
     try:
         fs, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
@@ -88,11 +84,8 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
     for full, info in fs.find(root, detail=True).items():
         name = full[len(root) :].lstrip("/") or PurePosixPath(full).name
         hidden = "/." in f"/{name}"  # such as .git
-        if (
-            info["size"]
-            and not hidden
-            and any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns)
-        ):
+        wanted = any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns)
+        if info["size"] and wanted and not hidden:
             found[name] = full, info
     formats = {_format(name) for name in found} - {"text"}  # a README beside Parquet is no document
     if not source.format and len(formats) > 1:
@@ -112,9 +105,8 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
         )
     pieces: list[SourcePiece] = []
     hasher = xxhash.xxh3_128(f"{format} {source.field}".encode())
-    for name in sorted(
-        found, key=lambda name: (zlib.crc32(os.fsencode(name)), name)
-    ):  # mixes folders: the end is held out
+    # by hash of the name, which mixes folders: the end is held out
+    for name in sorted(found, key=lambda name: (zlib.crc32(os.fsencode(name)), name)):
         full, info = found[name]
         time = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "updated") if key in info), "")
         hasher.update(os.fsencode(f"{name} {info['size']} {time}\n"))

@@ -16,12 +16,8 @@ from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
 from diloco_jax.training.named import failure, make_named
 
 KINDS = "biuf"  # of numbers that a device can hold: bool, integers, floats
-NARROWER = {
-    "int64": np.int32,
-    "uint64": np.uint32,
-    "float64": np.float32,
-    "float128": np.float32,
-}  # NumPy's usual types, which JAX has not
+# NumPy's usual types, which JAX has not
+NARROWER = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32, "float128": np.float32}
 SAMPLES_MAX = 2**32 - 1  # as many as the shuffle can number
 DESCRIBED = 64  # samples at equal distances that are read before training
 
@@ -95,11 +91,7 @@ class OwnSamples:
 
 
 def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int) -> OwnSamples:
-    """Make the user's source.
-
-    Raises:
-      ValueError: it cannot be made, has no random access, or too many samples; or its first sample is none.
-    """
+    """Make the user's source; a ValueError says why it is none, or why its first sample is none."""
     source = make_named("data", module, args)
     try:
         count, _ = len(source), source.__getitem__

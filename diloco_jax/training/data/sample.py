@@ -1,6 +1,7 @@
 """Samples and batches: arrays by name. A batch has one more axis, the first one, along which its samples lie."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,11 @@ def stack(samples: Sequence[Sample]) -> Sample:
 
 def batch_shapes(sample: Sample, size: int) -> Shapes:
     return {name: jax.ShapeDtypeStruct((size, *value.shape), value.dtype) for name, value in sample.items()}
+
+
+def described(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return shapes and types by name, equal for batches that one program takes."""
+    return {name: (value.shape, value.dtype) for name, value in batch.items()}
 
 
 def batch_size(batch: Sample) -> int:

@@ -112,12 +112,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
 
 
 def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
-    """Read store.json.
-
-    Raises:
-        ValueError: there is none, it is damaged, of another version or, unless that is allowed, of a store that is
-          not finished.
-    """
+    """Read store.json; a ValueError says why it is none that this package reads, or that the store is not finished."""
     path = folder / STORE_FILE
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -149,11 +144,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold a lock that other processes of this machine respect; a process that dies loses it.
-
-    Raises:
-        ValueError: another one has had it for `wait_s`.
-    """
+    """Hold a lock that other processes respect, as long as this one lives; ValueError after `wait_s`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         end_s = time.monotonic() + wait_s

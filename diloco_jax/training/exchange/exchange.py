@@ -201,15 +201,10 @@ class Exchange:
         def zeros() -> Params:
             return {path: jnp.zeros(tensor.shape, tensor.dtype) for path, tensor in tensors.items()}
 
-        made: Params = self._once("zeros", lambda: jax.jit(zeros, out_shardings=lies).lower().compile())()
-        return made
+        return self._once("zeros", lambda: jax.jit(zeros, out_shardings=lies).lower().compile())()
 
     def overwrite(self, params: Params, fragment: Fragment, values: HostValues) -> Params:
-        """Replace a fragment by values that are no anchor; returns the new tensors, in place of the old ones.
-
-        Raises:
-          ValueError: values of other names or shapes.
-        """
+        """Replace a fragment by values that are no anchor; return the new tensors. ValueError as for `adopt`."""
         return self._blend(params, fragment, self._put(fragment, values), (), 0.0)
 
     def _blend(self, params: Params, fragment: Fragment, new: DeviceArrays, base: DeviceArrays, alpha: float) -> Params:

@@ -115,22 +115,20 @@ class StagedFragment:
             if self._encoded is None:
                 if self.has_loose and self._loose is None:
                     self._loose = self._bytes.loose(self._copies)
+                before, how = self._before.on_host, self._bytes
                 try:
-                    self._encoded = self._encode()
+                    payload: bytes | list[Buffer]
+                    if how.in_parts:
+                        payload, on_host = how.part(self._copies, before, self.of_others())
+                    else:
+                        payload, on_host = how.whole(self._copies, before)
+                    self._encoded = payload, Residual(self._on_devices, on_host)
                 except codec.NotFinite as error:
                     self._encoded = error
                 self._copies = ()
             if isinstance(self._encoded, codec.NotFinite):
                 raise self._encoded
             return self._encoded
-
-    def _encode(self) -> _Encoded:
-        payload: bytes | list[Buffer]
-        if self._bytes.in_parts:
-            payload, on_host = self._bytes.part(self._copies, self._before.on_host, self.of_others())
-        else:
-            payload, on_host = self._bytes.whole(self._copies, self._before.on_host)
-        return payload, Residual(self._on_devices, on_host)
 
 
 class OutgoingProgram:
@@ -169,12 +167,10 @@ class OutgoingProgram:
     def _compile(self) -> jax.stages.Compiled:
         on = self._on
         inputs: tuple[Any, ...] = (on.tensors, on.anchors, self._residuals(), on.starts_described)
+        everywhere = flat_spec(on.mesh.axis_names)
         outputs = _Outputs(
-            {
-                stream: flat_spec(stream[1] if stream[0] == "floats" else on.mesh.axis_names)
-                for stream in self._bytes.streams
-            },
-            {axes: flat_spec(on.mesh.axis_names) for axes in self._residuals()},
+            {(kind, axes): flat_spec(axes) if kind == "floats" else everywhere for kind, axes in self._bytes.streams},
+            dict.fromkeys(self._residuals(), everywhere),
             [window.spec for window in on.windows] if self._keep_local else [],
         )
         program = jax.shard_map(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int32, Shaped
+from jaxtyping import Array, Int32, Shaped
 
 from diloco_jax.core.codec import BLOCK
 from diloco_jax.core.fragments import Fragment, Slice
@@ -97,7 +97,10 @@ class Window:
         if self.part.axis < 0:
             return window
         if self._split:
-            window = jnp.where(self._inside(start), window, self.cut(tensor, start))
+            rows, dim = self._rows(start), self.part.axis
+            inside = (rows >= 0) & (rows < self.shape[dim])
+            inside = jnp.expand_dims(inside, [d for d in range(len(self.shape)) if d != dim])
+            window = jnp.where(inside, window, self.cut(tensor, start))
         return jax.lax.dynamic_update_slice_in_dim(tensor, window, self._first(start), self.part.axis)
 
     def _first(self, start: Int32[Array, ""]) -> Int32[Array, ""]:
@@ -115,11 +118,6 @@ class Window:
         low = jax.lax.axis_index(self._axes_of(dim)) * (self.tensor[dim] // self._parts(dim))
         return jnp.arange(self.local_shape[dim]) + (low + self._first(start) - start)
 
-    def _inside(self, start: Int32[Array, ""]) -> Bool[Array, "..."]:
-        rows, dim = self._rows(start), self.part.axis
-        inside = (rows >= 0) & (rows < self.shape[dim])
-        return jnp.expand_dims(inside, [d for d in range(len(self.shape)) if d != dim])
-
     @cached_property
     def block_dim(self) -> int | None:
         """Return the last dimension that devices share out, if every window has whole blocks of the flattened slice.
@@ -132,11 +130,6 @@ class Window:
         unit = math.prod(self.shape[dim + 1 :])
         run = unit if self._split and dim == self.part.axis else unit * self.local_shape[dim]
         return None if run % BLOCK else dim
-
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks of one device's window, if it has whole ones."""
-        return math.ceil(math.prod(self.local_shape) / BLOCK)
 
     def block_grid(self, shape: Shape) -> Shape:
         """Return the shape in which the blocks of the slice, or of a window of it (`local_shape`), are arranged."""
@@ -172,7 +165,7 @@ class Window:
         dim = self.block_dim
         assert dim is not None, "shards cut blocks"
         if dim < 0:
-            return (slice(0, self.num_blocks),)
+            return (slice(0, self.block_grid(self.local_shape)[0]),)
         unit = math.prod(self.shape[dim + 1 :])
         scaled = slice(index[dim].start * unit // BLOCK, index[dim].stop * unit // BLOCK)
         return (*index[:dim], scaled)

@@ -131,13 +131,18 @@ def splash(
         )
     block = next(size for size in SPLASH_BLOCKS if size <= (rules.block or SPLASH_TUNED) and t % size == 0)
 
+    # for both passes; one kernel computes all gradients of the backward pass
+    tiles = splash_attention_kernel.BlockSizes(
+        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, use_fused_bwd_kernel=True
+    )
+
     def local(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
         mask: splash_attention_mask.Mask = splash_attention_mask.CausalMask((t, t))
         if rules.window:
             mask = splash_attention_mask.LocalMask((t, t), (rules.window - 1, 0), 0)
         kernel = splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([mask] * q.shape[2]),
-            block_sizes=_blocks(block),
+            block_sizes=tiles,
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=rules.cap or None,
@@ -146,8 +151,7 @@ def splash(
         )
         heads_first = [x.swapaxes(1, 2) for x in (q * rules.width**-0.5, k, v)]
         ids = None if segments is None else splash_attention_kernel.SegmentIds(segments, segments)
-        mixed: Array = jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
-        return mixed
+        return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2)
 
     layout = current_layout()
     if layout is None:
@@ -161,12 +165,4 @@ def splash(
     # The kernel's types do not say over which axes its results vary, hence check_vma.
     specs = (queries, keys, keys, PartitionSpec(queries[0]))
     spread = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=queries, check_vma=False)
-    result: Array = spread(q, k, v, segments)
-    return result
-
-
-def _blocks(size: int) -> splash_attention_kernel.BlockSizes:
-    """Return tiles for both passes; one kernel computes all gradients of the backward pass."""
-    return splash_attention_kernel.BlockSizes(
-        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, use_fused_bwd_kernel=True
-    )
+    return spread(q, k, v, segments)

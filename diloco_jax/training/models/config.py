@@ -20,8 +20,7 @@ OWN = "own"  # the model of a run whose islands bring it
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """Return the arguments of public models by name, with `module` where it is not the usual one."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
-    return found
+    return yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

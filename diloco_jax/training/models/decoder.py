@@ -62,8 +62,7 @@ def places_of(segments: Int32[Array, "b t"]) -> Places:
 
 
 def _norm(c: DecoderConfig, width: int, rngs: nnx.Rngs) -> Callable[[Array], Array]:
-    norm: Callable[[Array], Array] = make_norm(width, c.norm_epsilon, c.dtype, offset=c.norm_offset, rngs=rngs)
-    return norm
+    return make_norm(width, c.norm_epsilon, c.dtype, offset=c.norm_offset, rngs=rngs)
 
 
 class Block(nnx.Module):
@@ -292,8 +291,7 @@ class Decoder(nnx.Module):
             return read(token[None], (beginning + number)[None], state[1]), token
 
         state = read(prompt, jnp.arange(len(prompt)), caches, beginning - 1)
-        tokens: Array = jax.lax.scan(add, state, jnp.arange(count))[1]
-        return tokens
+        return jax.lax.scan(add, state, jnp.arange(count))[1]
 
     def _check_length(self, length: int) -> None:
         if length > self.config.seq_len_max:

@@ -78,8 +78,7 @@ def soft_limit(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
 
 def keep(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
     """Name a result of a layer, so that policies of `checkpoint` can keep it."""
-    named: Float[Array, ...] = checkpoint_name(x, name)
-    return named
+    return checkpoint_name(x, name)
 
 
 def checkpoint(function: LayerFunction, remat: str, *, scanned: bool) -> LayerFunction:

@@ -48,5 +48,4 @@ def look_up(table: Float[Array, "v d"], tokens: Int32[Array, "b t"], dtype: str)
         return pieces.swapaxes(0, 1).reshape(*tokens.shape, -1)
 
     specs, out = (spec, batch.spec), PartitionSpec(*batch.spec, None)
-    found: Array = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(table, tokens)
-    return found
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(table, tokens)

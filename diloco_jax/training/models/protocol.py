@@ -112,11 +112,7 @@ def _keys(path: str) -> tuple[int | str, ...]:
 
 
 def split_model(model: nnx.Module) -> tuple[GraphDef, Params]:
-    """Take a module apart into its static structure and the parameters {path: array}.
-
-    Raises:
-      ValueError: a name inside the module cannot be part of a path.
-    """
+    """Take a module apart into structure and parameters {path: array}; ValueError if a name does not fit a path."""
     graphdef, state = nnx.split(model)
     params: Params = {}
     for keys, variable in nnx.to_flat_state(state):
@@ -130,8 +126,7 @@ def split_model(model: nnx.Module) -> tuple[GraphDef, Params]:
 def join_model(graphdef: GraphDef, params: Params, other: Mapping[str, Array] = MappingProxyType({})) -> nnx.Module:
     """Put a module together from its structure, its parameters and all other variables (variables.py), by path."""
     flat: dict[Any, Any] = {_keys(path): value for path, value in {**params, **other}.items()}
-    model: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(flat))
-    return model
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def logical_axes(model: nnx.Module) -> dict[str, LogicalAxes]:

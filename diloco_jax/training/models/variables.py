@@ -54,8 +54,7 @@ def prepare(model: nnx.Module) -> None:
 def other_variables(model: nnx.Module) -> tuple[Variables, Variables]:
     """Return state and streams of a module, by path: all variables but parameters and by-products of a call.
 
-    Raises:
-      ValueError: a variable holds something else than one array.
+    A ValueError names a variable that holds something else than one array.
     """
     state: Variables = {}
     streams: Variables = {}
@@ -75,11 +74,7 @@ def other_variables(model: nnx.Module) -> tuple[Variables, Variables]:
 
 
 def state_after(model: nnx.Module, before: Mapping[str, Shaped[Array, "..."]]) -> Variables:
-    """Return the state of a module after a call, in the dtypes that it had before.
-
-    Raises:
-      ValueError: the call added or removed a variable, or changed a shape.
-    """
+    """Return the state of a module after a call, in its dtypes before that; ValueError if names or shapes differ."""
     after = other_variables(model)[0]
     if different := sorted(after.keys() ^ before.keys()):
         raise ValueError(

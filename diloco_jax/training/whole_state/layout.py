@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
-from diloco_jax.core.codec import Bytes
+from diloco_jax.core.codec import Bytes, as_bytes
 
 HostState = dict[str, Shaped[np.ndarray, "..."]]  # leaf name -> array of its own dtype
 
@@ -56,11 +56,7 @@ class StateLayout:
         self.num_bytes = self._starts[-1]
 
     def read(self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]]) -> Mapping[str, Shaped[np.ndarray, "..."]]:
-        """Return the arrays of a state that came as bytes or by name.
-
-        Raises:
-          ValueError: they are not of this layout: a name, a dtype, a shape or the size differs.
-        """
+        """Return the arrays of a state, of bytes or by name; a ValueError says what is not of this layout."""
         if isinstance(state, bytes | bytearray | memoryview):
             return self.decode(state)
         found = [StateLeaf(name, state[name].dtype.name, state[name].shape) for name in sorted(state)]
@@ -69,11 +65,7 @@ class StateLayout:
         return state
 
     def decode(self, buffer: Bytes) -> HostState:
-        """Return the arrays that the bytes hold, as views of them.
-
-        Raises:
-          ValueError: the bytes are not a state of exactly this layout; says what differs.
-        """
+        """Return the arrays that the bytes hold, as views of them; a ValueError says what is not of this layout."""
         view = memoryview(buffer).cast("B")
         if view[: len(self.header)] != self.header:
             raise ValueError(self._difference(_described(view)))
@@ -96,9 +88,8 @@ class StateLayout:
         while index < len(self.leaves) and self._starts[index] < stop:
             low, high = max(start, self._starts[index]), min(stop, self._starts[index + 1])
             if low < high:
-                flat = np.ascontiguousarray(array(self.leaves[index].name)).reshape(-1).view(np.uint8)
                 offset = self._starts[index]
-                pieces.append(flat.data[low - offset : high - offset])
+                pieces.append(as_bytes(array(self.leaves[index].name))[low - offset : high - offset])
             index += 1
         return pieces
 

@@ -28,12 +28,7 @@ Packed = UInt8[np.ndarray, "n"]
 
 
 class MovingLayout:
-    """The bytes of what travels: packed leaves, whose names say what they were.
-
-    Args:
-      layout: of the whole state.
-      format: of moments; int4 is too coarse for them.
-    """
+    """The bytes of what travels: packed leaves, whose names say what they were; int4 is too coarse for moments."""
 
     def __init__(self, layout: StateLayout, format: Format) -> None:
         self._leaves = {}
@@ -45,19 +40,23 @@ class MovingLayout:
                 self._leaves[leaf.name] = (name, leaf, how)
                 packed[name] = np.broadcast_to(np.uint8(0), (_packed_bytes(leaf, how),))
         self.bytes = StateLayout(packed)  # of the packed leaves
-        self._of_packed = {name: key for key, (name, _, _) in self._leaves.items()}
+        # name of a packed leaf -> of the leaf
+        self.of_packed = {name: key for key, (name, _, _) in self._leaves.items()}
 
     def pack(self, name: str, array: Array) -> Packed:
         """Return a leaf as it travels."""
-        _, _, how = self._leaves[name]
-        return _pack(array, how)
+        how = self._leaves[name][2]
+        if how is None:
+            return _flat(array)
+        values = array.astype(np.float32, copy=False)
+        if not codec.is_integer(how):
+            return _flat(codec.quantize_on_host(values, how)[0])
+        as_roots = bool(np.all(values >= 0))
+        codes, scales = _round_up(np.sqrt(values)) if as_roots else codec.quantize_on_host(values, how)
+        return np.concatenate([_flat(np.asarray([as_roots], "<u4")), _flat(scales), _flat(codes)])
 
     def read(self, buffer: Bytes) -> Callable[[str], Array]:
-        """Return what gives the leaves that these bytes hold, by name; it makes them anew each time.
-
-        Raises:
-          ValueError: the bytes are of another model, optimizer or format.
-        """
+        """Return what makes the leaves that these bytes hold, by name; ValueError if they are of another layout."""
         found = self.bytes.decode(buffer)
         return lambda name: self._unpack(name, found[self._leaves[name][0]])
 
@@ -67,19 +66,23 @@ class MovingLayout:
 
     def _unpack(self, name: str, packed: Packed) -> Array:
         _, leaf, how = self._leaves[name]
-        return _unpack(packed, leaf, how)
-
-    def name_of(self, packed: str) -> str:
-        """Return the name of the leaf that travels under this one."""
-        return self._of_packed[packed]
+        dtype: Any = np.dtype(leaf.dtype)
+        if how is None:
+            return np.frombuffer(packed, dtype).reshape(leaf.shape)
+        if not codec.is_integer(how):
+            return codec.decode(packed.data, [("", leaf.shape)], how)[""].astype(dtype)
+        size = math.prod(leaf.shape)
+        count = -(-size // codec.BLOCK)
+        scales = np.frombuffer(packed, "<f4", count, _FLAG_BYTES)
+        codes = np.frombuffer(packed, np.int8, count * codec.BLOCK, _FLAG_BYTES + 4 * count).reshape(count, codec.BLOCK)
+        values = codec.dequantize_on_host(codes, scales, size, how)
+        if packed[:_FLAG_BYTES].any():  # its roots
+            values *= values
+        return values.astype(dtype, copy=False).reshape(leaf.shape)
 
 
 class MovingState:
-    """A state on its way to another island, part by part; holds one packed leaf, not the state.
-
-    Args:
-      leaf: waits for the leaf of a name and returns it.
-    """
+    """A state on its way to another island, by parts; holds one packed leaf. `leaf` waits for the leaf of a name."""
 
     def __init__(self, layout: MovingLayout, leaf: Callable[[str], Array]) -> None:
         self._layout = layout
@@ -98,7 +101,7 @@ class MovingState:
 
     def _pack(self, packed: str) -> Packed:
         if self._packed is None or self._packed[0] != packed:
-            name = self._layout.name_of(packed)
+            name = self._layout.of_packed[packed]
             self._packed = (packed, self._layout.pack(name, self._leaf(name)))
         return self._packed[1]
 
@@ -117,18 +120,6 @@ def _packed_bytes(leaf: StateLeaf, how: Format | None) -> int:
     return codec.encoded_size([leaf.shape], how) + (_FLAG_BYTES if codec.is_integer(how) else 0)
 
 
-def _pack(array: Array, how: Format | None) -> Packed:
-    if how is None:
-        return _flat(array)
-    values = array.astype(np.float32, copy=False)
-    if not codec.is_integer(how):
-        return _flat(codec.quantize_on_host(values, how)[0])
-    as_roots = bool(np.all(values >= 0))
-    codes, scales = _round_up(np.sqrt(values)) if as_roots else codec.quantize_on_host(values, how)
-    flag = np.asarray([as_roots], "<u4")
-    return np.concatenate([_flat(flag), _flat(scales), _flat(codes)])
-
-
 def _round_up(roots: Array) -> tuple[Array, Array]:
     """Quantise float32 of at least 0 to int8 blocks, so that nothing becomes smaller."""
     blocks = codec.to_blocks(np, roots.reshape(-1))
@@ -139,23 +130,6 @@ def _round_up(roots: Array) -> tuple[Array, Array]:
         divisors = np.where(scales[part] > 0, scales[part], np.float32(np.inf))[:, None]
         codes[part] = np.minimum(np.ceil(blocks[part] / divisors), MAX_CODE)
     return codes, scales
-
-
-def _unpack(packed: Packed, leaf: StateLeaf, how: Format | None) -> Array:
-    dtype: Any = np.dtype(leaf.dtype)
-    if how is None:
-        return np.frombuffer(packed, dtype).reshape(leaf.shape)
-    if not codec.is_integer(how):
-        return codec.decode(packed.data, [("", leaf.shape)], how)[""].astype(dtype)
-    size = math.prod(leaf.shape)
-    count = -(-size // codec.BLOCK)
-    as_roots = bool(packed[:_FLAG_BYTES].any())
-    scales = np.frombuffer(packed, "<f4", count, _FLAG_BYTES)
-    codes = np.frombuffer(packed, np.int8, count * codec.BLOCK, _FLAG_BYTES + 4 * count).reshape(count, codec.BLOCK)
-    values = codec.dequantize_on_host(codes, scales, size, how)
-    if as_roots:
-        values *= values
-    return values.astype(dtype, copy=False).reshape(leaf.shape)
 
 
 def _flat(array: Array) -> Packed:

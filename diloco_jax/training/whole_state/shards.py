@@ -9,14 +9,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.training.whole_state.staging import Index, bounds_of, copy_out
 
-Span = tuple[int, int]  # from start up to, but without, stop
+Index = tuple[slice, ...]
+Spans = tuple[tuple[int, int], ...]  # along each axis from start up to, but without, stop
 
 
 class Shard(NamedTuple):
@@ -25,12 +26,12 @@ class Shard(NamedTuple):
     name: str  # of the leaf
     dtype: str
     shape: tuple[int, ...]  # of the leaf
-    spans: tuple[Span, ...]  # along each axis
+    spans: Spans
 
     @property
     def size(self) -> tuple[int, ...]:
         """Return its own shape."""
-        return tuple(stop - start for start, stop in self.spans)
+        return lengths(self.spans)
 
     @property
     def num_bytes(self) -> int:
@@ -44,12 +45,18 @@ class StagedShards(NamedTuple):
     copies: Sequence[Shaped[Array, "..."]]
 
 
+def copy_out(sources: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]:
+    """Queue copies of arrays, each of one device, to pinned host memory."""
+    hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
+    return jax.device_put(sources, hosts, may_alias=False)
+
+
 def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:
     """Queue copies of what this process's devices hold to pinned host memory, between two steps; returns at once."""
     found: dict[Shard, Shaped[Array, "..."]] = {}
     for name, array in arrays.items():
         for shard in array.addressable_shards:
-            spans = _spans(shard.index, array.shape)
+            spans = spans_of(shard.index, array.shape)
             found.setdefault(Shard(name, array.dtype.name, tuple(array.shape), spans), shard.data)
     return StagedShards(tuple(found), copy_out(list(found.values())))
 
@@ -60,25 +67,25 @@ class PartialLeaf:
     def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
         self.dtype = np.dtype(dtype)
         self.shape = shape
-        self._pieces: list[tuple[tuple[Span, ...], Shaped[np.ndarray, "..."]]] = []
+        self._pieces: list[tuple[Spans, Shaped[np.ndarray, "..."]]] = []
 
-    def add(self, spans: tuple[Span, ...], piece: Shaped[np.ndarray, "..."]) -> None:
+    def add(self, spans: Spans, piece: Shaped[np.ndarray, "..."]) -> None:
         """Hold this piece too; pieces do not overlap."""
         self._pieces.append((spans, piece))
 
     def holds(self, index: Index) -> bool:
         """Tell whether pieces here have all of this part."""
-        wanted = _spans(index, self.shape)
-        held = sum(_count(_common(wanted, spans)) for spans, _ in self._pieces)
-        return held == _count(wanted)
+        wanted = spans_of(index, self.shape)
+        held = sum(math.prod(lengths(_common(wanted, spans))) for spans, _ in self._pieces)
+        return held == math.prod(lengths(wanted))
 
     def __getitem__(self, index: Index) -> Shaped[np.ndarray, "..."]:
-        wanted = _spans(index, self.shape)
+        wanted = spans_of(index, self.shape)
         for spans, piece in self._pieces:
             if spans == wanted:
                 return piece
         assert self.holds(index), f"no shards here hold {index}"
-        part = np.empty([stop - start for start, stop in wanted], self.dtype)
+        part = np.empty(lengths(wanted), self.dtype)
         for spans, piece in self._pieces:
             common = _common(wanted, spans)
             part[_within(common, wanted)] = piece[_within(common, spans)]
@@ -90,11 +97,7 @@ class PartialLeaf:
 
 
 def read_shards(shards: Iterable[Shard], buffer: Bytes) -> dict[str, PartialLeaf]:
-    """Return the leaves, by name, whose shards lie one after the other in these bytes; they are views of them.
-
-    Raises:
-      ValueError: the bytes are not as many as the shards have.
-    """
+    """Return the leaves, by name, as views of bytes in which their shards follow each other; ValueError if not."""
     shards = list(shards)
     if (expected := sum(shard.num_bytes for shard in shards)) != memoryview(buffer).nbytes:
         raise ValueError(f"{memoryview(buffer).nbytes} bytes are there instead of {expected}")
@@ -126,19 +129,21 @@ def check_fits(leaves: Mapping[str, PartialLeaf], lies: Mapping[str, Sharding], 
             raise ValueError(f"it is of another mesh or other hosts: it lacks a part of '{name}' that is needed here")
 
 
-def _spans(index: Index, shape: tuple[int, ...]) -> tuple[Span, ...]:
-    return tuple((part.start, part.stop) for part in bounds_of(index, shape))
+def spans_of(index: Index, shape: tuple[int, ...]) -> Spans:
+    """Return an index as a start and a stop along every axis."""
+    return tuple(part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True))
 
 
-def _common(one: tuple[Span, ...], other: tuple[Span, ...]) -> tuple[Span, ...]:
+def lengths(spans: Spans) -> tuple[int, ...]:
+    """Return the shape of what lies there."""
+    return tuple(stop - start for start, stop in spans)
+
+
+def _common(one: Spans, other: Spans) -> Spans:
     pairs = zip(one, other, strict=True)
     return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in pairs)
 
 
-def _count(spans: tuple[Span, ...]) -> int:
-    return math.prod(stop - start for start, stop in spans)
-
-
-def _within(part: tuple[Span, ...], whole: tuple[Span, ...]) -> Index:
+def _within(part: Spans, whole: Spans) -> Index:
     """Return where a part lies in an array that begins where the whole does."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, whole, strict=True))

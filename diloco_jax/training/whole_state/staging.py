@@ -8,28 +8,19 @@ leaf in its own dtype. Fragments have a way of their own (exchange.py).
 With devices on several processes each copies its own shards. One of them asks the others for theirs, leaf by leaf.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
-from diloco_jax.core.codec import Bytes
+from diloco_jax.core.codec import Bytes, as_bytes
 from diloco_jax.core.parts import Buffer
 from diloco_jax.training.whole_state.layout import HostState, StateLayout
+from diloco_jax.training.whole_state.shards import PartialLeaf, Spans, copy_out, lengths, spans_of
 
-Index = tuple[slice, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Part of a leaf that one shard held: where it goes in the assembled array, and its copy on the host."""
-
-    key: str
-    where: Index
-    copy: Shaped[Array, "..."]
+Copies = Sequence[tuple[Spans, Shaped[Array, "..."]]]  # of parts of a leaf, on their way to the host
 
 
 class CopyGone(Exception):
@@ -46,16 +37,14 @@ class StagedState:
     """
 
     def __init__(
-        self, layout: StateLayout, pieces: Sequence[_Piece], elsewhere: Mapping[str, Mapping[int, Sequence[Index]]]
+        self, layout: StateLayout, copies: Mapping[str, Copies], elsewhere: Mapping[str, Mapping[int, Sequence[Spans]]]
     ) -> None:
         self.layout = layout  # of the whole state
         # given a leaf's name, waits for what `loose` gives on the other processes, by process; the owner sets it on the
         # one that wants whole leaves. It may raise CopyGone.
         self.of_others: Callable[[str], Mapping[int, Bytes]] = lambda name: {}
         self._elsewhere = elsewhere
-        self._pieces: dict[str, list[_Piece]] = {}
-        for piece in pieces:
-            self._pieces.setdefault(piece.key, []).append(piece)
+        self._copies = copies
         self._assembled: tuple[str, Shaped[np.ndarray, "..."]] | None = None
 
     def value(self) -> HostState:
@@ -64,39 +53,40 @@ class StagedState:
 
     def loose(self, name: str) -> list[Buffer]:
         """Wait for the copies of a leaf that this process has and return their bytes; nothing if it has none."""
-        copies = [np.asarray(piece.copy) for piece in self._pieces.get(name, ())]
-        return [np.ascontiguousarray(copy).reshape(-1).view(np.uint8).data for copy in copies]
+        return [as_bytes(np.asarray(copy)) for _, copy in self._copies.get(name, ())]
 
     def leaf(self, name: str) -> Shaped[np.ndarray, "..."]:
         """Wait for what a leaf needs and return it, not to be written to; one assembled leaf is held."""
-        pieces, elsewhere = self._pieces.get(name, []), self._elsewhere.get(name, {})
-        if len(pieces) == 1 and not elsewhere:
-            return np.asarray(pieces[0].copy)
+        copies, elsewhere = self._copies.get(name, ()), self._elsewhere.get(name, {})
+        if len(copies) == 1 and not elsewhere:
+            return np.asarray(copies[0][1])
         if self._assembled is None or self._assembled[0] != name:
             leaf = self.layout.by_name[name]
-            array = np.empty(leaf.shape, np.dtype(leaf.dtype))
-            for piece in pieces:
-                array[piece.where] = np.asarray(piece.copy)
+            whole = PartialLeaf(leaf.dtype, leaf.shape)
+            for spans, copy in copies:
+                whole.add(spans, np.asarray(copy))
             received = self.of_others(name) if elsewhere else {}
             for process, places in elsewhere.items():
-                _fill(array, places, received[process])
-            self._assembled = (name, array)
+                sizes = [math.prod(lengths(spans)) for spans in places]
+                flat = np.frombuffer(received[process], whole.dtype)
+                if flat.size != sum(sizes):
+                    raise ValueError(
+                        f"a host sent {flat.nbytes} bytes of a leaf, which are not its shards of {leaf.shape}"
+                    )
+                for spans, part in zip(places, np.split(flat, np.cumsum(sizes)[:-1]), strict=True):
+                    whole.add(spans, part.reshape(lengths(spans)))
+            self._assembled = (name, np.asarray(whole))
         return self._assembled[1]
 
 
-def bounds_of(index: Index, shape: tuple[int, ...]) -> Index:
-    """Return an index with a start and a stop along every axis."""
-    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
-
-
-def _elsewhere(array: Shaped[Array, "..."]) -> dict[int, list[Index]]:
+def _elsewhere(array: Shaped[Array, "..."]) -> dict[int, list[Spans]]:
     """Return where the other processes' parts of an array belong, in the order of `StagedState.loose`."""
-    found: dict[int, list[Index]] = {}
+    found: dict[int, list[Spans]] = {}
     if not array.is_fully_addressable:
         for shard in _in_order(array.global_shards):
             process = shard.device.process_index
             if shard.replica_id == 0 and process != jax.process_index():
-                found.setdefault(process, []).append(bounds_of(shard.index, array.shape))
+                found.setdefault(process, []).append(spans_of(shard.index, array.shape))
     return found
 
 
@@ -105,35 +95,19 @@ def _in_order(shards: Sequence[jax.Shard]) -> list[jax.Shard]:
     return sorted(shards, key=lambda shard: [index.start or 0 for index in shard.index])
 
 
-def _fill(array: Shaped[np.ndarray, "..."], places: Sequence[Index], received: Bytes) -> None:
-    flat, at = np.frombuffer(received, array.dtype), 0
-    if flat.size != sum(array[where].size for where in places):
-        raise ValueError(f"a host sent {flat.nbytes} bytes of a leaf, which are not its shards of {array.shape}")
-    for where in places:
-        part = array[where]
-        array[where] = flat[at : at + part.size].reshape(part.shape)
-        at += part.size
-
-
-def copy_out(sources: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]:
-    """Queue copies of arrays, each of one device, to pinned host memory."""
-    hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
-    copies: list[Shaped[Array, "..."]] = jax.device_put(sources, hosts, may_alias=False)
-    return copies
-
-
 def stage_leaves(arrays: Mapping[str, Shaped[Array, "..."]], layout: StateLayout) -> StagedState:
     """Queue copies of whole arrays to pinned host memory; returns at once.
 
     Must be called between two steps, before the next one donates them.
     """
-    plan: list[tuple[str, Index]] = []
-    sources: list[Shaped[Array, "..."]] = []
-    for name, array in arrays.items():
-        for shard in _in_order(array.addressable_shards):
-            if shard.replica_id == 0:  # once, however many devices hold it
-                plan.append((name, bounds_of(shard.index, array.shape)))
-                sources.append(shard.data)
-    elsewhere = {name: found for name, array in arrays.items() if (found := _elsewhere(array))}
-    pieces = [_Piece(*where, copy) for where, copy in zip(plan, copy_out(sources), strict=True)]
-    return StagedState(layout, pieces, elsewhere)
+    # each shard once, however many devices hold it
+    found = {
+        name: [x for x in _in_order(array.addressable_shards) if x.replica_id == 0] for name, array in arrays.items()
+    }
+    copies = iter(copy_out([shard.data for shards in found.values() for shard in shards]))
+    held = {
+        name: [(spans_of(shard.index, arrays[name].shape), next(copies)) for shard in shards]
+        for name, shards in found.items()
+    }
+    elsewhere = {name: places for name, array in arrays.items() if (places := _elsewhere(array))}
+    return StagedState(layout, held, elsewhere)

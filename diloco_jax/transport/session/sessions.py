@@ -17,11 +17,7 @@ DRAIN_ANSWER_S = 3.0  # below the patience of those who ask
 
 
 class Refused(TransportError):
-    """The syncer does not take this connection, and why.
-
-    Args:
-        final: whether another attempt of the same process would be refused as well.
-    """
+    """The syncer does not take this connection, and why; `final`: nor another one of the same process."""
 
     def __init__(self, reason: str, *, final: bool = True) -> None:
         super().__init__(reason)

@@ -52,11 +52,7 @@ class OutOfDate(Defect, ConnectionError):
 
 
 def parse_certificates(pem: bytes) -> list[x509.Certificate]:
-    """Return the certificates of a PEM file, the first one's issuer next.
-
-    Raises:
-        Defect: There is none, or one is damaged.
-    """
+    """Return the certificates of a PEM file, the first one's issuer next; Defect if none can be read."""
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
@@ -64,11 +60,7 @@ def parse_certificates(pem: bytes) -> list[x509.Certificate]:
 
 
 def check_key(pem: bytes, certificate: x509.Certificate) -> None:
-    """Check that a PEM file holds the private key of the certificate.
-
-    Raises:
-        Defect: It holds no key, one with a password, or that of another certificate.
-    """
+    """Check that a PEM file holds the private key of the certificate, without a password; a Defect says why not."""
     try:
         key = serialization.load_pem_private_key(pem, None)
     except TypeError:
@@ -88,11 +80,7 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
 
 
 def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.Certificate]) -> None:
-    """Check that each certificate of the chain was signed by the next one, and the last by an authority.
-
-    Raises:
-        Defect: It was not.
-    """
+    """Check that each certificate of the chain was signed by the next one, the last by an authority; else a Defect."""
     for certificate, issuer in itertools.pairwise(chain):
         if not _issued(certificate, issuer):
             raise Defect("holds certificates that did not sign one another in the order of the file")
@@ -126,11 +114,7 @@ def check_owner(certificate: x509.Certificate, name: str) -> None:
 
 
 def check_serves(certificate: x509.Certificate, host: str) -> None:
-    """Check that the leader of an island can serve its other hosts with the island's certificate.
-
-    Raises:
-        Defect: The certificate lacks the DNS name, or may not be used by a server.
-    """
+    """Check that the leader of an island can serve its other hosts with this certificate; a Defect says why not."""
     remedy = "the hosts of an island need that of theirs: make a new one with `diloco certs`"
     lacking = "subjectAltName"
     try:

@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import grpc
@@ -34,11 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Denied(TransportError):
-    """The caller's token or certificate does not allow what it asks for.
-
-    Args:
-        reason: names the setting of the caller that is to be changed.
-    """
+    """The caller's token or certificate does not allow what it asks for; the reason names the caller's setting."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -218,24 +215,20 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
     return ends
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The decision who may do what, before anything else about a call is believed. An empty token asks for none.
+    """The decision who may do what, before anything else about a call is believed."""
 
-    Args:
-        encrypted: Whether callers have certificates, which gRPC has verified against the authority.
-    """
-
-    def __init__(self, *, encrypted: bool, token: bytes) -> None:
-        self._encrypted = encrypted
-        self._token = token
+    encrypted: bool  # callers have certificates, which gRPC has verified against the authority
+    token: bytes  # empty: nobody needs one
 
     def check(self, metadata: Mapping[str, str | bytes]) -> None:
         """Let whoever has the run's token pass; Denied if the token is missing or wrong."""
-        if not self._token:
+        if not self.token:
             return
         sent = metadata.get(TOKEN_KEY, b"")
         sent = sent.encode() if isinstance(sent, str) else sent
-        if hmac.compare_digest(sent, self._token):
+        if hmac.compare_digest(sent, self.token):
             return
         what = "is not the syncer's" if sent else "was not sent"
         raise Denied(
@@ -252,7 +245,7 @@ class Gate:
         Raises:
             Denied: The certificate is that of somebody else.
         """
-        if not self._encrypted:
+        if not self.encrypted:
             return
         dns, uris, common = (
             [value.decode("utf-8", "replace") for value in context.get(key, ())]
@@ -310,12 +303,9 @@ def diagnose(config: TransportConfig, name: str) -> str:
 
 
 def _dial(context: ssl.SSLContext, address: str) -> ssl.SSLSocket:
-    """Open a TLS connection to the first address of a host that answers.
+    """Open a TLS connection to the first address of a host that answers; OSError if none does.
 
     The socket is wrapped before it connects: wrapping a connection that was reset meanwhile raises and leaks it.
-
-    Raises:
-        OSError: nobody answers, or not in TLS.
     """
     host, port = split_address(address)
     refused: OSError = ConnectionRefusedError(f"{address} has no address")

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import pytest
 
@@ -278,11 +277,3 @@ def test_foreign_values_are_refused_by_name(make_island: MakeIsland) -> None:
     with pytest.raises(ValueError, match="needs `sent`"):
         island.adopt(fragment, values, mode="rebase")
     assert fragment.fragment_id not in island.exchange.held
-
-
-def test_padding_of_specs_is_harmless(make_island: MakeIsland) -> None:
-    """A window knows every dimension, though a layout may leave the last ones out."""
-    island = make_island(fsdp=2)
-    for window in windows_of(island._whole(), island.exchange._tensors):
-        assert len(window.spec) == len(window.tensor)
-        assert jax.sharding.NamedSharding(island.mesh, window.spec).is_equivalent_to(window.sharding, len(window.shape))

@@ -1,8 +1,5 @@
 """The network of an island's hosts over real connections: who is let in, what arrives, and how an end is noticed."""
 
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +16,6 @@ from tests.transport.ends import WAIT_S, Ends, comes_true
 
 pytestmark = pytest.mark.net
 GONE = None
-
-MEMBER = """
-import sys, time
-from diloco_jax.tools.chaos.relay import Relay
-from diloco_jax.transport.group.commands import HostWant
-from diloco_jax.transport.group.group import GroupMember, group_config
-from diloco_jax.transport.link import TransportConfig
-member = GroupMember(group_config(TransportConfig(), sys.argv[1]), "run", "island-0", 1, 2, int(sys.argv[2]))
-member.send(HostWant("pid"))
-time.sleep(60)
-"""
 
 
 def config(address: str = "127.0.0.1:0", **changes: Any) -> TransportConfig:
@@ -127,18 +113,6 @@ def test_silence_is_a_loss_on_both_sides_once(group: Group) -> None:
         member.close(0.1)
 
 
-def test_killed_process_is_noticed(group: Group) -> None:
-    leader = group.lead(2)
-    command = [sys.executable, "-c", MEMBER, leader.address, str(leader.number)]
-    with subprocess.Popen(command) as process:
-        try:
-            started = leader.receive(3 * WAIT_S)  # a Python starts, perhaps on a busy machine
-            assert started is not None and started.message == HostWant("pid")
-        finally:
-            process.kill()
-    hear_loss(leader, 1, "connection to 'host 1' was lost")
-
-
 def test_a_host_joins_once_and_must_fit(group: Group) -> None:
     leader = group.lead()
     member = group.join()
@@ -155,16 +129,6 @@ def test_a_host_joins_once_and_must_fit(group: Group) -> None:
     assert hear(leader).message is GONE
     with pytest.raises(GroupError, match="host 1 joined before"):
         group.join()
-
-
-def test_member_that_starts_first_waits_for_its_leader(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    address, found = f"127.0.0.1:{free_port()}", list[GroupMember]()
-    monkeypatch.setattr("secrets.randbits", lambda bits: 7)
-    thread = threading.Thread(target=lambda: found.append(GroupMember(config(address), "run", "island-0", 1, 2, 7)))
-    thread.start()
-    ends.keep(GroupLeader(config(address), "run", "island-0", 2))
-    thread.join(WAIT_S)
-    ends.keep(found[0])
 
 
 def test_nobody_answers_names_address_time_and_remedy() -> None:

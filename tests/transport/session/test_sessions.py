@@ -255,20 +255,13 @@ def test_sessions_end_together_and_are_heard_of_once(ending: int) -> None:
     assert not sessions[1].offer(of(1), part(1, b"b")), "parts of an ended session are gone"
 
 
-def test_session_that_ended_before_it_was_added_ends_the_others() -> None:
-    leader, late = separate(2)
-    joined = HostSessions(leader)
-    late.fail("it broke early")
-    joined.add(late)
-    assert not leader.open and leader.reason == "host 1: it broke early"
-
-
-def test_session_that_is_added_after_the_end_ends_at_once() -> None:
-    leader, late = separate(2)
-    joined = HostSessions(leader)
-    leader.fail("it broke")
-    joined.add(late)
-    assert not late.open and late.reason == "it broke"
+@pytest.mark.parametrize(("ended", "reason"), [(1, "host 1: it broke"), (0, "it broke")])
+def test_session_that_ended_before_one_was_added_ends_the_other(ended: int, reason: str) -> None:
+    sessions = separate(2)
+    joined = HostSessions(sessions[0])
+    sessions[ended].fail("it broke")
+    joined.add(sessions[1])
+    assert not sessions[1 - ended].open and sessions[1 - ended].reason == reason
 
 
 @pytest.mark.parametrize(
