@@ -16,7 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.shared import learner_dir, load_config, show
-from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE
+from diloco_jax.cli.words import CHAOS_LEARNER
 from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
 from diloco_jax.runtime.records.phases import tell_phase
@@ -222,7 +222,7 @@ def baseline(arguments: argparse.Namespace) -> int:
 
 def compile_ahead(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    told = partial(tell_phase, Path(arguments.run_dir), f"{COMPILE}-{arguments.island}")
+    told = partial(tell_phase, Path(arguments.run_dir), f"compiler-{arguments.island}")
     told(IMPORTING)
     _begin_process(Path(arguments.run_dir))
     from diloco_jax.runtime.local.compiling import compiled_loop

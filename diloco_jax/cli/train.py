@@ -11,7 +11,7 @@ from rich.console import Console
 
 from diloco_jax.cli.inference import written
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
@@ -79,6 +79,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)
+    if not summary["complete"] and (run_dir / TAPE_FILE).exists():
+        say(f"go on: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
     told = [alarm_line(alarm) for alarm in summary["alarms"]]
     if more := told[ALARMS_SHOWN:]:
         told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]

@@ -121,6 +121,6 @@ def test_the_page_runs_as_it_is_written(
                 said = call(capsys, *shlex.split(line)[1:])
             else:
                 subprocess.run(["bash", "-ec", line], check=True)
-    assert [kind for kind, _ in blocks] == ["bash", "yaml", "yaml", "bash"]
+    assert [kind for kind, _ in blocks] == ["bash", "yaml", "bash", "yaml", "yaml", "bash"]
     assert "code: " in said and "75.0% of the run" in said and "held out tasks: " in said
     load("part.yaml")

@@ -180,7 +180,7 @@ def test_trackers_and_callbacks_of_a_run(finished: Path) -> None:
 
 
 def test_islands_that_are_alike_compile_once(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (finished / "logs" / "compile-island-0.log").read_text() == "", "nothing went wrong"
+    assert (finished / "logs" / "compiler-island-0.log").read_text() == "", "nothing went wrong"
     monkeypatch.setenv("DILOCO_TEST_PROGRAMS", str(tmp_path / "programs"))
     config = write_config(tmp_path, model={"module": "diloco_jax.training.models.decoder:Decoder"})
     kept = []

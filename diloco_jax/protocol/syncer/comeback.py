@@ -21,7 +21,7 @@ from diloco_jax.protocol.effects import Drop, Effect, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import GONE, Member
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import AnchorRequest, AnchorValue
+from diloco_jax.protocol.messages import STOPPED_OUTSIDE, AnchorRequest, AnchorValue
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.downstream import Downstream
@@ -67,6 +67,8 @@ class Comeback:
         assert epoch > progress.epoch, f"epoch {epoch} after {progress.epoch}"
         progress.epoch = progress.rewound = epoch
         effects: list[Effect] = [progress.note("restarted", -1, (), f"life {epoch}, from the snapshot")]
+        for member in self.membership.connected():  # when the snapshot was taken; the run was stopped since
+            member.goodbye = STOPPED_OUTSIDE
         self._begin(None, effects, now_s)
         return effects
 

@@ -8,7 +8,7 @@ from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.pacing import ema
 from diloco_jax.protocol.syncer.machine import Syncer
 
-REPORTS_MIN = 50  # of an island, before its loss can be said to jump
+REPORTS_MIN = 200  # of an island, before its loss can be said to jump
 FAST, SLOW = 0.8, 0.99  # decays of the averages that are compared
 DEVIATIONS, SHARE = 4.0, 0.05  # a jump is so many mean deviations, and such a share of the loss
 WAY_DECAY = 0.8

@@ -7,7 +7,7 @@ often the model is evaluated or where the data lies, may change from one process
 from dataclasses import asdict
 from pathlib import Path
 
-from diloco_jax.runtime.records.files import METRICS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat
@@ -24,15 +24,19 @@ MAY_CHANGE_IN = {
 def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path) -> None:
     """Check that a run which began with one config may go on with another; ValueError names what must not differ."""
     ours, theirs = dict(flat(asdict(began))), dict(flat(asdict(config)))
+    found = []
     for name in sorted(ours.keys() | theirs.keys()):
         section, _, rest = name.partition(".")
         may_change = section in MAY_CHANGE or rest.partition(".")[0] in MAY_CHANGE_IN.get(section, ())
         of_place = section == "data" and name.endswith(".path")
         if ours.get(name) != theirs.get(name) and not (may_change or of_place):
-            raise ValueError(
-                f"{name} is {theirs.get(name)!r}, but the run in {run_dir} began with {ours.get(name)!r}; go on with "
-                "the same settings, or start a new run"
-            )
+            found.append(f"{name} is {theirs.get(name)!r}, but the run in {run_dir} began with {ours.get(name)!r}")
+    if found:
+        more = f", and {len(found) - 1} more settings differ" if len(found) > 1 else ""
+        raise ValueError(
+            f"{found[0]}{more}; go on with the run's own settings (diloco train {run_dir / CONFIG_FILE} --run-dir "
+            f"{run_dir} --resume), or start a new run"
+        )
 
 
 def check_resumable(run_dir: Path) -> None:

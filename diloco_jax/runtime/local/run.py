@@ -120,7 +120,7 @@ class LocalRun:
         for name in () if self._resume else shared_by_several(self._config, self._machine):
             words = ["compile", self._config_path, "--island", name]
             environment = child_environment(self._config, name, self._machine)
-            self._compilers.append(self._start_process(f"compile-{name}", words, environment))
+            self._compilers.append(self._start_process(f"compiler-{name}", words, environment))
 
     def _await_compilers(self) -> None:
         """Wait until islands can load their programs; those that could not be compiled they compile themselves."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.phases import read_phases
 from diloco_jax.runtime.records.signals import PARENT_ENV
 
 QUIET_S = 5.0  # ten times the pause between two words of a syncer
@@ -125,5 +126,8 @@ def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, h
     if here and (supervisor := _living(said.get("supervisor"))) is not None and not supervisor.stopped:
         number = said["supervisor"][0]
         return {"state": AWAY, "remedy": f"`diloco train` (process {number}) starts it again by itself"}
+    starts = [each for each in read_phases(run_dir) if each.name == "syncer" and each.ago_s < BEGIN_S]
+    if here and starts:
+        return {"state": AWAY, "remedy": f"one starts, and says: {starts[0].words}"}
     where = "" if here else f"it ran on {said.get('machine', 'another machine').split()[0]}, look there too; "
     return {"state": NOT_RUNNING, "remedy": where + again}

@@ -137,7 +137,7 @@ class SnapshotWriter:
             reason = " ".join(str(error).split())[:300]
             self.condition = (
                 f"the snapshot of global step {snapshot.global_step} cannot be written ({type(error).__name__}: "
-                f"{reason}): free space in {self._folder}"
+                f"{reason}): see that {self._folder} has free space and may be written"
             )
             self.failures += 1
             log.warning(self.condition)

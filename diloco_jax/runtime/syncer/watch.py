@@ -59,7 +59,7 @@ class Watch:
         self._wire_before = earlier.wire
         self.eval_loss, self.eval_scores = earlier.eval_loss, dict[str, float | None]()  # newest evaluation
         self.eval_bits: float | None = None
-        self.eval_alarms: list[str] = []  # what was wrong with evaluations, each once
+        self.eval_alarms: list[str] = []  # what was wrong with evaluations since the last good one, each once
         self.asked_tokens: int | None = None  # trained on when this process last asked for an evaluation
         self._host, self._book = host, AlarmBook()
         self._listener: GrpcListener | ShardedListener | None = None
@@ -143,6 +143,8 @@ class Watch:
         tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
         if score.reason:
             self._not_evaluated(f"{score.learner_id}: {score.reason}")
+        else:
+            self.eval_alarms.clear()
         self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
         record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
         record |= {"global_step": score.global_step, "tokens": tokens}

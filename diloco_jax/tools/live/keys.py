@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import termios
+import threading
 import tty
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -102,6 +103,7 @@ class Keys:
     Attributes:
         words: what the view shows below its picture.
         done: whether the view shall end.
+        opener: the thread that opens the page; None before the first.
     """
 
     def __init__(self, drain: Callable[[str], str], open_page: Callable[[], str], *, quits: bool) -> None:
@@ -113,6 +115,7 @@ class Keys:
         self._chosen = ""  # to be drained, if y says so
         self.words = HINT
         self.done = False
+        self.opener: threading.Thread | None = None
 
     def press(self, key: str, islands: Sequence[str]) -> None:
         """Take one key; the view shows these islands."""
@@ -127,12 +130,24 @@ class Keys:
             listed = ", ".join(f"{number} {name}" for number, name in self._islands.items())
             self.words = f"drain which island? {listed}" if listed else "there is no island to drain"
         elif key == "o":
-            self.words = "opening the page"
-            self.words = self._open_page()
+            self._open()
         elif key == "q" and self._quits:
             self.done = True
         else:
-            self.words = LEGEND + STOP["q" if self._quits else ""] + HINT if key == "?" else HINT
+            legend = LEGEND + STOP["q" if self._quits else ""] + HINT
+            self.words = legend if key == "?" and self.words != legend else HINT
+
+    def _open(self) -> None:
+        """Open the page on a thread of its own: a server that starts takes seconds, and other keys go on."""
+        if self.opener is None or not self.opener.is_alive():
+            self.words = "opening the page"
+            self.opener = threading.Thread(target=self._tell_page, name="open-page", daemon=True)
+            self.opener.start()
+
+    def _tell_page(self) -> None:
+        told = self._open_page()
+        asks = self._chosen or self._islands
+        self.words = f"{told}   {self.words}" if asks else told
 
     def _choose(self, key: str) -> None:
         """Take a key of an island's number; Enter ends one with which a longer one begins."""

@@ -408,7 +408,7 @@ const FATES = [['merged', 'use-training'], ['overwritten', 'use-joining'], ['rel
 function drawSamples(run) {
   const fates = run.summary.samples, all = fates ? fates.leased : 0;
   fill($('samples'), h('tbody', {}, ...(all ? FATES.map(([name, style]) => h('tr', {}, h('th', {scope: 'row'},
-    {merged: 'merged', overwritten: 'overwritten on adoption', released: 'given to others', out: 'out: still with an island'}[name]),
+    {merged: 'merged', overwritten: 'overwritten on adoption', released: 'given to others', out: 'out: with an island, now or when the run ended'}[name]),
     bar(0, fates[name] / all, style === 'track' ? 'ph0' : style, share(fates[name] / all)), h('td', {}, share(fates[name] / all)), h('td', {class: 'soft'}, si(fates[name])))) : [h('tr', {}, h('td', {class: 'text'}, 'Not known yet.'))])));
 }
 function drawEvents(run) {

@@ -250,7 +250,7 @@ def test_one_process_or_several_give_the_same_model(tmp_path: Path) -> None:
         run_dir = trained(folder, islands=islands, protocol=protocol, train=train, timeout_s=240)
         lines = [json.loads(line) for line in (run_dir / TAPE_FILE).read_text().splitlines()]
         versions[controller] = [line[2:] for line in lines if line[0] == "merged"]
-        logs = {path.name for path in (run_dir / LOGS).iterdir() if not path.name.startswith("compile-")}
+        logs = {path.name for path in (run_dir / LOGS).iterdir() if not path.name.startswith("compiler-")}
         alone = {"island-0.log", "island-1.log"} if controller == "processes" else {"islands.log"}
         assert logs == {"syncer.log"} | alone
     assert len(versions["single"]) == 18 and versions["single"] == versions["processes"]

@@ -103,9 +103,9 @@ def test_a_dead_syncer_is_started_again_and_islands_are_left_alone(tmp_path: Pat
 
 def test_islands_begin_when_their_programs_are_compiled(tmp_path: Path) -> None:
     told = Told(tmp_path, [until("[ -e began ]")], [["[ -e compiled ] && touch began; " + FOREVER], [FOREVER]])
-    told.run.scripts["compile-island-0"] = ["sleep 0.3; touch compiled"]
+    told.run.scripts["compiler-island-0"] = ["sleep 0.3; touch compiled"]
     told.run.run()
-    assert told.run.started == ["compile-island-0", "syncer", "island-0", "island-1"]
+    assert told.run.started == ["compiler-island-0", "syncer", "island-0", "island-1"]
 
 
 ALIKE, TWO = IslandsConfig(count=3, devices=1), IslandOverride(devices=2)

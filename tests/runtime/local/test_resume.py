@@ -148,10 +148,14 @@ def tape_of_killed(run_dir: Path) -> list[list[object]]:
 def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     began = RunConfig()
     check_same_run(began, replace(began, trackers=(), syncer=SyncerConfig(restarts_max=3)), tmp_path)
-    with pytest.raises(ValueError, match=r"protocol\.quorum is 2, but the run in .* began with 1; go on with the same"):
+    with pytest.raises(
+        ValueError, match=r"protocol\.quorum is 2, but the run in .* began with 1; go on with the run's own"
+    ):
         check_same_run(began, replace(began, protocol=ProtocolConfig(quorum=2)), tmp_path)
-    with pytest.raises(ValueError, match="seed is 1, but"):
-        check_same_run(began, replace(began, seed=1), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"seed is 1, but .*, and 1 more settings differ; .*--resume\), or start a new run"
+    ):
+        check_same_run(began, replace(began, seed=1, train=replace(began.train, steps=9)), tmp_path)
 
 
 def test_only_a_run_that_ended_early_can_go_on(tmp_path: Path) -> None:

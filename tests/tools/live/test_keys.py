@@ -30,6 +30,8 @@ class Asked:
     def press(self, keys: str) -> str:
         for key in keys:
             self.keys.press(key, ISLANDS)
+        if self.keys.opener is not None:
+            self.keys.opener.join()
         return self.keys.words
 
 
@@ -48,6 +50,7 @@ class Asked:
         ("d5", [], "no island has the number '5'"),
         ("y", [], HINT),
         ("o", [], "the page is at http://127.0.0.1:1/#t"),
+        ("??", [], HINT),
         ("?", [], "d: drain an island   o: open the page in a browser   q: end this view   ?: keys"),
     ],
 )

@@ -96,7 +96,7 @@ def test_no_line_is_wider_than_the_terminal(
 ) -> None:
     run = status(learners=learners, global_step=step, total_steps=10**7)
     run["alarms"] = [Alarm("silent", "island-1", f"island-1 is silent: {REASONS['silent']}").told()]
-    phases = [StartPhase("compile-island-0", "compiling, 3 of 7 programs", 4.0)]
+    phases = [StartPhase("compiler-island-0", "compiling, 3 of 7 programs", 4.0)]
     curves = {"training loss": losses, "evaluation loss": losses, "tokens/s": losses}
     text = drawn(render(run, width, curves=curves, phases=phases), 2 * width)
     assert max(map(len, text.splitlines())) <= width
