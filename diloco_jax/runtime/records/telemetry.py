@@ -25,11 +25,13 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE
 from diloco_jax.runtime.records.line_file import LineFile
-from diloco_jax.runtime.trackers.outlets import Outlets
+
+if TYPE_CHECKING:
+    from diloco_jax.runtime.trackers.outlets import Outlets
 
 FLUSH_EVERY = 500  # lines that wait for the disk at most, while it takes them
 WAITING_MAX = 100_000  # lines that wait while it does not; older ones are lost
@@ -102,7 +104,7 @@ class Telemetry:
     A disk that takes nothing costs records at worst, never the run.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], outlets: Outlets | None = None) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], outlets: "Outlets | None" = None) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._outlets = outlets

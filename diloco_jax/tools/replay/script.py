@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -19,7 +19,9 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import check_life, replay
 from diloco_jax.runtime.records.tape_file import read_lines
-from diloco_jax.settings.run import RunConfig
+
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
 
 Fingerprint = tuple[tuple[str, str], ...]
 FIELDS_MIN = 5  # of a greeting, and of a report
@@ -241,7 +243,7 @@ def read_scenario(folder: Path) -> SimulatedRun | None:
         ) from error
 
 
-def as_simulated(config: RunConfig, folder: Path) -> RunConfig:
+def as_simulated(config: "RunConfig", folder: Path) -> "RunConfig":
     """Put protocol, global steps and learners of the simulation in a folder into a config, if there is one.
 
     A sample of the simulation stands for as many sequences as an island of the config has in a step.

@@ -47,6 +47,15 @@ def damage(path: Path) -> None:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def test_folders_may_be_named_by_a_way_up(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    model, around = make_model(), tmp_path / "here" / ".." / "run"
+    path = write_snapshot(around, "run", model, *taken(model, 4), keep=3)
+    assert path == tmp_path / "run" / "step_00000004"
+    found = newest(around, make_model())
+    assert found is not None and found[1].global_step == 4
+
+
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     model = make_model()
     for step in range(1, 5):
