@@ -33,7 +33,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, Told, open_listener
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
 from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
@@ -172,12 +172,12 @@ def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
     arithmetic = Arithmetic(setup, shards.shares) if shards else local_arithmetic(setup)
     zeros = ((path, np.zeros(shape, np.float32)) for path, shape in plan.shapes.items())
     model = make_model(config, plan, zeros, arithmetic)
-    life = Life("fresh", 1, threading.Event())
-    listener = open_listener(config, path.parent, life, Told(FINGERPRINT, Description("", "")), shards, events)
+    life = Life("fresh", 1, threading.Event(), FINGERPRINT, Description("", ""))
+    listener = open_listener(config, path.parent, life, shards, events)
     pids = [os.getpid()]
     if shards is not None:
         pids += [share.process.pid for share in shards.shares]
-    pipe.send(listener.address)
+    pipe.send(control_of(listener).address)
     names = [f"stub-{number}" for number in range(case.learners)]
     hear(listener, Hello, len(names))
     step = 0

@@ -67,7 +67,8 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
       ConnectionError: the others did not come in time.
     """
     island = config.island(learner_id)
-    _forget_multislice()
+    for name in sorted(name for name in os.environ if name.startswith("MEGASCALE_")):  # of a multislice job
+        log.info(f"{name}={os.environ.pop(name)} was set; an island is a job of its own, so it is not used")
     variable, options = compiler_variable(config, island, os.environ)
     if options:
         os.environ[variable] = options  # read when JAX looks for its devices
@@ -243,12 +244,6 @@ def make_dialler(
         host=LEADER if hosts is None else hosts.host,
         hosts=1 if hosts is None else hosts.count,
     )
-
-
-def _forget_multislice() -> None:
-    """Remove what would join this island with others to one multislice job: an island is one slice."""
-    for name in sorted(name for name in os.environ if name.startswith("MEGASCALE_")):
-        log.info(f"{name}={os.environ.pop(name)} was set; an island is a job of its own, so it is not used")
 
 
 def ask_metadata(path: str, variable: str) -> str:

@@ -33,7 +33,6 @@ _ITSELF = "checksum"  # likewise: of the rest of the description
 _UNREADABLE = "unreadable_"  # prefix of a checkpoint that was set aside
 _AT_ONCE = 2  # chunks that are copied, or written, at a time
 
-Arrays = dict[str, np.ndarray]
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -181,12 +180,6 @@ class CheckpointReader:
             raise ValueError(f"checkpoint {self._folder} is damaged: the checksum of its {what} differs; use another")
 
 
-def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, Any]]:
-    """Read groups and the description back; ValueError if this is no checkpoint with them, or it is damaged."""
-    reader = CheckpointReader(checkpoint)
-    return {group: {name: reader.array(group, name) for name in reader.names(group)} for group in names}, reader.meta
-
-
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
     try:
@@ -258,7 +251,7 @@ def save_parameters(folder: Path, parameters: Mapping[str, np.ndarray], meta: Ma
 
 
 def each_parameter(checkpoint: Path) -> tuple[int, Iterator[tuple[str, np.ndarray]]]:
-    """Count the parameters of a checkpoint, and return each: (path, array) by ascending path; ValueError as `load`."""
+    """Count a checkpoint's parameters, and return each: (path, array) by ascending path; as `load_parameters`."""
     reader = CheckpointReader(checkpoint)
     names = reader.names(PARAMETERS)
     return len(names), ((name, reader.array(PARAMETERS, name)) for name in names)
@@ -268,7 +261,7 @@ def load_parameters(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, 
     """Read parameters and description back, of a full snapshot too.
 
     Raises:
-        ValueError: as `load`.
+        ValueError: this is no checkpoint with parameters, or it is damaged; names it.
     """
-    groups, meta = load(checkpoint, PARAMETERS)
-    return groups[PARAMETERS], meta
+    reader = CheckpointReader(checkpoint)
+    return {name: reader.array(PARAMETERS, name) for name in reader.names(PARAMETERS)}, reader.meta

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -73,26 +74,24 @@ class Patience:
         return f"no progress for {waited_s:.0f} s, more than the {bound_s:.0f} s of watchdog.*{usual}"
 
 
+@dataclass(eq=False)
 class Pulse:
-    """Signs of life of one loop, named `what` in the log. Its own thread calls `beat`, `patient` and `rest`.
+    """Signs of life of one loop. Its own thread calls `beat`, `patient` and `rest`."""
 
-    Args:
-        files: folder and name of the loop's files; None for a loop without.
-    """
+    config: WatchdogConfig
+    what: str  # loop, in words of the log
+    files: tuple[Path, str] | None  # folder and name of the loop's files; None for a loop without
 
-    def __init__(self, config: WatchdogConfig, what: str, files: tuple[Path, str] | None) -> None:
+    def __post_init__(self) -> None:
         self.last_word: Callable[[str], object] = lambda reason: None  # may take FAREWELL_S before the process ends
-        self._config = config
-        self._what = what
-        self._patience = Patience(config)
+        self._patience = Patience(self.config)
         self._alive = self._ready = None
-        self._files = files
         self._is_ready: bool | None = None
         self._touched_s = 0.0
         self._over = threading.Event()
-        if files is not None:
-            folder = files[0] / HEALTH
-            self._alive, self._ready = (folder / f"{files[1]}.{kind}" for kind in ("alive", "ready"))
+        if self.files is not None:
+            folder = self.files[0] / HEALTH
+            self._alive, self._ready = (folder / f"{self.files[1]}.{kind}" for kind in ("alive", "ready"))
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
             self._touch()
@@ -106,7 +105,7 @@ class Pulse:
 
     def patient(self) -> None:
         """Note progress; what comes until the next beat may take long."""
-        self._patience.wait(self._config.bound_s(None))
+        self._patience.wait(self.config.bound_s(None))
         self._touch()
 
     @contextlib.contextmanager
@@ -126,8 +125,8 @@ class Pulse:
 
     def phase(self, words: str) -> None:
         """Say what the process does before the loop is ready."""
-        if self._files is not None and not (words and self._is_ready):
-            tell_phase(*self._files, words)
+        if self.files is not None and not (words and self._is_ready):
+            tell_phase(*self.files, words)
 
     def ready(self, is_ready: bool) -> None:
         """Say whether the loop is connected and trains, or listens."""
@@ -167,8 +166,8 @@ class Pulse:
     def _end(self, reason: str) -> None:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback(sys.__stderr__)
-        farewell = threading.Thread(target=self.last_word, args=(f"{self._what} hung: {reason}",), daemon=True)
+        farewell = threading.Thread(target=self.last_word, args=(f"{self.what} hung: {reason}",), daemon=True)
         farewell.start()
         farewell.join(FAREWELL_S)
-        log.error(f"{self._what} hangs: {reason}; the stacks of its threads are above, the process ends to start again")
+        log.error(f"{self.what} hangs: {reason}; the stacks of its threads are above, the process ends to start again")
         end_now(HUNG)

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_jax.runtime.records.line_file import LINE_BYTES_MAX, LineFile
@@ -21,19 +22,17 @@ class TapeStopped(Exception):
     """The run was stopped while the tape could not be written: this input was not executed, and none may follow."""
 
 
+@dataclass(eq=False)
 class TapeFile:
-    """Appends to a run's tape; a full disk makes it wait, not fail. ValueError if another syncer writes it.
+    """Appends to a run's tape; a full disk makes it wait, not fail. ValueError if another syncer writes it."""
 
-    Args:
-        stop: set from outside when the run shall end: then waiting ends too.
-        on_wait: called before each wait, on the writing thread, with `condition` set.
-    """
+    path: Path
+    stop: threading.Event  # set from outside when the run shall end: then waiting ends too
+    on_wait: Callable[[], None]  # called before each wait, on the writing thread, with `condition` set
+    condition: str = ""
 
-    def __init__(self, path: Path, stop: threading.Event, on_wait: Callable[[], None]) -> None:
-        self._file = LineFile(path, exclusive=True)
-        self._stop = stop
-        self._on_wait = on_wait
-        self.condition = ""
+    def __post_init__(self) -> None:
+        self._file = LineFile(self.path, exclusive=True)
 
     @property
     def position(self) -> int:
@@ -49,19 +48,19 @@ class TapeFile:
                 self._blocked(error)
                 continue
             if self.condition:
-                log.info(f"{self._file.path} can be written again; rounds go on")
+                log.info(f"{self.path} can be written again; rounds go on")
                 self.condition = ""
             return
 
     def _blocked(self, error: OSError) -> None:
         if not self.condition:
             self.condition = (
-                f"the tape cannot be written: {error.strerror} ({self._file.path}): free space there; "
+                f"the tape cannot be written: {error.strerror} ({self.path}): free space there; "
                 "no round is merged until then"
             )
             log.warning(self.condition)
-        self._on_wait()
-        if self._stop.wait(RETRY_S):
+        self.on_wait()
+        if self.stop.wait(RETRY_S):
             raise TapeStopped(f"stopped while {self.condition}")
 
     def close(self) -> None:

@@ -55,10 +55,8 @@ ISLAND = (  # name, help, and the key in an island's row of the status, or among
     ("diloco_island_device_memory_bytes", "memory in use on its fullest device", "device_bytes"),
     ("diloco_island_host_memory_bytes", "memory of its process; of several, the leader's", "host_bytes"),
 )
-DURATIONS = {
-    "diloco_round_phase_seconds": "a round's wait for its quorum, its grace window, and its pull and merge",
-    "diloco_broadcast_seconds": "from a merge until an island has read the new version",
-}
+ROUND = ("diloco_round_phase_seconds", "a round's wait for its quorum, its grace window, and its pull and merge")
+BROADCAST = ("diloco_broadcast_seconds", "from a merge until an island has read the new version")
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +86,9 @@ class Exposition(Collector):
         self._registry = registry = prometheus.CollectorRegistry()
         for collector in (prometheus.ProcessCollector, prometheus.PlatformCollector, prometheus.GCCollector):
             collector(registry=registry)
-        (of_round, round_help), (of_broadcast, broadcast_help) = DURATIONS.items()
-        phases = prometheus.Histogram(of_round, round_help, ["phase"], buckets=BUCKETS, registry=registry)
+        phases = prometheus.Histogram(*ROUND, ["phase"], buckets=BUCKETS, registry=registry)
         self._phases = [phases.labels(phase) for phase in PHASES]
-        self._broadcast = prometheus.Histogram(of_broadcast, broadcast_help, buckets=BUCKETS, registry=registry)
+        self._broadcast = prometheus.Histogram(*BROADCAST, buckets=BUCKETS, registry=registry)
         registry.register(self)
         self._server: WSGIServer | None = None
         self.url = ""

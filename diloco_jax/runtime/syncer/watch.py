@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -42,36 +43,33 @@ def merged_metrics(islands: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(each) / (1 if name in SUMMED else len(each)) for name, each in found.items()}
 
 
+@dataclass(eq=False)
 class Watch:
-    """The counts of a run, and everything that is told of it.
+    """The counts of a run, and everything that is told of it."""
 
-    Args:
-        host: what is wrong with the syncer itself, such as a full disk.
-        pulse: of the thread that tells; it does so at every turn, however long it waits for a disk.
-        exposed: hears the same, for Prometheus.
-    """
+    parts: Parts
+    earlier: Earlier
+    host: HostAlarms  # what is wrong with the syncer itself, such as a full disk
+    pulse: Pulse  # of the thread that tells; it does so at every turn, however long it waits for a disk
+    exposed: Exposition  # hears the same, for Prometheus
 
-    def __init__(self, parts: Parts, earlier: Earlier, host: HostAlarms, pulse: Pulse, exposed: Exposition) -> None:
-        self._parts = parts
-        self.exposed = exposed
-        self._pulse = pulse
+    def __post_init__(self) -> None:
         self._told_s: float | None = None
-        self._wire_before = earlier.wire
-        self.eval_loss, self.eval_scores = earlier.eval_loss, dict[str, float | None]()  # newest evaluation
+        self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()  # newest evaluation
         self.eval_bits: float | None = None
         self.eval_alarms: list[str] = []  # what was wrong with evaluations since the last good one, each once
         self.asked_tokens: int | None = None  # trained on when this process last asked for an evaluation
-        self._host, self._book = host, AlarmBook()
+        self._book = AlarmBook()
         self._listener: GrpcListener | ShardedListener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
         self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
         self._news = False
-        self._telemetry = Telemetry(parts.run_dir, Outlets(parts.config, parts.run_dir))
+        self._telemetry = Telemetry(self.parts.run_dir, Outlets(self.parts.config, self.parts.run_dir))
 
     def begins(self, how: str) -> None:
         """Write down that a process of the syncer begins, how (begin.py) and on what: a run may have several."""
-        machine = self._parts.machine
-        record = {"kind": "life", "t": self._parts.clock.now_s(), "global_step": machine.global_step, "members": []}
+        machine = self.parts.machine
+        record = {"kind": "life", "t": self.parts.clock.now_s(), "global_step": machine.global_step, "members": []}
         record |= {"epoch": machine.epoch, "reason": f"of the syncer, number {machine.epoch}: {LIVES[how]}"}
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
@@ -79,14 +77,14 @@ class Watch:
     def listens(self, listener: GrpcListener | ShardedListener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""
         self._listener = listener
-        self._pulse.ready(True)
+        self.pulse.ready(True)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
-        stats = self._parts.stats
+        stats = self.parts.stats
         if not stats.on_report(report, now_s):
             return
         arrived = self.exposed.on_report(report, now_s)
-        member = self._parts.machine.membership.members[report.learner_id]
+        member = self.parts.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
         record |= {"global_step": report.global_step, "loss": report.loss, "step_s": report.step_s}
@@ -96,27 +94,27 @@ class Watch:
 
     def on_value(self, value: FragmentValue, now_s: float) -> None:
         """Remember when a learner's value for a round came."""
-        if (took_s := self._parts.stats.on_value(value, now_s)) is not None:
+        if (took_s := self.parts.stats.on_value(value, now_s)) is not None:
             self._came.setdefault(value.global_step, {})[value.learner_id] = round(took_s, 4)
 
     def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
         """Tell how long a round took that the machine is about to end."""
         self.exposed.on_merged(global_step, left_out, now_s)
-        this = self._parts.machine.rounds.flying[global_step]
+        this = self.parts.machine.rounds.flying[global_step]
         record = {"kind": "round", "t": now_s, "global_step": global_step, "fragment_id": this.fragment_id}
         record |= {"opened_s": this.opened_s, "met_s": this.met_s, "closed_s": this.closed_s}
         self._telemetry.write(record | {"pulled_s": this.pulled_s, "values": self._came.pop(global_step, {})})
 
     def on_metrics(self, report: MetricsReport, now_s: float) -> None:
         """Tell what an island measured, unless another process of it has taken its place."""
-        machine = self._parts.machine
+        machine = self.parts.machine
         if machine.membership.get(report.learner_id, report.incarnation) is None:
             return
         values = dict(report.values)
         if (unix_s := values.pop(OWN_TIME, None)) is not None:
-            self._host.on_clock(report.learner_id, unix_s)
+            self.host.on_clock(report.learner_id, unix_s)
         self._metrics[report.learner_id] = values
-        self._parts.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))
+        self.parts.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))
         self._news = True
         record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
@@ -124,14 +122,14 @@ class Watch:
 
     def on_note(self, note: Note) -> None:
         """Count and tell what the machine says of a round or a learner."""
-        record = {"kind": note.kind, "t": self._parts.clock.now_s(), "global_step": note.global_step}
+        record = {"kind": note.kind, "t": self.parts.clock.now_s(), "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
         self.exposed.on_note(note)
         if note.kind == "abandoned":
             self._came.pop(note.global_step, None)
         if note.kind == "merged":
-            self._parts.stats.on_merged(note.members, note.global_step)
+            self.parts.stats.on_merged(note.members, note.global_step)
         elif note.kind == "unevaluated":
             self._not_evaluated(f"no evaluation at global step {note.global_step}: {note.reason}")
         elif note.kind != "closed":
@@ -140,7 +138,7 @@ class Watch:
     def on_score(self, score: Score, now_s: float) -> None:
         finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
         bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
-        tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
+        tokens = self.parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
         if score.reason:
             self._not_evaluated(f"{score.learner_id}: {score.reason}")
         else:
@@ -157,9 +155,9 @@ class Watch:
 
     def _look(self, now_s: float) -> list[dict[str, Any]]:
         """Find what is wrong, tell what is new of it, and return what stands."""
-        machine = self._parts.machine
+        machine = self.parts.machine
         active = [name for name, member in machine.membership.members.items() if member.state == "active"]
-        found = [*self._host.found(now_s), *alarms_of(machine, self._parts.stats, now_s)]
+        found = [*self.host.found(now_s), *alarms_of(machine, self.parts.stats, now_s)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
         if self.eval_loss is not None and not isfinite(self.eval_loss):
@@ -179,7 +177,7 @@ class Watch:
     def alarms(self) -> list[dict[str, Any]]:
         """Return every alarm of this process, and the worst of all times that islands outran rounds."""
         found = [each for each in self._book.told() if each["kind"] != "outrun"]
-        if outruns := self._parts.stats.outruns:
+        if outruns := self.parts.stats.outruns:
             worst = max(outruns, key=lambda episode: episode.steps)
             others = f", the longest of {len(outruns)} times" * (len(outruns) > 1)
             found.append(Alarm("outrun", "", f"{worst}{others}").told())
@@ -187,14 +185,14 @@ class Watch:
 
     def wire(self) -> dict[str, int]:
         received, sent = self._listener.traffic if self._listener is not None else (0, 0)
-        before = self._wire_before
+        before = self.earlier.wire
         return {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
 
     def tell(self) -> None:
         """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
-        parts = self._parts
+        parts = self.parts
         now_s = parts.clock.now_s()
-        self._pulse.beat(None if self._told_s is None else now_s - self._told_s)
+        self.pulse.beat(None if self._told_s is None else now_s - self._told_s)
         self._told_s = now_s
         status = compose_status(
             parts.config.name,
@@ -202,7 +200,7 @@ class Watch:
             parts.stats,
             now_s,
             stopped=parts.stop.is_set(),
-            blocked=self._host.blocked,
+            blocked=self.host.blocked,
             alarms=self._look(now_s),
             eval_loss=self.eval_loss,
             eval_scores=self.eval_scores,

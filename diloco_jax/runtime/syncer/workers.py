@@ -3,6 +3,7 @@
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_jax.protocol.effects import Merge
@@ -36,19 +37,16 @@ class Results:
             yield result
 
 
+@dataclass(eq=False)
 class Merges:
-    """The learners' values of rounds that are not merged yet, and the thread that merges them.
+    """The learners' values of rounds that are not merged yet, and the thread that merges them."""
 
-    On that thread, whose signs of life are `pulse`, `report` gets each order with its result, or an exception.
-    """
+    model: GlobalModel
+    report: Callable[[tuple[Merge, Merged] | Exception], None]  # gets each order with its result, on that thread
+    pulse: Pulse  # signs of life of that thread
 
-    def __init__(
-        self, model: GlobalModel, report: Callable[[tuple[Merge, Merged] | Exception], None], pulse: Pulse
-    ) -> None:
-        self._pulse = pulse
-        self._pulse.rest()
-        self._model = model
-        self._report = report
+    def __post_init__(self) -> None:
+        self.pulse.rest()
         self._values: dict[int, dict[str, Any]] = {}  # round -> learner -> outer gradient, or shards' names of it
         self._thread = ThreadPoolExecutor(1, "merge")
 
@@ -63,13 +61,13 @@ class Merges:
         self._thread.submit(self._merge, order, self._values.pop(order.global_step))
 
     def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:
-        self._pulse.patient()  # it may wait for fragments of a snapshot, each for as long as HeldStates says
+        self.pulse.patient()  # it may wait for fragments of a snapshot, each for as long as HeldStates says
         try:
-            self._report((order, self._model.merge(order, values)))
+            self.report((order, self.model.merge(order, values)))
         except Exception as error:
-            self._report(error)
-        self._pulse.rest()
+            self.report(error)
+        self.pulse.rest()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-        self._pulse.close()
+        self.pulse.close()

@@ -26,11 +26,11 @@ from diloco_jax.runtime.island import follower as follower_module
 from diloco_jax.runtime.island import join as hosts
 from diloco_jax.runtime.island import leader as host_leader
 from diloco_jax.runtime.island.built_in import BuiltInLoop
-from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.island.join import Hosts, join, make_dialler
+from diloco_jax.runtime.island.join import Hosts, join
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
+from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
 from diloco_jax.runtime.records.pulse import Pulse
@@ -76,8 +76,8 @@ class Pair:
             config, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
         )
         self.follows = host = Host(config, loop.island, loop.warm_up, saves=saves[1])
-        dialler = make_dialler(config, host.plan, "island-0", 1, nobody, Hosts(1, 2, member, 1))
-        self.follower = Follower(config, host, dialler, member, self.asked, loop.put_batch, PULSE)
+        joining = Joining(config, "island-0", 1, nobody, folder, PULSE, Hosts(1, 2, member, 1))
+        self.follower = joining.follower(host, self.asked, loop.put_batch)
         self._steps = loop.step
         self.statuses: list[int] = []
         self.deaths = deaths

@@ -35,7 +35,7 @@ def started(cores: int, busy: float) -> tuple[Machine, SpareTime]:
     ("cores", "busy", "seconds", "least", "most"),
     [
         *((cores, cores, 20, 0.0, 1.1 * LEAST * cores) for cores in (1, 2, 16)),
-        (16, 4, 2, 1.5, THREADS_COST),  # after the first look, without any rest
+        (16, 4, 2, 1.5, 1.1 * THREADS_COST),  # after the first look, without any rest
         (1, 0.5, 10, 0.1, 0.4),
     ],
 )
