@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_jax.cli.inference import written
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
@@ -76,6 +75,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
     )
+    from diloco_jax.cli.inference import written  # with what computes, of which this process had no need
+
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)

@@ -25,8 +25,8 @@ from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.budget.needs import IslandKind, outline
-from diloco_jax.tools.preflight.advice import GB, ROOM, Misfit, advise_hbm
 from diloco_jax.tools.preflight.compile import Compiled, Say, compile_island, needed_flops, step_hbm
+from diloco_jax.tools.preflight.judge import GB, ROOM, Misfit, advise_hbm
 from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import SPLASH_BLOCKS
 from diloco_jax.training.models.layers import KEPT

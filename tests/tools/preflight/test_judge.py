@@ -21,9 +21,9 @@ from diloco_jax.settings.text import parse
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.preflight import compile as compiling
 from diloco_jax.tools.preflight import judge as judging
-from diloco_jax.tools.preflight.advice import Misfit, advise_anchors, advise_hbm
 from diloco_jax.tools.preflight.compile import Built, Gathers, Memory, slice_devices, weight_gathers
 from diloco_jax.tools.preflight.hlo import Program, read_program
+from diloco_jax.tools.preflight.judge import Misfit, advise_anchors, advise_hbm
 from diloco_jax.tools.preflight.report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
