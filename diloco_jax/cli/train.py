@@ -22,16 +22,9 @@ ALARMS_SHOWN = 8
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
-    """Run syncer and islands to the end, then write the report.
+    """Run syncer and islands to the end, or go on with a run that ended early (`resume`), then write the report.
 
-    Args:
-        resume: the folder is of a run that ended early; go on from its newest snapshot.
-
-    Returns:
-        The summary; empty when the run failed, after a message that says why.
-
-    Raises:
-        ValueError: one of its processes found a setting to be wrong.
+    Returns the summary; empty when the run failed, after a message that says why. ValueError if a setting is wrong.
     """
     console, terminal = Console(stderr=quiet), Terminal()
     stop = stop_on_signals(terminal.restore)

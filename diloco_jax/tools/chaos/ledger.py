@@ -162,12 +162,7 @@ def spread(values: Iterable[float]) -> dict[str, float | None]:
 def judge(
     ledger: Ledger, run_dir: Path, inflicted: int, skipped: int, summary: Mapping[str, Any], samples: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make everything that `diloco chaos --json` prints.
-
-    Args:
-        summary: the run's summary; empty when it did not come to its end.
-        samples: what the audit found; empty when it could not be made.
-    """
+    """Make what `diloco chaos --json` prints; summary and samples are empty if the run or its audit did not end."""
     recoveries = ledger.recoveries
     deaths = [r for r in recoveries if r.killed and r.target != SYNCER]
     recovered = sum(r.settled for r in recoveries)

@@ -92,12 +92,7 @@ def numbers_of(names: Sequence[str]) -> dict[str, str]:
 
 
 class Keys:
-    """The keys of a view: what each asks for, what is asked in return.
-
-    Args:
-        drain: asks that an island leaves; returns what people should hear.
-        open_page: opens the page of the run; returns the same.
-        quits: whether q ends the view.
+    """The keys of a view: what each asks for, what is asked in return; q ends a view that `quits`.
 
     Attributes:
         words: what the view shows below its picture.

@@ -128,16 +128,9 @@ ALL_LAYERS = 0.5  # the same for weights that are joined over all layers, before
 
 
 def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, Any]:
-    """Compile and judge; takes minutes for large models.
+    """Compile and judge, which takes minutes for large models: on each of these slices, or the islands' own.
 
-    Args:
-      slices: names such as v5p:4x4x8, on each of which every island is tried; none: the islands' own.
-
-    Returns:
-      rows (one per program), islands (one per kind), problems, advice, and ok: whether there is no problem.
-
-    Raises:
-      ValueError: libtpu is missing, no slice is named, a slice is unknown, or model, mesh or batch do not fit it.
+    Returns rows (one per program), islands (one per kind), problems, advice, and ok. Raises as `compile_island`.
     """
     result: dict[str, Any] = {"rows": [], "islands": [], "problems": [], "advice": []}
     for there, kind in cases_of(config, slices):
