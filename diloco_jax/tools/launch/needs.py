@@ -43,7 +43,7 @@ def allocatable(gib: float) -> float:
 
 
 def host_for(machine_type: str, need_bytes: float) -> SyncerMachine:
-    """Choose the host of a syncer that takes so many bytes (0: unknown), or this one, or ValueError: none is so large."""
+    """Choose the host of a syncer that takes so many bytes (0: unknown), or the named one; ValueError if none does."""
     request = need_bytes * MARGIN
     if machine_type:
         gib = MACHINE_GIB.get(machine_type, 0)
