@@ -131,14 +131,17 @@ WRONG = {
 }
 
 
+ALIKE = ("--islands.each", "{}")
+
+
 @pytest.mark.parametrize(
     ("way", "overrides", "said"),
     [
-        (
-            "tpu-vm",
-            ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-east5-a"),
-            "runtime",
-        ),
+        ("tpu-vm", (*ALIKE, "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-east5-a"), "runtime"),
+        ("sky", (*GPU, "--islands.devices", "auto"), "island-0 does not say how many GPUs it has"),
+        ("sky", (*GPU, "--gpu.accelerator", ""), "launch sky needs gpu.accelerator"),
+        ("sky", (*GPU, "--gpu.options", "-p"), "gpu.options has '-p'"),
+        ("sky", (*GPU, "--gpu.accelerator", "H 100"), "gpu.accelerator is 'H 100'"),
         ("slurm", (*GPU, "--cloud.bucket", "", "--data.path", "gs://{bucket}/web"), "cloud.bucket is empty"),
     ],
 )

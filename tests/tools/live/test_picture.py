@@ -118,10 +118,8 @@ def test_the_recent_rate_decides_the_time_left() -> None:
 
 def test_a_run_that_starts_says_what_happens() -> None:
     text = drawn(render(STARTING, 80))
-    assert "no island has connected yet" in text
-    assert "waiting for: the first learner" in text
-    assert "share of" not in text
-    assert "left" not in text
+    assert "no island has connected yet" in text and "waiting for: the first learner" in text
+    assert "share of" not in text and "left" not in text
     phases = [StartPhase("island-0", "compiling, 3 of 7 programs", 4.2), StartPhase("island-1", "importing", 61.0)]
     text = drawn(render(STARTING, 80, phases=phases))
     assert "island-0  compiling, 3 of 7 programs  4 s" in text and "no island has" not in text
