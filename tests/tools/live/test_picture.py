@@ -74,14 +74,12 @@ def test_a_wide_terminal_shows_more_with_its_units() -> None:
 names = st.text("abc-0123456789", min_size=1, max_size=8)
 counts = st.integers(0, 10**6)
 rows = st.builds(
-    lambda name, condition, step, since_s, metrics: learner(
-        name, condition, local_step=step, since_s=since_s, metrics=metrics
-    ),
+    learner,
     names,
     st.sampled_from(sorted(REASONS)),
-    counts,
-    st.floats(0, 1e6),
-    st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(0, 1)),
+    local_step=counts,
+    since_s=st.floats(0, 1e6),
+    metrics=st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(0, 1)),
 )
 
 
