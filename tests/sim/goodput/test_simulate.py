@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from diloco_jax.cli.main import main
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, simulate
 from diloco_jax.sim.goodput.simulate import Options, plan_cells, run_cells
+from tests.runtime.helpers import wait_for
 
 QUICK = ["--methods", "rigid", "decoupled", "--learners", "2", "4", "--chips", "1.2m", "--hours", "0.5"]
 
@@ -144,13 +144,6 @@ def workers_of(parent: int) -> list[int]:
     ]
 
 
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end_s, "it does not come about"
-        time.sleep(0.05)
-
-
 def running(process: int) -> bool:
     """Tell whether it is there and no zombie."""
     try:
@@ -164,11 +157,11 @@ def test_processes_end_with_their_parent_and_are_missed() -> None:
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
     for victim in ("parent", "worker"):
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-            until(lambda process=process: len(workers_of(process.pid)) == 2)  # type: ignore[misc]
+            wait_for(lambda process=process: len(workers_of(process.pid)) == 2, "two workers")
             workers = workers_of(process.pid)
             time.sleep(0.5)  # they begin
             os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
-            until(lambda workers=workers: not any(map(running, workers)))  # type: ignore[misc]
+            wait_for(lambda workers=workers: not any(map(running, workers)), "their end")
             _, err = process.communicate(timeout=60)
         if victim == "worker":
             assert process.returncode == 1 and b"was killed" in err and b"Traceback" not in err
