@@ -78,7 +78,7 @@ def describe(checks: Sequence[Check]) -> str:
 
 @contextmanager
 def listening(config: RunConfig) -> Iterator[list[str]]:
-    """Answer doctors where the syncer and its shards will listen; ValueError if an address is of no use."""
+    """Answer doctors where the syncer and its shards will listen, admit no learner; ValueError if none can listen."""
     written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
     if not port:
         raise ValueError(
