@@ -1,22 +1,24 @@
 """Subcommands about the model of a run: evaluate it, ask it tasks, let it write, bring it in from elsewhere or out."""
 
-from __future__ import annotations
-
 import argparse
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from diloco_jax.cli.shared import run_config, show
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    import numpy as np
-
-    from diloco_jax.settings.run import RunConfig
-    from diloco_jax.tools.inference.language import Language
+from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
+from diloco_jax.runtime.records.files import CHECKPOINTS
+from diloco_jax.runtime.records.telemetry import finite
+from diloco_jax.settings.packed import find_config
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import load
+from diloco_jax.tools.inference.language import Language, Writing
+from diloco_jax.tools.live.words import scores_text
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 TEMPERATURES = (1e-6, 1e6)  # others overflow float32
@@ -25,10 +27,6 @@ PROMPT, TEMPERATURE = "\n", 0.7  # the beginning of a line
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss of the newest checkpoint on the held-out data, or its scores in tasks."""
-    from diloco_jax.runtime.model.evaluation import Evaluator
-    from diloco_jax.runtime.records.telemetry import finite
-    from diloco_jax.tools.live.words import scores_text
-
     for name in ("batches", "limit"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ValueError(f"--{name} is {value}; use at least 1")
@@ -56,8 +54,6 @@ def _ask(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tasks-folder {folder} is no folder; give one with lm-eval's YAML files")
     for name in ("DISABLE_MULTIPROC", *(OFFLINE if folder else ())):  # no fork; read when libraries are imported
         os.environ.setdefault(name, "1")
-    from diloco_jax.runtime.records.telemetry import finite
-
     try:
         from diloco_jax.tools.inference.harness import ask_tasks
     except ImportError as error:
@@ -76,8 +72,6 @@ def _ask(arguments: argparse.Namespace) -> int:
 
 def sample(arguments: argparse.Namespace) -> int:
     """Print what the newest checkpoint writes, as it is written."""
-    from diloco_jax.tools.inference.language import Writing
-
     how = Writing(arguments.temperature, arguments.top_p, arguments.seed)
     cold_or_hot = not (how.temperature == 0 or TEMPERATURES[0] <= how.temperature <= TEMPERATURES[1])
     if arguments.tokens < 1 or cold_or_hot or not 0 < how.top_p <= 1 or not arguments.prompt:
@@ -100,8 +94,6 @@ def sample(arguments: argparse.Namespace) -> int:
 
 def written(run: Path, count: int) -> str:
     """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if it is not of text."""
-    from diloco_jax.tools.inference.language import Writing
-
     try:
         language, _ = _language(str(run))
     except ValueError:
@@ -114,19 +106,12 @@ def _harmless(text: str) -> str:
 
 
 def _language(run: str) -> tuple[Language, int]:
-    from diloco_jax.tools.inference.language import Language
-
     config, parameters, global_step = _newest(run)
     return Language(config, parameters), global_step
 
 
 def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
     """Return a run's config, its newest checkpoint's parameters and global step; of a config, what it begins with."""
-    from diloco_jax.runtime.model.evaluation import Evaluator
-    from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
-    from diloco_jax.runtime.records.files import CHECKPOINTS
-    from diloco_jax.settings.text import load
-
     if Path(run).is_file():
         config = load(run)
         return config, dict(Evaluator(config).initial_parameters()), 0
@@ -139,7 +124,6 @@ def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
 
 def begin(arguments: argparse.Namespace) -> int:
     """Write a config that begins with the weights of a public model."""
-    from diloco_jax.settings.packed import find_config
     from diloco_jax.tools.export.files import begin_with
 
     folder = Path(arguments.folder)
@@ -153,7 +137,6 @@ def begin(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write a run's newest model for other programs."""
-    from diloco_jax.settings.text import load
     from diloco_jax.tools.export.files import export
 
     config, run_dir, out = load(run_config(arguments.run)), Path(arguments.run), Path(arguments.out)

@@ -112,10 +112,11 @@ def preflight(arguments: argparse.Namespace) -> int:
 def simulate(arguments: argparse.Namespace) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
-    from diloco_jax.sim.goodput.simulate import Options, run, settings_text
+    from diloco_jax.sim.goodput.settings import describe
+    from diloco_jax.sim.goodput.simulate import SECTIONS, Options, run
 
     if arguments.settings:
-        print(settings_text())
+        print(describe(SECTIONS))
         return 0
     words = {field.name: getattr(arguments, field.name) for field in fields(Options)}
     options = Options(**words | {"tapes": _path("--tapes", arguments.tapes)})
@@ -150,15 +151,8 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.plan.report import describe
 
     config = load_config(arguments)
-    case = case_of(config, Assumptions(**_given(arguments)))
+    said = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
+    case = case_of(config, Assumptions(**{name: value for name, value in said.items() if value is not None}))
     result = forecast(case, advise(case))
     show(arguments, finite(result), lambda _: describe(result))
     return 0
-
-
-def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the assumptions that the command line names."""
-    from diloco_jax.sim.goodput.assumptions import Assumptions
-
-    said = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
-    return {name: value for name, value in said.items() if value is not None}

@@ -12,20 +12,19 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco_jax.cli.shared import run_config, show
+from diloco_jax.runtime.records.files import CONFIG_FILE
 from diloco_jax.runtime.records.signals import FAILED
-
-if TYPE_CHECKING:
-    from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import load
+from diloco_jax.transport.link import TransportConfig
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from diloco_jax.runtime.records.files import CONFIG_FILE
     from diloco_jax.runtime.records.liveness import DEAD
     from diloco_jax.runtime.records.status import read_status
-    from diloco_jax.settings.text import load
     from diloco_jax.tools.live.words import describe
 
     own = Path(arguments.run) / CONFIG_FILE
@@ -50,7 +49,6 @@ def _watch(
     from diloco_jax.runtime.records.signals import stop_on_signals
     from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
     from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run
-    from diloco_jax.transport.link import TransportConfig
 
     if arguments.json:
         raise ValueError("--watch draws for people, --json is for machines; give one of them")
@@ -71,16 +69,15 @@ def _watch(
 
 
 def drain(arguments: argparse.Namespace) -> int:
-    from diloco_jax.runtime.records.status import is_address
-    from diloco_jax.settings.text import load
-    from diloco_jax.tools.live.keys import drain as ask
-    from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.runtime.records.status import is_address, syncer_at
+    from diloco_jax.transport.questions import ask_drain
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):
         config = run_config(run)
     known = TransportConfig() if config is None else load(config).transport
-    ok, message = ask(run, arguments.learner, known, allow_plaintext=arguments.allow_plaintext)
+    address = syncer_at(run, known, allow_plaintext=arguments.allow_plaintext)
+    ok, message = ask_drain(address, arguments.learner)
     if arguments.json:
         print(json.dumps({"learner": arguments.learner, "ok": ok, "message": message}))
     else:
@@ -97,7 +94,6 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    from diloco_jax.settings.text import load
     from diloco_jax.tools.report.perfetto import write_perfetto
     from diloco_jax.tools.view.page import write_report
 
@@ -143,8 +139,8 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    from diloco_jax.runtime.records.files import CONFIG_FILE, new_run_dir
-    from diloco_jax.settings.text import load, save
+    from diloco_jax.runtime.records.files import new_run_dir
+    from diloco_jax.settings.text import save
     from diloco_jax.tools.replay.script import as_simulated
 
     config = as_simulated(load(arguments.config or run_config(arguments.run)), Path(arguments.run))
@@ -186,7 +182,6 @@ def _replay_as_island(config: RunConfig, arguments: argparse.Namespace) -> int |
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    from diloco_jax.settings.text import load
     from diloco_jax.tools.replay.audit import audit as audit_run
     from diloco_jax.tools.replay.audit import describe
     from diloco_jax.tools.replay.script import read_scenario

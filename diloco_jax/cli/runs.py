@@ -197,8 +197,8 @@ def chaos(arguments: argparse.Namespace) -> int:
         show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda told: "\n".join(told["schedule"]))
         return 0
     from diloco_jax.runtime.local.check_input import check_input
+    from diloco_jax.tools.chaos.ledger import table
     from diloco_jax.tools.chaos.run import for_chaos, run_chaos
-    from diloco_jax.tools.chaos.verdict import table
 
     config = for_chaos(config, len(schedule))
     check_input(config)

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_jax.cli.inference import written
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
@@ -23,16 +22,9 @@ ALARMS_SHOWN = 8
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
-    """Run syncer and islands to the end, then write the report.
+    """Run syncer and islands to the end, or go on with a run that ended early (`resume`), then write the report.
 
-    Args:
-        resume: the folder is of a run that ended early; go on from its newest snapshot.
-
-    Returns:
-        The summary; empty when the run failed, after a message that says why.
-
-    Raises:
-        ValueError: one of its processes found a setting to be wrong.
+    Returns the summary; empty when the run failed, after a message that says why. ValueError if a setting is wrong.
     """
     console, terminal = Console(stderr=quiet), Terminal()
     stop = stop_on_signals(terminal.restore)
@@ -76,6 +68,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
     )
+    from diloco_jax.cli.inference import written  # with what computes, of which this process had no need
+
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)

@@ -16,10 +16,7 @@ class Cluster:
     """The simulated run. Build it, let observers `watch` it, `run` it, read it.
 
     Args:
-        make_learner: builds a learner; tests put broken ones here.
-        make_syncer: builds the syncer, likewise.
-        make_network: builds the network, likewise.
-        make_host, make_driver: build what runs the syncer and learners, likewise.
+        make_learner, make_syncer, make_network, make_host, make_driver: build these; tests and faults have others.
         taped: record the event tape, a line of JSON per input of the syncer.
         paces: of each learner; if not given, as the scenario's step times say.
         late: learners that do not start by themselves.

@@ -35,12 +35,7 @@ DONE = HELD | {AdoptState, EvaluateModel, SaveState, Finish}  # besides what is 
 
 
 class LearnerDriver:
-    """The driver of one learner. Its state is that of the node and of the process that runs.
-
-    Args:
-        accept: dials the syncer; None when nobody listens.
-        left: called when the learner has left for good.
-    """
+    """The driver of one learner, whose state is the node's; `accept` dials the syncer, `left` hears of its end."""
 
     __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_world", "node")
 

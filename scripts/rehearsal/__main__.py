@@ -15,8 +15,8 @@ from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.packed import find_config
 from diloco_jax.settings.text import load
 from diloco_jax.tools.chaos.driver import Driver
+from diloco_jax.tools.chaos.ledger import table
 from diloco_jax.tools.chaos.run import run_under
-from diloco_jax.tools.chaos.verdict import table
 from rehearsal.cluster import Cluster
 from rehearsal.faults import CARDS, Calamity, draw
 from rehearsal.process import STEP_ENV

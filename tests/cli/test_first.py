@@ -14,6 +14,7 @@ import yaml
 
 import diloco_jax
 from diloco_jax.cli.main import main
+from diloco_jax.cli.words import function_of, read_words
 from diloco_jax.settings.packed import find_config, packed
 from diloco_jax.settings.text import load
 from tests.runtime.helpers import ROOT, environment
@@ -32,6 +33,10 @@ def test_init_writes_a_config_and_its_schema_once(
     target.write_text("name: mine\n", encoding="utf-8")
     assert main(["init", name, "--dir", str(target.parent)]) == 2
     assert "is there already" in capsys.readouterr().err and target.read_text(encoding="utf-8") == "name: mine\n"
+
+
+def test_every_command_names_a_function() -> None:
+    assert [name for name, entry in read_words().items() if not callable(function_of(entry["calls"]))] == []
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,8 @@ def _run_rounds(parts: Sequence[Slices], until_s: float, sync_every: int, round_
 def simulate(cell: Cell, on_share: Callable[[float], None] | None = None) -> Row:
     """Return goodput and uptime with the protocol's machines, where the method has a protocol.
 
-    Args:
-        on_share: told now and then which share of the time is simulated.
-
-    Raises:
-        ValueError: an unknown method, a cluster that cannot be cut so, a folder that holds tapes already, or
-            a run with tapes that does not end.
-        OSError: the tapes cannot be written.
+    `on_share` is told now and then which share of the time is simulated. ValueError for what cannot be simulated, a
+    folder that holds tapes already, or a run with tapes that does not end.
     """
     _check(cell)
     if cell.method in ("rigid", "elastic"):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
 from diloco_jax.sim.goodput.hardware import Hardware, check_cluster
 from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Cell, Row, Wan, expected, simulate
-from diloco_jax.sim.goodput.settings import compact, describe, number, read
+from diloco_jax.sim.goodput.settings import compact, number, read
 from diloco_jax.sim.tapes import check_folder
 
 Say = Callable[[str], None]
@@ -150,10 +150,6 @@ def read_shared(overrides: Sequence[str], *, seed: int, fast: bool, hours: float
         raise ValueError(f"--hours is {hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
     said = {} if hours is None else {"hours": hours}
     return {**read(overrides, SECTIONS), "seed": seed, "fast": fast, **said}
-
-
-def settings_text() -> str:
-    return describe(SECTIONS)
 
 
 def plan_cells(options: Options) -> list[Cell]:

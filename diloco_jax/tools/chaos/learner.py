@@ -28,7 +28,7 @@ from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.records.line_file import LineFile
 from diloco_jax.tools.chaos.actions import CHAOS, began_unix_s, order_file
-from diloco_jax.tools.chaos.verdict import WAITS_FILE
+from diloco_jax.tools.chaos.ledger import WAITS_FILE
 from diloco_jax.training.island import StepHandle
 from diloco_jax.transport.link import Link
 

@@ -31,16 +31,9 @@ SLICE_S = 0.05  # a limited rate is paid out in pieces of so many seconds
 
 
 class Relay:
-    """A listener on loopback that forwards every connection to a target; a context manager.
+    """A listener on loopback that forwards every connection to a target, host:port there or a function that returns it.
 
-    `direction` in the methods is "up" towards the target, "down", or "both".
-
-    Args:
-        target: host:port to forward to, on loopback, or a function that returns it, asked at every connection.
-
-    Raises:
-        ValueError: an address is not one of loopback.
-        OSError: the address cannot be listened on.
+    `direction` in the methods is "up" towards the target, "down", or "both". ValueError if an address is not loopback.
     """
 
     def __init__(self, target: str | Callable[[], str], address: str = "127.0.0.1:0") -> None:

@@ -18,9 +18,9 @@ from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import Saboteur
 from diloco_jax.tools.chaos.driver import Driver
+from diloco_jax.tools.chaos.ledger import judge
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
-from diloco_jax.tools.chaos.verdict import judge
 from diloco_jax.tools.replay.audit import audit
 from diloco_jax.tools.view.page import write_report
 

@@ -83,14 +83,7 @@ class ChaosFault:
 def draw_schedule(
     seed: int, islands: Sequence[str], *, faults: int, steps: int, lease_s: float, kinds: Sequence[str] = KINDS
 ) -> tuple[ChaosFault, ...]:
-    """Draw faults, as evenly spread over kinds, islands and the run as their number allows.
-
-    Args:
-        lease_s: silence after which an island counts as dead; some faults are shorter, some longer.
-
-    Raises:
-        ValueError: an unknown kind, a number out of range, or a kind that so few islands do not allow.
-    """
+    """Draw faults, spread evenly over kinds, islands and the run; ValueError for a number or kind that cannot be."""
     unknown = sorted(set(kinds) - {*KINDS, *SIGNS})
     if unknown or not kinds:
         raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join((*KINDS, *SIGNS))}")

@@ -29,16 +29,7 @@ STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"
 
 
 def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seconds: float) -> list[Check]:
-    """Make all checks of this machine's part in the run.
-
-    Args:
-        run_dir: its folder on this machine, which need not exist.
-        island: the learner that will run here; "" on the syncer's machine.
-
-    Raises:
-        ValueError: the island's name or the address is not allowed, `seconds` is out of range, or the model cannot be
-            loaded.
-    """
+    """Make all checks of this machine's part in the run, an island's or, without one, the syncer's."""
     if not 0 < seconds <= SECONDS_MAX:
         raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
     name = check_name(island) if island else SYNCER
@@ -87,7 +78,7 @@ def describe(checks: Sequence[Check]) -> str:
 
 @contextmanager
 def listening(config: RunConfig) -> Iterator[list[str]]:
-    """Answer doctors where the syncer and its shards will listen; ValueError if an address is of no use."""
+    """Answer doctors where the syncer and its shards will listen, admit no learner; ValueError if none can listen."""
     written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
     if not port:
         raise ValueError(

@@ -41,10 +41,7 @@ Watch = Callable[[Parameters, int], Parameters]  # passes so many parameters on,
 def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str, Any]:
     """Check a public model's folder, every value of it too, and write a config whose run begins with it.
 
-    All but what the model computes is as in the config `base`; without one it is text and the defaults.
-
-    Raises:
-        ValueError: the folder, its tokenizer or the config cannot be used; or `out` is there already.
+    All else is as in the config `base`, or text and the defaults. ValueError if one of these cannot be used.
     """
     if out.exists():
         raise ValueError(f"{out} is there already; choose another --out, or move it away")
@@ -74,14 +71,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
 
 
 def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, watch: Watch) -> dict[str, Any]:
-    """Write the model of the newest readable snapshot of a run, which may be under way, whole or not at all.
-
-    Args:
-        dtype: of the tensors: float32, for hf also bfloat16.
-
-    Raises:
-        ValueError: there is no snapshot that can be read, `out` is not empty, or the model is of no public family.
-    """
+    """Write the model of a run's newest readable snapshot, whole or not at all; ValueError if it cannot be."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists, and is no empty folder; choose another --out, or remove it")
     if form == "hf":

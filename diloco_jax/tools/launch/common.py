@@ -78,14 +78,7 @@ def region_of(zone: str) -> str:
 
 
 def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[IslandMachines]:
-    """Make the checks of every way, and return the islands' machines.
-
-    Args:
-        needed: settings of `cloud` that must not be empty, beside those that every way needs.
-
-    Raises:
-        ValueError: something that this way needs is missing, or a name cannot be one on Google Cloud.
-    """
+    """Check what every way needs, and these settings of `cloud`; return the islands' machines, or raise ValueError."""
     if config.algorithm != "decoupled":
         raise ValueError(f"algorithm is {config.algorithm}, which has one process; launch starts islands and a syncer")
     if missing := [f"cloud.{name}" for name in (*NEEDED, *needed) if not getattr(config.cloud, name)]:

@@ -43,15 +43,7 @@ def allocatable(gib: float) -> float:
 
 
 def host_for(machine_type: str, need_bytes: float) -> SyncerMachine:
-    """Choose the host of a syncer.
-
-    Args:
-        machine_type: the one wanted; "" for the smallest that does.
-        need_bytes: memory that the syncer takes, all of its processes; 0 if that is not known.
-
-    Raises:
-        ValueError: no machine on the list is large enough.
-    """
+    """Choose the host of a syncer that takes so many bytes (0: unknown), or the named one; ValueError if none does."""
     request = need_bytes * MARGIN
     if machine_type:
         gib = MACHINE_GIB.get(machine_type, 0)

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax.tools.launch import gce, gke, gpu, tpu_vm
+from diloco_jax.tools.launch import gke, gpu, vms
 from diloco_jax.tools.launch.files import HEADER, Plan
 from diloco_jax.tools.launch.launcher import Launcher
 
-GOOGLE = (gke.LAUNCHER, gce.LAUNCHER, tpu_vm.LAUNCHER)
+GOOGLE = (gke.LAUNCHER, vms.GCE, vms.TPU_VM)
 WAYS: dict[str, Launcher | gpu.GpuLauncher] = {way.name: way for way in (*GOOGLE, gpu.SLURM, gpu.SKY)}
 MARK = "variables.sh"  # a folder with this file was written by us
 TOOLS = {  # what scripts call, and where it comes from

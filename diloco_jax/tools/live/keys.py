@@ -93,12 +93,7 @@ def numbers_of(names: Sequence[str]) -> dict[str, str]:
 
 
 class Keys:
-    """The keys of a view: what each asks for, what is asked in return.
-
-    Args:
-        drain: asks that an island leaves; returns what people should hear.
-        open_page: opens the page of the run; returns the same.
-        quits: whether q ends the view.
+    """The keys of a view: what each asks for, what is asked in return; q ends a view that `quits`.
 
     Attributes:
         words: what the view shows below its picture.
@@ -163,15 +158,10 @@ class Keys:
             self.words, self._islands = f"no island has the number {typed!r}", {}
 
 
-def drain(run: str, name: str, known: TransportConfig, *, allow_plaintext: bool = False) -> tuple[bool, str]:
-    """Ask the syncer of a run to let an island leave; return whether it does, and its words. Raises as `syncer_at`."""
-    return ask_drain(syncer_at(run, known, allow_plaintext=allow_plaintext), name)
-
-
 def drain_in_words(run: str, known: TransportConfig, name: str, *, allow_plaintext: bool = False) -> str:
-    """Ask the same for people who look at a view; what is wrong is in the words."""
+    """Ask the syncer of a run to let an island leave, for people who look; what is wrong is in the words."""
     try:
-        return drain(run, name, known, allow_plaintext=allow_plaintext)[1]
+        return ask_drain(syncer_at(run, known, allow_plaintext=allow_plaintext), name)[1]
     except (ValueError, OSError) as error:  # TransportError is an OSError
         return f"{name} cannot be asked to leave: {error}"
 

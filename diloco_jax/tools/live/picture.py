@@ -249,13 +249,7 @@ def render(
     curves: Mapping[str, Sequence[float]] | None = None,
     phases: Sequence[StartPhase] = (),
 ) -> RenderableType:
-    """Draw a run.
-
-    Args:
-        width: columns of the terminal.
-        steps_per_s: recent global steps per second, for the time left; None takes the mean over the run.
-        curves: by name, oldest value first.
-    """
+    """Draw a run, so many columns wide; curves have the oldest value first, `steps_per_s` is for the time left."""
     state = Text(status["state"], style=f"bold {RUN_STYLES.get(status['state'], '')}")
     steps = f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}"
     times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status, steps_per_s))))

@@ -44,14 +44,7 @@ def run_in(run_dir: Path) -> Run:
 
 
 class LiveView:
-    """A view of a run until the context ends. It only reads, from threads of its own.
-
-    What cannot be read leaves the last picture.
-
-    Args:
-        keys: what keys do, where there is a terminal.
-        terminal: of the keys.
-        every_s: between two looks at the run.
+    """A view of a run until the context ends. It only reads, from threads of its own; else the last picture stays.
 
     Attributes:
         ended: set when the run has, or a key ends the view.

@@ -153,11 +153,7 @@ def recovery(case: Case) -> dict[str, Any]:
 def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     """Simulate goodput and uptime under failures of single chips, for this config and for one job over all chips.
 
-    Args:
-      away_s: how long a returning learner takes to train again.
-
-    Raises:
-      ValueError: there are fewer chips than slices.
+    A returning learner takes `away_s` to train again. ValueError if there are fewer chips than slices.
     """
     given, learners = case.given, case.learners
     slices = given.slices or learners

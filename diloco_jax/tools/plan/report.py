@@ -189,12 +189,10 @@ def _advice(result: Row) -> list[str]:
         found = [each for each in result["advice"] if each["change"] is change]
         lines += [title] if found else []
         for each in found:
-            lines += [f"  {_flag(each)}", fill(each["why"], 112, initial_indent=_INDENT, subsequent_indent=_INDENT)]
+            now = f"   (now {each['now']})" if change else ""
+            why = fill(each["why"], 112, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            lines += [f"  --{each['setting']} {each['value']}{now}", why]
     return lines
-
-
-def _flag(each: Row) -> str:
-    return f"--{each['setting']} {each['value']}" + (f"   (now {each['now']})" if each["change"] else "")
 
 
 def _parts(sizes: Mapping[str, float]) -> str:

@@ -25,8 +25,8 @@ from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.budget.needs import IslandKind, outline
-from diloco_jax.tools.preflight.advice import GB, ROOM, Misfit, advise_hbm
 from diloco_jax.tools.preflight.compile import Compiled, Say, compile_island, needed_flops, step_hbm
+from diloco_jax.tools.preflight.judge import GB, ROOM, Misfit, advise_hbm
 from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import SPLASH_BLOCKS
 from diloco_jax.training.models.layers import KEPT
@@ -54,17 +54,10 @@ class Trial(NamedTuple):
 
 
 def search(config: RunConfig, kind: IslandKind, compiles_max: int, record: Path, say: Say) -> Found:
-    """Compile candidates for one kind of islands, at most so many; `say` is told of each.
+    """Compile candidates for one kind of islands, at most so many; `say` hears of each, `record` keeps what was found.
 
-    Args:
-      record: file with what was found, a line each; what it has is not compiled again.
-
-    Returns:
-      tried (in their order), best (None if nothing fits), limit_bytes, left (candidates that would have been compiled
-      next), advice, and ok: whether there is a best one.
-
-    Raises:
-      ValueError: the model is no built-in decoder, the record cannot be read, or as `compile_island`.
+    Returns tried (in their order), best (None if nothing fits), limit_bytes, left (candidates that would have been
+    compiled next), advice, and ok. ValueError if the model is no built-in decoder, or the record cannot be read.
     """
     topology, decoder = kind.topology, decoder_of(config.model)
     if decoder is None or topology is None:

@@ -194,14 +194,9 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
     for path in tapes:
         _check_reads(path, findings)
+    counted = ("leased", "merged", "overwritten", "released", "out", "repeated", "undone")
     return {
-        "leased": book.leased,
-        "merged": book.merged,
-        "overwritten": book.overwritten,
-        "released": book.released,
-        "out": book.out,
-        "repeated": book.repeated,
-        "undone": book.undone,
+        **{name: getattr(book, name) for name in counted},
         "void": auditor.void,
         "rounds": auditor.rounds,
         "learner_tapes": len(tapes),

@@ -28,21 +28,10 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.replay import script
 from diloco_jax.tools.replay.audit import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, same_loss
-from diloco_jax.tools.replay.script import (
-    Back,
-    Brought,
-    Event,
-    LearnerLife,
-    MergedRound,
-    Name,
-    SnapshotPoint,
-    differences,
-    read_scenario,
-    read_script,
-)
 from diloco_jax.training.whole_state.layout import HostState
 from diloco_jax.training.whole_state.moving import MovingLayout
 
@@ -50,27 +39,22 @@ BEGINNING = -1
 
 
 class Replay:
-    """One replay.
+    """One replay, until a merged round of global step `until` or later; ValueError names what is missing or wrong.
 
-    Args:
-        until: stop after the first merged round of this global step or a later one.
-        compare: the tapes are those of a run; the digests and losses of a simulation are made up.
-
-    Raises:
-        ValueError: a tape is missing or broken, or the config is not that of the tapes; names file and setting.
+    With `compare` digests and losses are held against the tapes; those of a simulation are made up.
     """
 
     def __init__(self, config: RunConfig, folder: Path, *, until: int | None = None, compare: bool = True) -> None:
         self._compare = compare
-        simulated = read_scenario(folder)
+        simulated = script.read_scenario(folder)
         budget = config.budget if simulated is None else simulated.budget
-        self.script = read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until, budget)
+        self.script = script.read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until, budget)
         self.needs = NeededLives(folder, self.script)
         self.evaluator = Evaluator(config)
         plan = cut(config, self.evaluator.shapes, self.evaluator.kinds)
         config = settle(config, plan)
         ours = fingerprint(config, plan.fingerprint, self.evaluator.corpus)
-        if compare and (different := differences(ours, self.script.fingerprint)):
+        if compare and (different := script.differences(ours, self.script.fingerprint)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
         self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
         self._moving = MovingLayout(self.trainer.island.state_layout, config.wire.states)
@@ -81,29 +65,29 @@ class Replay:
         self.step_difference = ""
         self.captures: Moments[Capture] = Moments()
         self._initial = self.model.capture()
-        self._uses: Counter[Name] = self.needs.names
-        self._values: dict[Name, Values] = {}
-        self._replicas: dict[LearnerLife, Replica] = {}
+        self._uses: Counter[script.Name] = self.needs.names
+        self._values: dict[script.Name, Values] = {}
+        self._replicas: dict[script.LearnerLife, Replica] = {}
         for fragment_id, (theirs, digest) in enumerate(zip(self.script.digests, self.model.digests, strict=True)):
-            self._made(Name(fragment_id, 0, theirs), digest, f"fragment {fragment_id} of the initial model")
+            self._made(script.Name(fragment_id, 0, theirs), digest, f"fragment {fragment_id} of the initial model")
 
     def run(self) -> None:
         for event in self.script.events:
             self.repeat(event)
 
-    def repeat(self, event: Event) -> None:
+    def repeat(self, event: script.Event) -> None:
         match event:
-            case MergedRound():
+            case script.MergedRound():
                 self._round(event)
-            case SnapshotPoint(global_step, taken):
+            case script.SnapshotPoint(global_step, taken):
                 self.captures.keep(global_step, taken, self.model.capture())
-            case Back(global_step):
+            case script.Back(global_step):
                 self.model.load(self._initial if global_step == BEGINNING else self.captures.at(global_step))
-            case Brought(name):
+            case script.Brought(name):
                 payload = codec.encode(self.take(name), "float32")
                 self.model.restore(name.fragment_id, name.version, payload)
 
-    def _round(self, this: MergedRound) -> None:
+    def _round(self, this: script.MergedRound) -> None:
         order = this.order
         payloads = {}
         for part, life in zip(order.parts, this.lives, strict=True):
@@ -118,13 +102,13 @@ class Replay:
             raise ValueError(f"{where} cannot be made: no value is usable now; the first difference: {self.difference}")
         self.merged_rounds += 1
         self.model.publish(merged)
-        self._made(Name(order.fragment_id, order.global_step, this.digest), merged.state.digest, where)
+        self._made(script.Name(order.fragment_id, order.global_step, this.digest), merged.state.digest, where)
         for life, local_step in this.reported:  # follow the run, so that old global values can go
             need = self.needs.lives.get(life)
             if need is not None and need.outline.steps:
                 self._replica(life).advance(need.outline.steps[min(local_step, len(need.outline.steps)) - 1])
 
-    def _made(self, name: Name, digest: int, where: str) -> None:
+    def _made(self, name: script.Name, digest: int, where: str) -> None:
         """Compare the newest value of a fragment with the run's, and remember it under that name if it will be used."""
         if self._compare and digest != name.digest:
             self._differ(f"{where} (digest {digest}, the run had {name.digest})")
@@ -134,12 +118,12 @@ class Replay:
     def _differ(self, where: str) -> None:
         self.difference = self.difference or where
 
-    def _replica(self, life: LearnerLife) -> Replica:
+    def _replica(self, life: script.LearnerLife) -> Replica:
         if life not in self._replicas:
             self._replicas[life] = Replica(life, self.needs.lives[life], self.trainer, self)
         return self._replicas[life]
 
-    def take(self, name: Name) -> Values:
+    def take(self, name: script.Name) -> Values:
         if name not in self._values:
             raise ValueError(
                 f"version {name.version} of fragment {name.fragment_id} with digest {name.digest} was adopted, but no "
@@ -148,7 +132,7 @@ class Replay:
         self._uses[name] -= 1
         return self._values[name] if self._uses[name] > 0 else self._values.pop(name)
 
-    def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
+    def state_of(self, took: TookState, receiver: script.LearnerLife, held: dict[int, int]) -> HostState:
         copies = self._replica(took.donor).copy(took.donor_step)
         if took.donor.learner_id != receiver.learner_id:  # moments alone, as they arrived
             return self._moving.rounded(copies[-1][1])
@@ -158,7 +142,7 @@ class Replay:
                 return state
         return copies[-1][1]
 
-    def on_loss(self, life: LearnerLife, step: TapedStep, loss: float) -> None:
+    def on_loss(self, life: script.LearnerLife, step: TapedStep, loss: float) -> None:
         """Compare a step with the tape: it tells where a difference began."""
         if self._compare and not self.step_difference and not same_loss(step.loss, loss):
             self.step_difference = (
@@ -168,14 +152,10 @@ class Replay:
 
 
 def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:
-    """Repeat a run and compare its parameters with those of its newest checkpoint.
+    """Repeat a run and compare its parameters with those of its newest checkpoint; ValueError names what is missing.
 
-    Returns:
-        identical, sha256, expected_sha256 (None when no checkpoint is of that moment), merged_rounds, inner_steps,
-        wall_s, difference and step_difference (the first ones, "" without).
-
-    Raises:
-        ValueError: tapes or checkpoints are missing or broken, or are not of this config; names them.
+    Returns identical, sha256, expected_sha256 (None when no checkpoint is of that moment), merged_rounds, inner_steps,
+    wall_s, difference and step_difference (the first ones, "" without).
     """
     began_s = time.monotonic()
     _check_alike(config)
@@ -234,18 +214,9 @@ def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.nda
 
 
 def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | None = None) -> dict[str, Any]:
-    """Train as the tapes of a simulation say, on real data.
+    """Train as the tapes of a simulation say, on real data; return the content of summary.json, written to `out`.
 
-    Args:
-        config: model, data, optimizer, and the protocol of the simulation (scenario.py). One sample of the
-            simulation stands for as many sequences as an island has in a step.
-        out: folder for the checkpoint and summary.json, which `diloco eval` reads.
-
-    Returns:
-        The content of summary.json.
-
-    Raises:
-        ValueError: tapes are missing or broken, or of another protocol than the config's.
+    The config is that of `as_simulated`. ValueError names a tape that is missing or broken, or of another protocol.
     """
     began_s = time.monotonic()
     this = Replay(config, folder, until=until, compare=False)

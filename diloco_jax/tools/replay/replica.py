@@ -17,16 +17,7 @@ from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.replay.lives import (
-    Copied,
-    Entry,
-    NeededLife,
-    SentValue,
-    TapedStep,
-    TookState,
-    TookValue,
-    read_entries,
-)
+from diloco_jax.tools.replay import lives
 from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
 from diloco_jax.training.island import Island
@@ -62,7 +53,7 @@ class Trainer:
         """Return what a life has adopted and sent when it begins: nothing."""
         return Adoptions(self.island, self.fragments, self.how)
 
-    def step(self, entry: TapedStep) -> float:
+    def step(self, entry: lives.TapedStep) -> float:
         """Repeat an inner step on the island; returns its loss."""
         ranges = [(start * self._sequences, stop * self._sequences) for start, stop in entry.ranges]
         size = sum(stop - start for start, stop in ranges)
@@ -80,22 +71,22 @@ class OtherLives(Protocol):
     def take(self, name: Name) -> Values:
         """Return a global value that this life adopts."""
 
-    def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
+    def state_of(self, took: lives.TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
         """Return the state that this life takes over; `held` are the versions of its fragments."""
 
-    def on_loss(self, life: LearnerLife, step: TapedStep, loss: float) -> None:
+    def on_loss(self, life: LearnerLife, step: lives.TapedStep, loss: float) -> None:
         """Take note that a step was repeated; `loss` is what came of it now."""
 
 
 class Replica:
     """One life. `advance` repeats it up to a line of its tape."""
 
-    def __init__(self, life: LearnerLife, need: NeededLife, trainer: Trainer, world: OtherLives) -> None:
+    def __init__(self, life: LearnerLife, need: lives.NeededLife, trainer: Trainer, world: OtherLives) -> None:
         self.life = life
         self._need = need
         self._trainer = trainer
         self._world = world
-        self._entries = read_entries(need.outline.path)
+        self._entries = lives.read_entries(need.outline.path)
         self._line = 0  # the last one that was repeated
         self._state: TrainState | None = None
         self._held: dict[int, HeldFragment] = {}
@@ -149,26 +140,26 @@ class Replica:
         self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
         self._trainer.island.exchange.held = self._held
 
-    def _repeat(self, entry: Entry) -> None:
+    def _repeat(self, entry: lives.Entry) -> None:
         match entry:
-            case TapedStep():
+            case lives.TapedStep():
                 loss = self._trainer.step(entry)
                 self._world.on_loss(self.life, entry, loss)
                 for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
                     self._stage(fragment_id, entry.local_step)
-            case TookValue((fragment_id, version, _) as name, merged_round):
+            case lives.TookValue((fragment_id, version, _) as name, merged_round):
                 self._versions[fragment_id] = version
                 self._adoptions.unstage_all(fragment_id)
                 self._adoptions.adopt(fragment_id, version, merged_round, self._world.take(name))
-            case TookState():
+            case lives.TookState():
                 self._state = self._trainer.island.state  # the donor's life may have to advance
                 state = self._world.state_of(entry, self.life, self._versions)
                 self._enter()
                 self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
-            case Copied(local_step) if self._need.copies[local_step]:
+            case lives.Copied(local_step) if self._need.copies[local_step]:
                 copy = (dict(self._versions), self._trainer.island.stage_state().value())
                 self._copies.setdefault(local_step, []).append(copy)
-            case SentValue():
+            case lives.SentValue():
                 self._adoptions.send(*entry)
 
     def _stage(self, fragment_id: int, local_step: int) -> None:

@@ -129,14 +129,7 @@ class _Reader:
 def read_script(
     tape: Path, protocol: ProtocolConfig, total_steps: int, until: int | None = None, budget: Budget = NO_BUDGET
 ) -> Script:
-    """Let a machine take the decisions of a run again, and note what they ask for.
-
-    Args:
-        until: stop after the first merged round of this global step or a later one; None reads to the end.
-
-    Raises:
-        ValueError: the tape is missing, holds no learner, or cannot be replayed; names it.
-    """
+    """Let a machine take a run's decisions again, up to a merged round of `until`; ValueError names a wrong tape."""
     fingerprint = fingerprint_of(tape)
     machine = machine_of(fingerprint, protocol, total_steps, budget)
     reader = _Reader(fingerprint)
@@ -169,12 +162,7 @@ def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect
 
 
 def fingerprint_of(tape: Path) -> Fingerprint:
-    """Return what the learners of a run agreed on with its syncer: the first greeting that steps followed.
-
-    Raises:
-        ValueError: there is no tape, or nobody trained on it; names it.
-        OtherRelease: it begins with a release whose tapes this one does not read.
-    """
+    """Return what a run's processes agreed on: the first greeting that steps followed. ValueError if there is none."""
     greetings: dict[tuple[Any, Any], Any] = {}
     try:
         for number, line in enumerate(read_lines(tape), start=1):
@@ -247,9 +235,6 @@ def as_simulated(config: "RunConfig", folder: Path) -> "RunConfig":
     """Put protocol, global steps and learners of the simulation in a folder into a config, if there is one.
 
     A sample of the simulation stands for as many sequences as an island of the config has in a step.
-
-    Raises:
-        ValueError: the scenario cannot be read, or does not go with the config; names the setting.
     """
     scenario = read_scenario(folder)
     if scenario is None:

@@ -28,14 +28,7 @@ def compose_page(data: Any = None) -> tuple[str, str]:
 
 
 def write_report(folder: Path, baseline: Path | None = None) -> Path:
-    """Write report.html into a run's folder and return its path: its page, as it is now, readable without a network.
-
-    Args:
-        baseline: folder of another run that it is held against.
-
-    Raises:
-        ValueError: a folder holds no metrics.jsonl, or one without a single record.
-    """
+    """Write a run's report.html, held against a baseline if named; return its path. ValueError before a step."""
     told = [_read(each) for each in (folder, baseline) if each is not None]
     if baseline is not None:
         loss, other = (run["summary"].get("eval_loss") for run in told)

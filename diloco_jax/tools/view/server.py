@@ -50,17 +50,12 @@ def read_token(path: Path) -> str:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of some runs until it is closed.
-
-    Attributes:
-        url: where to look at it, with the token.
+    """Serves the page of some runs until it is closed; `url` is where to look at it, with the token.
 
     Args:
-        feeds: of the runs.
         address: host:port; port 0 lets the system choose one.
         transport: whose certificate encrypts an address other than loopback.
         allow_plaintext: serve such an address without one.
-        token: of the page; empty for a new one.
 
     Raises:
         ValueError: the address is not allowed without encryption, is taken, or not of this machine.

@@ -208,13 +208,7 @@ class Story:
 
 
 def verdict(status: Mapping[str, Any], summary: Mapping[str, Any], alarms: int, goodput: float | None) -> str:
-    """Say how a run ended, or how it goes.
-
-    Args:
-        summary: what `Story.summary` returns; of a run under way, what is known by now.
-        alarms: that stand, or that stood in a run that has ended.
-        goodput: of the run until now; in [0, 1].
-    """
+    """Say how a run ended or goes, from its status, `Story.summary`, number of alarms, and goodput in [0, 1]."""
     state, steps = status.get("state", "unknown"), status.get("global_step", summary["global_steps"])
     total, loss = status.get("total_steps"), summary.get("eval_loss")
     restarts = sum(row["restarts"] for row in summary["learners"].values())

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from diloco_jax.cli.main import main
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, simulate
 from diloco_jax.sim.goodput.simulate import Options, plan_cells, run_cells
+from tests.runtime.helpers import wait_for
 
 QUICK = ["--methods", "rigid", "decoupled", "--learners", "2", "4", "--chips", "1.2m", "--hours", "0.5"]
 
@@ -25,11 +25,8 @@ def test_json_has_the_promised_keys(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(out)
     assert result["seed"] == 3 and result["events"] == sum(row["events"] for row in result["rows"])
     assert result["wall_s"] >= 0
-    assert [(row["method"], row["learners"]) for row in result["rows"]] == [
-        ("rigid", 1),
-        ("decoupled", 2),
-        ("decoupled", 4),
-    ]
+    named = [(row["method"], row["learners"]) for row in result["rows"]]
+    assert named == [("rigid", 1), ("decoupled", 2), ("decoupled", 4)]
     for row in result["rows"]:
         assert row["chips"] == 1.2e6 and 0 < row["goodput"] <= row["uptime"] <= 1
     assert result["rows"][0]["contributors_per_round"] is None
@@ -147,13 +144,6 @@ def workers_of(parent: int) -> list[int]:
     ]
 
 
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end_s, "it does not come about"
-        time.sleep(0.05)
-
-
 def running(process: int) -> bool:
     """Tell whether it is there and no zombie."""
     try:
@@ -167,11 +157,11 @@ def test_processes_end_with_their_parent_and_are_missed() -> None:
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
     for victim in ("parent", "worker"):
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-            until(lambda process=process: len(workers_of(process.pid)) == 2)  # type: ignore[misc]
+            wait_for(lambda process=process: len(workers_of(process.pid)) == 2, "two workers")
             workers = workers_of(process.pid)
             time.sleep(0.5)  # they begin
             os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
-            until(lambda workers=workers: not any(map(running, workers)))  # type: ignore[misc]
+            wait_for(lambda workers=workers: not any(map(running, workers)), "their end")
             _, err = process.communicate(timeout=60)
         if victim == "worker":
             assert process.returncode == 1 and b"was killed" in err and b"Traceback" not in err
@@ -181,11 +171,8 @@ def test_tapes_can_be_written_from_the_command_line(tmp_path: Path, capsys: pyte
     words = ["simulate", "--methods", "decoupled", "--learners", "2", "--chips", "1.2m", "--hours", "0.05"]
     assert main([*words, "--tapes", str(tmp_path / "made")]) == 0
     assert (tmp_path / "made" / "tape.jsonl").exists()
-    for folder, said in (
-        ("made", "holds a tape already"),
-        ("made/tape.jsonl", "is a file"),
-        ("made/tape.jsonl/x", "is a"),
-    ):
+    refused = {"made": "holds a tape already", "made/tape.jsonl": "is a file", "made/tape.jsonl/x": "is a"}
+    for folder, said in refused.items():
         capsys.readouterr()
         assert main([*words, "--tapes", str(tmp_path / folder)]) == 2
         out, err = capsys.readouterr()

@@ -15,9 +15,9 @@ import pytest
 from diloco_jax.runtime.records.line_file import Tail
 from diloco_jax.tools.chaos.actions import DonorHunt, Saboteur, order_file
 from diloco_jax.tools.chaos.driver import Driver
+from diloco_jax.tools.chaos.ledger import WAITS_FILE, longest_waits
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
-from diloco_jax.tools.chaos.verdict import WAITS_FILE, longest_waits
 from tests.runtime.helpers import wait_for
 
 pytestmark = pytest.mark.net

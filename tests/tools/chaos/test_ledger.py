@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.tools.chaos.ledger import SETTLE_S, Ledger
+from diloco_jax.tools.chaos.ledger import SETTLE_S, Ledger, by_kind, judge, table
 from diloco_jax.tools.chaos.schedule import ChaosFault
-from diloco_jax.tools.chaos.verdict import by_kind, judge, table
 
 LEASE_S = 3.0
 

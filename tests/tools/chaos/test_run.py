@@ -126,6 +126,8 @@ def test_every_kind_and_every_island_has_its_share() -> None:
     hit = Counter(fault.target for fault in schedule)
     assert hit.pop("syncer") == 10 * len(SYNCER_KINDS)
     assert set(hit) == set(ISLANDS) and max(hit.values()) - min(hit.values()) <= 1
+    assert {fault.kind for fault in draw(kinds=("cut", "nan"))} == {"cut", "nan"}
+    assert len(draw(islands=ISLANDS[:2], kinds=("kill",))) == 48
 
 
 def test_faults_are_numbered_in_order_within_their_share_of_the_run() -> None:
@@ -144,11 +146,6 @@ def test_what_lasts_has_an_end_and_some_outlast_the_lease() -> None:
     assert all(fault.duration_s > 0 for fault in schedule if fault.kind in lasting)
     stops = [fault.duration_s for fault in schedule if fault.kind == "stop"]
     assert min(stops) < 3.0 < max(stops) <= 6.0
-
-
-def test_kinds_can_be_chosen() -> None:
-    assert {fault.kind for fault in draw(kinds=("cut", "nan"))} == {"cut", "nan"}
-    assert len(draw(islands=ISLANDS[:2], kinds=("kill",))) == 48
 
 
 def test_a_fault_says_everything_in_words() -> None:

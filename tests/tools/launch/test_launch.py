@@ -36,20 +36,21 @@ def test_out_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert json.loads(capsys.readouterr().out)["texts"] == {}
 
 
-@pytest.mark.parametrize("out", ["file", "file/below"])
-def test_out_that_is_a_file(out: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine", encoding="utf-8")
-    assert main(["launch", "gke", SMALL, "--out", str(tmp_path / out), "--force"]) == 2
-    assert f"{tmp_path / 'file'} is no folder; choose another --out" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
-
-
-def test_force_does_not_overwrite_what_no_launch_wrote(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    text = "# mine\n" + Path(SMALL).read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("config.yaml", "config.yaml is no folder; choose another --out"),
+        ("config.yaml/below", "config.yaml is no folder; choose another --out"),
+        ("", "files that are not of a launch; choose another --out"),
+    ],
+)
+def test_force_overwrites_no_file_of_others(
+    out: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config, text = tmp_path / "config.yaml", "# mine\n" + Path(SMALL).read_text(encoding="utf-8")
     config.write_text(text, encoding="utf-8")
-    assert main(["launch", "gke", str(config), "--out", str(tmp_path), "--force"]) == 2
-    assert "files that are not of a launch; choose another --out" in capsys.readouterr().err
+    assert main(["launch", "gke", str(config), "--out", str(tmp_path / out), "--force"]) == 2
+    assert said in capsys.readouterr().err
     assert config.read_text(encoding="utf-8") == text and list(tmp_path.iterdir()) == [config]
 
 
@@ -131,14 +132,17 @@ WRONG = {
 }
 
 
+ALIKE = ("--islands.each", "{}")
+
+
 @pytest.mark.parametrize(
     ("way", "overrides", "said"),
     [
-        (
-            "tpu-vm",
-            ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-east5-a"),
-            "runtime",
-        ),
+        ("tpu-vm", (*ALIKE, "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-east5-a"), "runtime"),
+        ("sky", (*GPU, "--islands.devices", "auto"), "island-0 does not say how many GPUs it has"),
+        ("sky", (*GPU, "--gpu.accelerator", ""), "launch sky needs gpu.accelerator"),
+        ("sky", (*GPU, "--gpu.options", "-p"), "gpu.options has '-p'"),
+        ("sky", (*GPU, "--gpu.accelerator", "H 100"), "gpu.accelerator is 'H 100'"),
         ("slurm", (*GPU, "--cloud.bucket", "", "--data.path", "gs://{bucket}/web"), "cloud.bucket is empty"),
     ],
 )

@@ -20,15 +20,12 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     return Stage(tmp_path, plan(request.param))
 
 
-def test_bash_reads_every_script(stage: Stage) -> None:
-    scripts = [path for path in stage.out.rglob("*.sh")]
-    assert len(scripts) >= 5
+def test_scripts_can_be_executed_and_stop_at_failures(stage: Stage) -> None:
+    scripts = [path for path in stage.out.rglob("*.sh") if path.name != "variables.sh"]
+    assert len(scripts) >= 4
     for path in scripts:
-        result = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
-        assert result.returncode == 0, f"{path}: {result.stderr}"
-        if path.name != "variables.sh":
-            assert path.stat().st_mode & 0o100, f"{path} cannot be executed"
-            assert "set -euo pipefail" in path.read_text(encoding="utf-8")
+        assert path.stat().st_mode & 0o100, f"{path} cannot be executed"
+        assert "set -euo pipefail" in path.read_text(encoding="utf-8")
 
 
 def gcloud(stage: Stage, verb: str) -> list[list[str]]:

@@ -24,7 +24,7 @@ def running(*conditions: str, step: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_lines_of_a_run() -> None:
-    both, one = ("training", "training"), ("training", "silent")
+    both, one, begun = ("training", "training"), ("training", "silent"), [learner("island-0"), FRESH]
     compiling = [StartPhase("island-0", f"compiling, {done} of 7 programs", 0.1) for done in range(4)]
     lines = lines_of(
         [
@@ -32,11 +32,7 @@ def test_the_lines_of_a_run() -> None:
             (1.0, None, [StartPhase("syncer", "importing JAX", 0.5)]),
             (2.0, STARTING, []),
             *((3.0 + n, STARTING, [phase]) for n, phase in enumerate(compiling)),
-            (8.0, status(global_step=0, eval_loss=None, learners=[learner("island-0"), FRESH]), []),
-            *(
-                (9.0 + n, status(global_step=0, eval_loss=None, learners=[learner("island-0"), FRESH]), [])
-                for n in (0, 1)
-            ),
+            *((8.0 + n, status(global_step=0, eval_loss=None, learners=begun), []) for n in range(3)),
             (60.0, running(*both, step=99), []),
             *((61.0 + n, running(*both, step=99), []) for n in range(3)),
             (65.0, running(*both, step=250), []),

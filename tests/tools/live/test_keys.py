@@ -72,19 +72,14 @@ def test_islands_have_the_numbers_of_their_names_or_places() -> None:
     assert numbers_of(["island-1", "island-3"]) == {"1": "island-1", "3": "island-3"}
     assert numbers_of(["ams", "fra-1"]) == {"0": "ams", "1": "fra-1"}
     assert numbers_of(["a-1", "b-1"]) == {"0": "a-1", "1": "b-1"}
-    assert Keys(str, str, quits=True).words == HINT
     keys = Keys(str, str, quits=True)
+    assert keys.words == HINT
     keys.press("d", [])
     assert keys.words == "there is no island to drain"
 
 
-def test_a_page_of_a_run_elsewhere_is_explained() -> None:
-    page = PageOpener(None, served=False)
-    assert "needs the run's folder" in page.open()
-    page.close()
-
-
 def test_a_page_that_the_syncer_serves_is_that_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "needs the run's folder" in PageOpener(None, served=False).open(), "it is elsewhere"
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "logs").mkdir()

@@ -74,14 +74,12 @@ def test_a_wide_terminal_shows_more_with_its_units() -> None:
 names = st.text("abc-0123456789", min_size=1, max_size=8)
 counts = st.integers(0, 10**6)
 rows = st.builds(
-    lambda name, condition, step, since_s, metrics: learner(
-        name, condition, local_step=step, since_s=since_s, metrics=metrics
-    ),
+    learner,
     names,
     st.sampled_from(sorted(REASONS)),
-    counts,
-    st.floats(0, 1e6),
-    st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(0, 1)),
+    local_step=counts,
+    since_s=st.floats(0, 1e6),
+    metrics=st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(0, 1)),
 )
 
 
@@ -118,10 +116,8 @@ def test_the_recent_rate_decides_the_time_left() -> None:
 
 def test_a_run_that_starts_says_what_happens() -> None:
     text = drawn(render(STARTING, 80))
-    assert "no island has connected yet" in text
-    assert "waiting for: the first learner" in text
-    assert "share of" not in text
-    assert "left" not in text
+    assert "no island has connected yet" in text and "waiting for: the first learner" in text
+    assert "share of" not in text and "left" not in text
     phases = [StartPhase("island-0", "compiling, 3 of 7 programs", 4.2), StartPhase("island-1", "importing", 61.0)]
     text = drawn(render(STARTING, 80, phases=phases))
     assert "island-0  compiling, 3 of 7 programs  4 s" in text and "no island has" not in text

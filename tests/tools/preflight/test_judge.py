@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import yaml
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,9 +20,9 @@ from diloco_jax.settings.text import parse
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.preflight import compile as compiling
 from diloco_jax.tools.preflight import judge as judging
-from diloco_jax.tools.preflight.advice import Misfit, advise_anchors, advise_hbm
 from diloco_jax.tools.preflight.compile import Built, Gathers, Memory, slice_devices, weight_gathers
 from diloco_jax.tools.preflight.hlo import Program, read_program
+from diloco_jax.tools.preflight.judge import Misfit, advise_anchors, advise_hbm
 from diloco_jax.tools.preflight.report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
@@ -282,6 +281,8 @@ def test_slices_in_place_of_the_islands_own() -> None:
         ("v6e:2x2", 16, ("island-0", "island-2")),
         ("v6e:2x2", 4, ("island-1",)),
     ]
+    assert Topology.parse("v6e:2x4").host_bytes == 2 * Topology.parse("v6e:2x2").host_bytes
+    assert Topology.parse("v5p:4x4x8").host_bytes == pytest.approx(448e9)
 
 
 NOWHERE: dict[str, Any] = {"topology": "", "each": {}}
@@ -316,8 +317,3 @@ def test_without_the_compiler(
     assert cli.main(["preflight", str(write(tmp_path))]) == 2
     said = capsys.readouterr().err
     assert "pip install 'diloco_jax[tpu]'" in said and len(said.strip().splitlines()) == 1
-
-
-def test_memory_of_hosts() -> None:
-    assert Topology.parse("v6e:2x4").host_bytes == 2 * Topology.parse("v6e:2x2").host_bytes
-    assert np.isclose(Topology.parse("v5p:4x4x8").host_bytes, 448e9)

@@ -85,12 +85,8 @@ def test_the_report_begins_with_a_verdict(tmp_path: Path) -> None:
 
 def test_lives_of_the_syncer_are_events_and_say_what_made_the_run(tmp_path: Path) -> None:
     folder = made_run(tmp_path)
-    life = {
-        **note("life", 0.0, 0, reason="of the syncer, number 1: the run begins"),
-        "versions": {"jax": "1"},
-        "host": "x",
-    }
-    append(folder, life)
+    life = note("life", 0.0, 0, reason="of the syncer, number 1: the run begins")
+    append(folder, {**life, "versions": {"jax": "1"}, "host": "x"})
     told = data_of(page_of(folder))
     assert told["events"][-1]["kind"] == "life" and told["events"][-1]["reason"].endswith("the run begins")
     again = f"diloco train {folder / 'config.yaml'} --run-dir NEW"
@@ -162,19 +158,11 @@ def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
         browser.open(write_report(folder).as_uri())
         browser.until("document.querySelector('#link').innerText === 'a report'")
         text = browser.run("document.body.innerText")
-        for part in (
-            "Not complete",
-            "b back: incarnation 1",
-            "b joined: incarnation 2",
-            "waiting for data",
-            "step 1 of 10",
-        ):
-            assert part in text, part
+        parts = ("Not complete", "b back: incarnation 1", "b joined: incarnation 2", "waiting for data", "step 1 of 10")
+        assert [part for part in parts if part not in text] == []
         assert browser.run("document.querySelectorAll('#strip .cell').length") == 1
-        assert browser.run("[...document.querySelectorAll('#metric option')].map(o => o.value)") == [
-            "loss",
-            "grad_norm",
-        ]
+        metrics = browser.run("[...document.querySelectorAll('#metric option')].map(o => o.value)")
+        assert metrics == ["loss", "grad_norm"]
         assert browser.run("document.querySelectorAll('.drain').length") == 0
         assert browser.run("document.documentElement.scrollWidth") <= 360
         assert browser.problems == []

@@ -1,4 +1,4 @@
-"""The syncer on a virtual machine of its own, for islands in Compute Engine and on TPU VMs, and scripts for both.
+"""Virtual machines: islands as managed instance groups of Compute Engine or by the Cloud TPU API, and the syncer.
 
 Machines run them when they start: they fetch what the container needs, and start it. A machine is told what to do by
 its metadata: diloco-image, -arguments, -secret, -config, -ports (of the syncer), -hosts and -environment (of an
@@ -7,14 +7,19 @@ island). Nothing secret is among them; certificates come from Secret Manager, to
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.common import VOLUME, IslandMachines
-from diloco_jax.tools.launch.files import HEADER, Plan, Resource, piece, script, verbs
+from diloco_jax.tools.launch.common import VOLUME, IslandMachines, asked_of
+from diloco_jax.tools.launch.files import HEADER, IN_PROJECT, Plan, Resource, command, piece, script, verbs
+from diloco_jax.tools.launch.launcher import Launcher, slice_policy
 from diloco_jax.tools.launch.needs import Needs
 
+IMAGE_PROJECT = "ubuntu-os-accelerator-images"
+VM = ("gcloud", "compute", "tpus", "tpu-vm")
+HOME = "diloco"  # folder on the TPU VM
 SCOPES = "cloud-platform"  # what the machine may do is decided by its account
 SECRET_READER = "roles/secretmanager.secretAccessor"
 USER = 10001  # of the image
@@ -134,3 +139,99 @@ def syncer_script(config: RunConfig) -> str:
         "delete": [each.delete() for each in (machine, rule, address, secret_of("syncer"))],
     }
     return script(common.ABOUT_SYNCER, verbs(functions))
+
+
+def group_script(config: RunConfig, each: IslandMachines) -> str:
+    """Write the script of a managed instance group; one with a workload policy is a slice.
+
+    It is made anew after a preemption: Compute Engine does not start a slice of spot capacity again by itself.
+    """
+    topology, name = each.topology, each.resource
+    region, zone = ("--region", each.region), ("--zone", each.zone)
+    policy, make_policy = slice_policy(each)
+    template = Resource(("gcloud", "compute", "instance-templates"), name)
+    group = Resource(("gcloud", "compute", "instance-groups", "managed"), name, zone)
+    several = topology.hosts > 1
+    kind = asked_of(config.cloud, "gce").flags
+    words = [*common.learner_words(each.name, "$syncer:$PORT"), "--preemption", "gce"]
+    make_template = template.make(
+        *("--machine-type", topology.machine_type, *kind),
+        *("--maintenance-policy=TERMINATE", "--image-family", config.cloud.tpu_image_family),
+        *(f"--image-project={IMAGE_PROJECT}", f"--boot-disk-size={config.cloud.host_disk_gb}GB"),
+        *(*region, "--network", "$NETWORK", "--subnet", "$SUBNETWORK"),
+        *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}"),
+        *("--tags", "$RUN-hosts", *(("--no-address",) if config.cloud.private else ())),
+        metadata(words, each.name) + f",diloco-hosts={topology.hosts}",
+        "--metadata-from-file=startup-script=learner-boot.sh,diloco-config=config.yaml,"
+        f"diloco-environment=islands/{each.name}.env",
+    )
+    as_slice = (f"--workload-policy=projects/$PROJECT/regions/{each.region}/resourcePolicies/{name}",)
+    make_group = group.make(
+        *("--template", name, "--size", str(topology.hosts)),
+        *("--default-action-on-vm-failure=do-nothing", *(as_slice if several else ())),
+    )
+    create = [
+        make_secret(each.name),
+        'syncer="$(./syncer.sh address)"',
+        make_template,
+        *([make_policy] if several else []),
+        make_group,
+    ]
+    made = [group, template, *([policy] if several else []), secret_of(each.name)]
+    return script(str(each), verbs({"create": create, "delete": [thing.delete() for thing in made]}), depth=1)
+
+
+GCE = Launcher(
+    "gce",
+    ("tpu_image_family",),
+    partial(parts, {"learner-boot.sh": LEARNER_AT_BOOT}, group_script, ("create",)),
+)
+
+
+def resource_script(config: RunConfig, each: IslandMachines) -> str:
+    """Write the script of a queued resource, whose files are copied and containers started over ssh.
+
+    Each island has its own, never one with several nodes: those would be told to be one multislice job, and a host
+    would wait for the hosts of all other islands.
+    """
+    name, zone = each.resource, ("--zone", each.zone)
+    generation = each.topology.generation
+    asked = asked_of(config.cloud, "tpu-vm")
+    group = ("compute", "tpus", "queued-resources")
+    resource = Resource(("gcloud", *(("alpha",) if asked.alpha else ()), *group), name, zone)
+    make = resource.make(
+        *("--node-id", name, "--accelerator-type", each.topology.accelerator_type),
+        *("--runtime-version", generation.runtime_version),
+        *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK", "--tags", "$RUN-hosts"),
+        *(("--internal-ips",) if config.cloud.private else ()),
+        *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}", *asked.flags),
+    )
+    state = resource.look("--format=value(state.state)")
+    everywhere = (*zone, *IN_PROJECT, "--worker=all", *(("--internal-ip",) if config.cloud.private else ()))
+    files = [f"certs/{file}" for file in common.certificate_files(each.name)]
+    words = ["sudo", "bash", f"{HOME}/learner.sh", "$IMAGE", *common.learner_words(each.name, "$syncer:$PORT")]
+    start = [
+        # a resource that lost its capacity never gets it back, and must be made anew
+        piece("wait", state=state, island=each.name).rstrip(),
+        'syncer="$(./syncer.sh address)"',
+        command(*VM, "ssh", name, *everywhere, "--command", f"mkdir -p {HOME}/config && mkdir -p -m 700 {HOME}/certs"),
+        command(*VM, "scp", *files, f"{name}:{HOME}/certs/", *everywhere),
+        command(*VM, "scp", "config.yaml", f"{name}:{HOME}/config/", *everywhere),
+        command(*VM, "scp", f"islands/{each.name}.env", f"{name}:{HOME}/config/environment", *everywhere),
+        command(*VM, "scp", "learner.sh", f"{name}:{HOME}/", *everywhere),
+        command(*VM, "ssh", name, *everywhere, "--command", " ".join([*words, "--preemption", "gce"])),
+    ]
+    functions = {
+        "create": [make],
+        "start": start,
+        "logs": [command(*VM, "ssh", name, *everywhere, "--command", "sudo docker logs --tail 20 diloco")],
+        "delete": [resource.delete("--force")],
+    }
+    return script(str(each), verbs(functions), depth=1)
+
+
+TPU_VM = Launcher(
+    "tpu-vm",
+    (),
+    partial(parts, {"learner.sh": LEARNER_BY_HAND}, resource_script, ("create", "start")),
+)
