@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(shape: Sequence[int], names: Sequence[str | None] = ()) -> Kind:
-    """Return what a tensor is, by the logical names of its axes; none if nothing is known but the shape."""
+    """Return what a tensor is, by the logical names of its axes, or by its shape alone where there are none."""
     stack = 0
     while stack < len(names) and names[stack] in STACK_AXES:
         stack += 1

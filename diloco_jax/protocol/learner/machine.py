@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import assert_never
 
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, SaveState, Send
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.learner.contact import Contact
@@ -30,29 +31,7 @@ from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.start import Saved, Start
 from diloco_jax.protocol.leases import Allotment, Batch
-from diloco_jax.protocol.messages import (
-    NO_VERSION,
-    SYNCER,
-    Adopted,
-    Advance,
-    AnchorRequest,
-    Evaluate,
-    Expel,
-    GlobalFragment,
-    Lease,
-    Leave,
-    PullRequest,
-    Refuse,
-    Score,
-    StateEnd,
-    StatePart,
-    StatePull,
-    StateUnavailable,
-    StepReport,
-    Stop,
-    SyncerMessage,
-    Welcome,
-)
+from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, GlobalFragment, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Donor
 
@@ -123,7 +102,7 @@ class Learner:
 
     def leave(self, reason: str, now_s: float) -> list[Effect]:
         """Say goodbye and stop."""
-        goodbye = Send(SYNCER, Leave(self.learner_id, self.incarnation, reason))
+        goodbye = Send(SYNCER, messages.Leave(self.learner_id, self.incarnation, reason))
         return [*([goodbye] if self.contact.connected else []), *self._stop(reason)]
 
     def wants(self, message: GlobalFragment, now_s: float) -> bool:
@@ -166,7 +145,7 @@ class Learner:
         effects: list[Effect] = []
         done = (self.learner_id, self.incarnation, self.local_step, self.tokens, self.global_step)
         data = (samples_end, self.allotment.granted, self.heads.arrived(now_s))
-        contact.report = report = StepReport(*done, self.anchors.adopted, step_s, loss, *data)
+        contact.report = report = messages.StepReport(*done, self.anchors.adopted, step_s, loss, *data)
         if contact.connected or self._config.lockstep:
             stager.stage_due(report, self.global_step if self._config.lockstep else stager.next_round, effects)
         if contact.connected:
@@ -198,33 +177,33 @@ class Learner:
         match message:
             case GlobalFragment():
                 effects = self.on_global(message, now_s)
-            case PullRequest():
+            case messages.PullRequest():
                 effects = self.on_pull(message, now_s)
-            case Advance():
+            case messages.Advance():
                 effects = self.on_advance(message, now_s)
-            case Lease():
+            case messages.Lease():
                 self.allotment.add(message)
                 effects = self._update_state(now_s)
-            case Welcome():
+            case messages.Welcome():
                 effects = self.on_welcome(message, now_s)
-            case AnchorRequest():
+            case messages.AnchorRequest():
                 effects = self.on_anchor_request(message, now_s)
-            case StatePull():
+            case messages.StatePull():
                 effects = self.on_state_pull(message, now_s)
-            case Evaluate():
+            case messages.Evaluate():
                 effects = self.on_evaluate(message, now_s)
-            case StateEnd(receiver):
+            case messages.StateEnd(receiver):
                 effects = self.donor.on_end(receiver)
-            case StatePart():
+            case messages.StatePart():
                 effects = self.start.receiver.on_part(message, self.global_step, now_s) + self._update_state(now_s)
-            case StateUnavailable():
+            case messages.StateUnavailable():
                 effects = self.start.receiver.on_unavailable(message, self.global_step, now_s)
                 effects += self._update_state(now_s)
-            case Refuse(reason):
+            case messages.Refuse(reason):
                 effects = self._stop(f"refused: {reason}")
-            case Expel(reason):
+            case messages.Expel(reason):
                 effects = self._stop(f"expelled: {reason}")
-            case Stop(global_step, reason):
+            case messages.Stop(global_step, reason):
                 self._see(global_step)
                 effects = self.leave(reason, now_s)
             case _:
@@ -235,7 +214,7 @@ class Learner:
             self.examination.begin(self.global_step, effects)
         return effects
 
-    def on_evaluate(self, message: Evaluate, now_s: float) -> list[Effect]:
+    def on_evaluate(self, message: messages.Evaluate, now_s: float) -> list[Effect]:
         """The syncer asks what the global model is worth: evaluate it in this gap, or when the final one is here."""
         again = self.examination.lacks
         effects = self.examination.on_request(message)
@@ -243,7 +222,7 @@ class Learner:
             effects.append(self._hello(now_s))  # what is missing was lost on its way here
         return effects
 
-    def on_evaluated(self, found: Score, now_s: float) -> list[Effect]:
+    def on_evaluated(self, found: messages.Score, now_s: float) -> list[Effect]:
         """The driver has evaluated the global values: `found` is all of the answer but what the machine knows."""
         answer = self.examination.on_evaluated(found, self.global_step)
         effects: list[Effect] = [answer] if self.contact.connected else []
@@ -251,7 +230,7 @@ class Learner:
             self._serve(effects)
         return effects
 
-    def on_welcome(self, message: Welcome, now_s: float) -> list[Effect]:
+    def on_welcome(self, message: messages.Welcome, now_s: float) -> list[Effect]:
         """Accepted; what is still missing follows as GlobalFragment."""
         self._see(message.global_step, message.schedule_lead)
         self.examination.over = False  # a syncer that lost the end of the run goes on
@@ -264,7 +243,7 @@ class Learner:
         """The driver has taken a state over, or could not use it."""
         return self.start.on_adopted(ok, self.global_step, now_s) + self._update_state(now_s)
 
-    def on_state_pull(self, message: StatePull, now_s: float) -> list[Effect]:
+    def on_state_pull(self, message: messages.StatePull, now_s: float) -> list[Effect]:
         """Somebody needs a state: give what is copied already, or copy one between two steps."""
         again = message.receiver in self.donor.waiting
         effects = self.donor.on_pull(message)
@@ -274,15 +253,15 @@ class Learner:
             self._serve(effects)
         return effects
 
-    def on_anchor_request(self, message: AnchorRequest, now_s: float) -> list[Effect]:
+    def on_anchor_request(self, message: messages.AnchorRequest, now_s: float) -> list[Effect]:
         """A restarted syncer lacks a global value that is held here, or was replaced by a newer one since."""
         return self.anchors.answer(message, self.learner_id, self.incarnation)
 
-    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
+    def on_pull(self, message: messages.PullRequest, now_s: float) -> list[Effect]:
         """A round wants a fragment as it was after a step: now, or after the next one."""
         return self.stager.on_pull(message)
 
-    def on_advance(self, message: Advance, now_s: float) -> list[Effect]:
+    def on_advance(self, message: messages.Advance, now_s: float) -> list[Effect]:
         """A global step closed without a new fragment; in lockstep that ends the wait for it."""
         self._see(message.global_step, message.schedule_lead)
         if self.state == WAITING and message.global_step >= self._waits_for:

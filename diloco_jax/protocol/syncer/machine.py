@@ -18,29 +18,12 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, get_args
 
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Drop, Effect, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import GONE, SILENT, Member
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import (
-    DRAINED,
-    Advance,
-    AnchorValue,
-    FragmentValue,
-    Heartbeat,
-    Hello,
-    LearnerMessage,
-    Leave,
-    Refuse,
-    Score,
-    StateMessage,
-    StatePart,
-    StateRefused,
-    StateRequest,
-    StepReport,
-    Stop,
-    Welcome,
-)
+from diloco_jax.protocol.messages import Advance, FragmentValue, Hello, LearnerMessage, StateMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
@@ -87,10 +70,10 @@ class Syncer:
         self._inputs: dict[type, Callable[..., list[Effect]]] = {
             StepReport: self.on_report,
             FragmentValue: self.on_value,
-            Heartbeat: self.on_heartbeat,
-            Leave: self.on_leave,
-            AnchorValue: self.on_anchor,
-            Score: self.on_score,
+            messages.Heartbeat: self.on_heartbeat,
+            messages.Leave: self.on_leave,
+            messages.AnchorValue: self.on_anchor,
+            messages.Score: self.on_score,
             **dict.fromkeys(get_args(StateMessage), self.on_state_message),
         }
 
@@ -114,7 +97,7 @@ class Syncer:
         progress = self.progress
         refusal = self.membership.refusal(message, progress.epoch, progress.rewound)
         if refusal:
-            return [Send(message.learner_id, Refuse(refusal)), Drop(message.learner_id, refusal)]
+            return [Send(message.learner_id, messages.Refuse(refusal)), Drop(message.learner_id, refusal)]
         effects: list[Effect] = []
         known = self.membership.members.get(message.learner_id)
         if known is not None and message.incarnation > known.incarnation:
@@ -126,7 +109,7 @@ class Syncer:
         elif member.state == SILENT:
             self.roster.heard(member, effects, now_s)
             self.rounds.count(member)
-        welcome = Welcome(progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
+        welcome = messages.Welcome(progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
         effects.append(Send(member.learner_id, welcome))
         self.roster.supply(member, message, effects)
         restoring = self.comeback.restoring
@@ -175,7 +158,7 @@ class Syncer:
         member.heard_s = now_s
         return self.rounds.on_value(member, message, now_s)
 
-    def on_heartbeat(self, member: Member, message: Heartbeat, now_s: float) -> list[Effect]:
+    def on_heartbeat(self, member: Member, message: messages.Heartbeat, now_s: float) -> list[Effect]:
         """A sign of life between steps."""
         effects: list[Effect] = []
         self.roster.heard(member, effects, now_s)
@@ -185,12 +168,12 @@ class Syncer:
             effects += self.rounds.proceed(now_s)
         return effects
 
-    def on_score(self, member: Member, message: Score, now_s: float) -> list[Effect]:
+    def on_score(self, member: Member, message: messages.Score, now_s: float) -> list[Effect]:
         """A learner has evaluated the global model, or could not."""
         member.heard_s = now_s
         return self.evaluations.on_score(message, now_s)
 
-    def on_anchor(self, member: Member, message: AnchorValue, now_s: float) -> list[Effect]:
+    def on_anchor(self, member: Member, message: messages.AnchorValue, now_s: float) -> list[Effect]:
         """A learner sends a global value that a restarted syncer lacks."""
         member.heard_s = now_s
         return self.comeback.on_anchor(member, message, now_s)
@@ -199,19 +182,19 @@ class Syncer:
         """One learner's state on its way to another (recovery.py)."""
         effects: list[Effect] = []
         self.roster.heard(member, effects, now_s)
-        if isinstance(message, StateRequest):
+        if isinstance(message, messages.StateRequest):
             restoring = self.comeback.restoring
             awaited = restoring.awaited if restoring is not None else ()
             return effects + self.matches.on_request(message, self.progress.global_step, awaited)
-        if isinstance(message, StatePart):
+        if isinstance(message, messages.StatePart):
             return effects + self.matches.on_part(message)
-        if isinstance(message, StateRefused):
+        if isinstance(message, messages.StateRefused):
             return effects + self.matches.on_refused(message)
         if message.donor:
             effects.append(self.progress.note("recovered", -1, (message.learner_id, message.donor), "has its state"))
         return effects + self.matches.on_done(message.learner_id)
 
-    def on_leave(self, member: Member, message: Leave, now_s: float) -> list[Effect]:
+    def on_leave(self, member: Member, message: messages.Leave, now_s: float) -> list[Effect]:
         """A learner says goodbye: its unfinished data is free at once."""
         effects = self.roster.lose(member, GONE, message.reason, now_s)
         member.goodbye = message.reason
@@ -263,7 +246,7 @@ class Syncer:
         if learner_id not in names:
             there = ", ".join(names[:16]) or "nobody"
             raise ValueError(f"no learner {learner_id[:80]!r} is connected; there are {there}")
-        return [Send(learner_id, Stop(self.global_step, DRAINED))]
+        return [Send(learner_id, messages.Stop(self.global_step, messages.DRAINED))]
 
     def on_restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:
         """The process died and is back: links and values on their way are gone (comeback.py).

@@ -97,7 +97,7 @@ class PartialLeaf:
 
 
 def read_shards(shards: Iterable[Shard], buffer: Bytes) -> dict[str, PartialLeaf]:
-    """Return the leaves, by name, as views of bytes in which their shards follow each other; ValueError if not."""
+    """Return leaves by name, views of bytes in which their shards follow each other; ValueError for another size."""
     shards = list(shards)
     if (expected := sum(shard.num_bytes for shard in shards)) != memoryview(buffer).nbytes:
         raise ValueError(f"{memoryview(buffer).nbytes} bytes are there instead of {expected}")

@@ -14,15 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 
-from diloco_jax.transport.calls import (
-    FOLLOW,
-    ISLAND_SERVICE,
-    close_server,
-    keep_freed_memory,
-    open_server,
-    read_header,
-    refusing,
-)
+from diloco_jax.transport import calls
 from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
 from diloco_jax.transport.link import LinkClosed, Payload, TransportConfig, TransportError, payload_parts
 from diloco_jax.transport.partials import Partials
@@ -87,7 +79,7 @@ class GroupLeader:
     def __init__(self, config: TransportConfig, run_id: str, learner_id: str, hosts: int) -> None:
         config = replace(config, connections_max=hosts + STRANGERS_MAX)
         own = credentials(config, learner_id, server=island_host(learner_id))
-        keep_freed_memory()
+        calls.keep_freed_memory()
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.number = secrets.randbits(62)
         self._header = pb.Header(run_id=run_id, sender=learner_id, session=self.number, stripes=1, hosts=hosts)
@@ -98,8 +90,8 @@ class GroupLeader:
             header.CopyFrom(self._header)
             header.host = host
             self._others[host] = _new_session(self._inbox, header, config, REPLIES, f"host {host}")
-        handlers = {FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
-        self._server, self.address = open_server(config, ISLAND_SERVICE, handlers, own.server)
+        handlers = {calls.FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
+        self._server, self.address = calls.open_server(config, calls.ISLAND_SERVICE, handlers, own.server)
 
     def send(self, command: Command, payload: Payload = b"", to: int | None = None) -> None:
         """Queue a command to one host, or to all others, in order; never blocks. Any thread.
@@ -124,11 +116,11 @@ class GroupLeader:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, tell all hosts, and end; safe to call again."""
-        close_server(self._server, list(self._others.values()), "the leader closed", grace_s)
+        calls.close_server(self._server, list(self._others.values()), "the leader closed", grace_s)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve one host: this generator writes, a thread of its own reads."""
-        with refusing(context):
+        with calls.refusing(context):
             session, lane = self._admit(context)
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
@@ -147,7 +139,7 @@ class GroupLeader:
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
         self._gate.check_speaks_for(self._header.sender, context.auth_context())
-        header = read_header(metadata)
+        header = calls.read_header(metadata)
         ours = self._header
         if (header.run_id, header.sender, header.session) != (ours.run_id, ours.sender, ours.session):
             raise Refused(f"host {header.host} is of another island, or of an earlier start of this one")
@@ -178,11 +170,11 @@ class GroupMember:
         if not 1 <= host < hosts:
             raise ValueError(f"host {host} of an island of {hosts} cannot dial its leader: use 1 to {hosts - 1}")
         own = credentials(config, learner_id, server=island_host(learner_id))
-        keep_freed_memory()
+        calls.keep_freed_memory()
         header = pb.Header(run_id=run_id, sender=learner_id, session=number, stripes=1, host=host, hosts=hosts)
         self._inbox = Inbox()
         self._session = session = _new_session(self._inbox, header, config, COMMANDS, "the leader")
-        self._streams = DialledStreams(session, own, f"/{ISLAND_SERVICE}/{FOLLOW}")
+        self._streams = DialledStreams(session, own, f"/{calls.ISLAND_SERVICE}/{calls.FOLLOW}")
         if not session.wait_ready(config.connect_timeout_s):
             answered, reason = not session.open, session.reason
             session.fail("not connected")

@@ -165,10 +165,10 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
 def test_a_hello_waits_for_the_shards_and_one_of_another_config_does_not(bench: Bench) -> None:
     link = bench.links["a"]
     assert isinstance(link, ShardedLink)
-    link._control.send(hello("a"))  # as if the shards' connections were slow
-    link._control.send(Heartbeat("a", 1))
+    link.control.send(hello("a"))  # as if the shards' connections were slow
+    link.control.send(Heartbeat("a", 1))
     assert bench.listener.receive(0.5) is None
-    link._control.send(hello("a", (("run", "other"),)))
+    link.control.send(hello("a", (("run", "other"),)))
     assert bench.hear(Hello, 1)[0].message == hello("a", (("run", "other"),))
     link.send(hello("a"))
     assert bench.hear(Hello, 1)[0].message == hello("a")
@@ -189,7 +189,7 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
 
     share.tell = watched  # type: ignore[method-assign]
     for step in range(10):
-        link._links[holder].send(FragmentValue("a", 1, step, 0, 1, 1, 64, 0, 1, 10), b"0123456789")
+        link.links[holder].send(FragmentValue("a", 1, step, 0, 1, 1, 64, 0, 1, 10), b"0123456789")
     wait_for(lambda: bench.listener.receive(0.1) or len(freed) == 6, "the oldest to be freed")
     assert [len(each) for each in bench.listener._values.values()] == [4], "twice the rounds in flight"
     link.close(0.1)

@@ -155,11 +155,11 @@ def test_staging_costs_the_next_step_neither_its_donation_nor_a_wait(
         handle = island.step(island.put_batch(batches[1]), 1e-2)
         staged = island.stage_state()
         following = island.step(island.put_batch(batches[2]), 1e-2)
-        assert len(staged._pieces) == len(island.state_layout.leaves)
+        assert len(staged._copies) == len(island.state_layout.leaves)
     island.wait(handle)
     island.wait(following)
     assert pointers(island, path) == where
-    copies = [piece.copy for pieces in staged._pieces.values() for piece in pieces]
+    copies = [copy for held in staged._copies.values() for _, copy in held]
     assert sum(c.nbytes for c in copies) + len(staged.layout.header) == staged.layout.num_bytes
     assert {c.sharding.memory_kind for c in copies} == {"pinned_host"}
 
