@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 IMPORTING = "importing JAX and the program"
 
+log = logging.getLogger(__name__)
+
 
 def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
     """Make the run's folder with the resolved config in it."""
@@ -124,6 +126,7 @@ def learner(arguments: argparse.Namespace) -> int:
     if not (arguments.standby or arguments.host):  # a spare is nobody yet
         tell_phase(run_dir, check_name(arguments.island), IMPORTING)
     stop = _begin_process(run_dir)
+    log.info(IMPORTING)
     from diloco_jax.runtime.island.join import join, leave
     from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.preemption import check_source, watch

@@ -94,6 +94,7 @@ class LinkKeeper(NamedTuple):
             return machine.on_connected(now_s)
 
         self.decisions.apply(connected)
+        log.info("connected to the syncer")
 
     def run(self) -> None:
         """Listen until the learner ends: the body of the thread "link"."""

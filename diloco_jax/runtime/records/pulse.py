@@ -88,6 +88,7 @@ class Pulse:
         self._alive = self._ready = None
         self._is_ready: bool | None = None
         self._touched_s = 0.0
+        self._phase = ""
         self._over = threading.Event()
         if self.files is not None:
             folder = self.files[0] / HEALTH
@@ -125,6 +126,9 @@ class Pulse:
 
     def phase(self, words: str) -> None:
         """Say what the process does before the loop is ready."""
+        before, self._phase = self._phase, words.partition(",")[0]
+        if self._phase not in ("", before):  # counts after the comma are for those who watch
+            log.info(self._phase)
         if self.files is not None and not (words and self._is_ready):
             tell_phase(*self.files, words)
 
