@@ -46,10 +46,7 @@ class Rate(NamedTuple):
 def greet(config: TransportConfig, name: str) -> Greeting:
     """Ask the syncer at `config.address` who it is, several times, to see how long that takes.
 
-    Raises:
-        TransportError: Nobody answered in time, our credentials do not do, or the syncer knows no such question.
-        ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
-            not allowed.
+    TransportError if nobody answers, or our credentials do not do; ValueError if they or the address cannot be used.
     """
     own = credentials(config, name)
     ping = pb.ProbeRequest(kind=pb.PROBE_PING).SerializeToString()

@@ -13,7 +13,8 @@ from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.sim.node import Effects, Observer
 from diloco_jax.tools.replay import sample_book
-from diloco_jax.tools.replay.audit import Auditor, audit, describe
+from diloco_jax.tools.replay.audit import audit, describe
+from diloco_jax.tools.replay.auditor import Auditor
 from diloco_jax.tools.replay.sample_book import Book, Findings, SampleShare
 from tests.runtime.taped_pair import TapedPair
 
