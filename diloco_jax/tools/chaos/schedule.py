@@ -34,7 +34,7 @@ SIGNS = (  # nobody has to recover from these: alarms must tell of them; only wi
     "old-certificate",  # the syncer's certificate is signed anew for a day
 )
 SYNCER_KINDS = {"kill-syncer", "stop-syncer", "full-disk", "block-snapshots", "low-disk", "old-certificate"}
-SIGN_S = 12.0  # alarms look every two seconds, and some wait for a while
+SIGN_S = 20.0  # alarms look every two seconds, and an island must be slow for ten of them
 FIRST, LAST = 0.05, 0.9  # share of the run's global steps in which faults happen: the last ones must heal in time
 FAULTS_MAX = 10_000
 
