@@ -1,5 +1,6 @@
 """Alarms: what raises them, how long they must hold, and that healthy runs have none."""
 
+import json
 import re
 from dataclasses import replace
 from math import inf, nan
@@ -11,7 +12,17 @@ from invariants.draw import random_scenario
 
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.alarms import CALM, HOLDS, KEPT_MAX, REMEDIES, Alarm, AlarmBook, alarms_of, starving
+from diloco_jax.protocol.watch.alarms import (
+    CALM,
+    HOLDS,
+    KEPT_MAX,
+    REMEDIES,
+    Alarm,
+    AlarmBook,
+    Standing,
+    alarms_of,
+    starving,
+)
 from diloco_jax.protocol.watch.health import CONDITIONS
 from diloco_jax.protocol.watch.signs import REPORTS_MIN, WAY_FACTOR, Losses
 from diloco_jax.protocol.watch.stats import RunStats
@@ -116,7 +127,20 @@ def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
     assert book.look([], 3.0 + CALM) == ([], [later]) and book.standing == []
     book.look([SILENT], 19.0)
     (told,) = book.told()
-    assert told == {**SILENT.told(), "from_s": 19.0, "lasted_s": 0.0, "times": 2, "stands": True}
+    assert told == {**SILENT.told(), "from_s": 19.0, "until_s": 19.0, "lasted_s": 2.0, "times": 2, "stands": True}
+
+
+def test_alarms_outlive_the_syncer_that_told_them() -> None:
+    book = AlarmBook()
+    for now_s in (1.0, 3.0, 3.5 + CALM, 20.0, 21.0):
+        book.look([SILENT] if now_s != 3.5 + CALM else [], now_s)
+    told = json.loads(json.dumps(book.told()))
+    assert [(each["times"], each["lasted_s"]) for each in told] == [(2, 3.0)]
+    after = AlarmBook(map(Standing.of, told))
+    assert after.told() == told and after.standing == [SILENT]
+    assert after.look([], 27.0) == ([], [SILENT]) and after.told()[0]["lasted_s"] == 3.0
+    unknown = Standing(Alarm("weather", "", "rain"), 1.0, 2.0, stands=True)
+    assert AlarmBook([unknown]).told() == [], "of another release"
 
 
 def test_what_may_be_weather_must_hold_for_a_while() -> None:

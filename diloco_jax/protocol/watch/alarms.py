@@ -4,6 +4,8 @@ The same ones are in the log, in the status, in metrics, on the page and in the 
 here, also in simulated runs; those of the syncer's machine in runtime/syncer/host_alarms.py.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,23 +90,36 @@ class Standing:
     until_s: float
     stands: bool
     times: int = 1  # that it came
+    before_s: float = 0.0  # that it lasted, all times before this one together
 
     def told(self) -> dict[str, Any]:
-        """Return it for the summary; `lasted_s` is its last time."""
-        times = {"from_s": round(self.from_s, 1), "lasted_s": round(self.until_s - self.from_s, 1)}
+        """Return it for the summary; `lasted_s` is all times together."""
+        from_s, until_s, lasted_s = self.from_s, self.until_s, self.before_s + self.until_s - self.from_s
+        times = {"from_s": round(from_s, 1), "until_s": round(until_s, 1), "lasted_s": round(lasted_s, 1)}
         return {**self.alarm.told(), **times, "times": self.times, "stands": self.stands}
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Standing:
+        """Return the one of which `told` was told."""
+        before_s = told["lasted_s"] - (told["until_s"] - told["from_s"])
+        alarm = Alarm(told["kind"], told["who"], told["text"])
+        return cls(alarm, told["from_s"], told["until_s"], told["stands"], told["times"], before_s)
 
 
 class AlarmBook:
-    """The alarms of one process of the syncer: which stand, and which stood.
+    """The alarms of a run: which stand, and which stood.
 
     An alarm stands once it was found at every look for HOLDS, until none has found it for CALM.
+
+    Args:
+        earlier: those of the syncer's lives before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Iterable[Standing] = ()) -> None:
         self._found_s: dict[tuple[str, str], float] = {}  # since when, without a look that did not find it
         self._last_s: dict[tuple[str, str], float] = {}  # the newest look that found it
-        self._episodes: dict[tuple[str, str], Standing] = {}
+        known = [each for each in earlier if each.alarm.kind in REMEDIES]
+        self._episodes = {(each.alarm.kind, each.alarm.who): each for each in known[:KEPT_MAX]}
 
     def look(self, found: Iterable[Alarm], now_s: float, calm: float = CALM) -> tuple[list[Alarm], list[Alarm]]:
         """Take what is wrong at this moment; return the alarms that begin and those that end."""
@@ -125,7 +140,9 @@ class AlarmBook:
                 if episode is None and len(self._episodes) >= KEPT_MAX:
                     continue
                 times = 1 if episode is None else episode.times + 1
-                self._episodes[key] = Standing(alarm, self._found_s[key], now_s, stands=True, times=times)
+                before_s = 0.0 if episode is None else episode.told()["lasted_s"]
+                from_s = self._found_s[key]
+                self._episodes[key] = Standing(alarm, from_s, now_s, stands=True, times=times, before_s=before_s)
                 begun.append(alarm)
         for key, episode in self._episodes.items():
             if episode.stands and key not in newest and now_s - episode.until_s >= calm:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.alarms import STARVED
+from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
@@ -34,6 +34,7 @@ def compose_status(
     stopped: bool,
     blocked: str,
     alarms: Sequence[Mapping[str, Any]],
+    episodes: Sequence[Mapping[str, Any]],
     eval_loss: float | None,
     eval_scores: Mapping[str, float | None],
     wire: Mapping[str, int],
@@ -45,6 +46,7 @@ def compose_status(
         stopped: whether somebody has ended it.
         blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
         alarms: that stand, each with its remedy.
+        episodes: all that ever stood.
     """
     learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "running" if stats.tokens else "starting"
@@ -60,6 +62,7 @@ def compose_status(
         "epoch": syncer.epoch,
         "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
         "alarms": [*alarms],
+        "episodes": [*episodes],
         "wall_s": round(now_s, 1),
         "tokens": stats.tokens,
         "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
@@ -85,6 +88,7 @@ class Earlier(NamedTuple):
 
     wire: dict[str, int]
     eval_loss: float | None
+    episodes: Sequence[Standing] = ()  # of alarms
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
@@ -103,7 +107,8 @@ def read_earlier(run_dir: Path) -> Earlier:
     """Return what the last process that wrote this folder's status had counted; zeros when that cannot be read."""
     said = _last_words(run_dir)
     try:
-        return Earlier({key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}, said["eval_loss"])
+        wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
+        return Earlier(wire, said["eval_loss"], [Standing.of(told) for told in said.get("episodes", ())])
     except (ValueError, KeyError, TypeError):
         return NOTHING_EARLIER
 

@@ -59,7 +59,7 @@ class Watch:
         self.eval_bits: float | None = None
         self.eval_alarms: list[str] = []  # what was wrong with evaluations since the last good one, each once
         self.asked_tokens: int | None = None  # trained on when this process last asked for an evaluation
-        self._book = AlarmBook()
+        self._book = AlarmBook(self.earlier.episodes)
         self._listener: GrpcListener | ShardedListener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
         self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
@@ -175,7 +175,7 @@ class Watch:
         return [alarm.told() for alarm in self._book.standing]
 
     def alarms(self) -> list[dict[str, Any]]:
-        """Return every alarm of this process, and the worst of all times that islands outran rounds."""
+        """Return every alarm of the run, and the worst of all times that islands outran rounds."""
         found = [each for each in self._book.told() if each["kind"] != "outrun"]
         if outruns := self.parts.stats.outruns:
             worst = max(outruns, key=lambda episode: episode.steps)
@@ -202,6 +202,7 @@ class Watch:
             stopped=parts.stop.is_set(),
             blocked=self.host.blocked,
             alarms=self._look(now_s),
+            episodes=self._book.told(),
             eval_loss=self.eval_loss,
             eval_scores=self.eval_scores,
             wire=self.wire(),

@@ -101,7 +101,7 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     start_again(tmp_path)
     told = read_status(str(tmp_path))
     assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
-    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5), "what only it tells stays"
+    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, []), "what only it tells stays"
     (tmp_path / "status.json").unlink()
     start_again(tmp_path)
     assert not (tmp_path / "status.json").exists()
