@@ -92,6 +92,10 @@ class Relay:
 
         self._call(change)
 
+    def forwarded_bytes(self, way: str) -> int:
+        """Return how many bytes went "up" or "down" until now."""
+        return self._weather[way].forwarded_bytes
+
     def heal(self) -> None:
         """Forward as if nothing had been; open connections stay open, ordered damage is called off."""
         self.change()
@@ -163,6 +167,7 @@ class Weather:
         self.passable.set()
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
+        self.forwarded_bytes = 0
 
     def change(self, hold: bool, delay_s: float, bytes_per_s: float) -> None:
         self.delay_s, self.bytes_per_s = delay_s, bytes_per_s
@@ -205,6 +210,7 @@ class Way:
                 size = min(len(data), max(1, int(rate * SLICE_S))) if rate else len(data)
                 sink.write(data[:size])
                 await sink.drain()
+                weather.forwarded_bytes += size
                 data = data[size:]
                 await asyncio.sleep(size / rate if rate else 0)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,8 @@ def test_transformers_opens_an_export_and_a_config_evaluates_it(
     settings = load(config)
     assert found["loss"] == pytest.approx(loss_of_theirs(theirs, settings.data, 4, 3), abs=1e-4)
 
-    run = DataParallelRun(settings, tmp_path, threading.Event())
+    alone = replace(settings, algorithm="data_parallel", train=replace(settings.train, batch_size=8))  # on 8 devices
+    run = DataParallelRun(alone, tmp_path, threading.Event())
     begun, values = run._island.parameters(), drawn(model_of())
     assert [path for path in values if values[path].tobytes() != begun[path].tobytes()] == []
     assert main(["train", str(config), "--model.args.mlp_dim", "64", "--run-dir", str(tmp_path / "run")]) == 2
