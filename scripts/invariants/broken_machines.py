@@ -293,7 +293,7 @@ class Unhelpful(Downstream):
     """Does not hear it complain."""
 
     def missing(self, hello: Hello) -> list[int]:
-        return [] if hello.learner_id == "island-3" and self._progress.global_step else super().missing(hello)
+        return [] if hello.learner_id == "island-3" and self.progress.global_step else super().missing(hello)
 
     def repair(self, *args: Any) -> None:
         pass
@@ -358,7 +358,7 @@ class CopiesAhead(Stager):
     """Copies what is due later than the next rounds."""
 
     def stage_due(self, now: StepReport, first_round: int, effects: list[Effect]) -> None:
-        super().stage_due(now, first_round + self._config.overlap_steps + 1, effects)
+        super().stage_due(now, first_round + self.config.overlap_steps + 1, effects)
 
 
 def _forgotten(send: Send) -> bool:

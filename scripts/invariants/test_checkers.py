@@ -220,7 +220,7 @@ class Leaky(Stager):
     """Never frees a copy."""
 
     def _unstage(self, fragment_id: int, effects: list[Effect]) -> None:
-        self._staged.pop(fragment_id, None)
+        self.staged.pop(fragment_id, None)
 
 
 class FreesTwice(Stager):
