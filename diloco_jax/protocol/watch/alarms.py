@@ -116,7 +116,7 @@ class AlarmBook:
     """
 
     def __init__(self, earlier: Iterable[Standing] = ()) -> None:
-        self._found_s: dict[tuple[str, str], float] = {}  # since when, without a look that did not find it
+        self._found_s: dict[tuple[str, str], float] = {}  # since when, without a gap that ends it
         self._last_s: dict[tuple[str, str], float] = {}  # the newest look that found it
         known = [each for each in earlier if each.alarm.kind in REMEDIES]
         self._episodes = {(each.alarm.kind, each.alarm.who): each for each in known[:KEPT_MAX]}
@@ -124,10 +124,9 @@ class AlarmBook:
     def look(self, found: Iterable[Alarm], now_s: float, calm: float = CALM) -> tuple[list[Alarm], list[Alarm]]:
         """Take what is wrong at this moment; return the alarms that begin and those that end."""
         newest = {(alarm.kind, alarm.who): alarm for alarm in found}
-        missed = (key for key in self._found_s.keys() - newest.keys() if now_s - self._last_s[key] >= CALM)
-        strict = (key for key in self._found_s.keys() - newest.keys() if key[0] not in FLAPPING)
-        for key in {*missed, *strict}:
-            del self._found_s[key], self._last_s[key]
+        for key in self._found_s.keys() - newest.keys():
+            if key[0] not in FLAPPING or now_s - self._last_s[key] >= CALM:
+                del self._found_s[key], self._last_s[key]
         for key in newest:
             self._found_s.setdefault(key, now_s)
             self._last_s[key] = now_s
