@@ -70,7 +70,7 @@ def test_another_incarnation_is_not_heard(tmp_path: Any) -> None:
     config = SimpleNamespace(name="run", trackers=(), callbacks=())
     parts: Any = SimpleNamespace(run_dir=tmp_path, machine=SimpleNamespace(membership=members, global_step=5))
     parts.config, parts.stats = config, SimpleNamespace(on_waiting=lambda name, share: None)
-    earlier: Any = SimpleNamespace(wire={}, eval_loss=None)
+    earlier: Any = SimpleNamespace(wire={}, eval_loss=None, episodes=())
     watch = Watch(parts, earlier, lambda: (), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     for incarnation, value in ((1, 1.0), (2, 2.0), (3, 3.0)):
         watch.on_metrics(MetricsReport("a", incarnation, 7, (Metric("loss", value),)), 1.5)
