@@ -45,12 +45,10 @@ class Holdings:
         self._scenario = scenario
         self._steps = steps
 
-    def read(self, message: GlobalFragment, garbled: bool) -> bool:
+    def read(self, message: GlobalFragment) -> bool:
         """Decode a payload; returns whether the value has the digest that it should."""
         fragment_id, made = message.fragment_id, message.digest
-        if garbled:
-            made = digest_of("garbled", message)
-        elif message.base != NO_VERSION:
+        if message.base != NO_VERSION:
             step = self._steps.get((message.epoch, fragment_id, message.version))
             held = self.heads.get(fragment_id)
             if step is None or held is None or held[1] != step.base:

@@ -5,10 +5,9 @@ next batch may be drawn while a step runs. `scripts/faulty` has a driver to whic
 """
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
-from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel, Finish, SaveState, Send
+from diloco_jax.protocol.effects import AdoptState, Drop, Effect, Finish, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.learner.start import Saved
@@ -18,26 +17,26 @@ from diloco_jax.protocol.messages import (
     GlobalFragment,
     Message,
     PullRequest,
-    Score,
     StatePart,
     SyncerMessage,
 )
-from diloco_jax.sim.engine import NEVER_S, Action
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import HELD, Holdings
-from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
+from diloco_jax.sim.network import Deliver, SimulatedLink
 from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeLearner, Node, SavedCopy, World
 
 DIAL_S = 0.01  # from dialling to a link that stands
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
 SAVED_KEPT = 2
 FILLED = frozenset((StatePart, AnchorValue))  # what the machine leaves for the driver to fill
-DONE = HELD | {AdoptState, EvaluateModel, SaveState, Finish}  # besides what is sent
+IGNORED = frozenset((Stage, Unstage, Drop))  # there is nothing to copy
 
 
 class LearnerDriver:
     """The driver of one learner, whose state is the node's; `accept` dials the syncer, `left` hears of its end."""
 
     __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_world", "node")
+    process_class = LearnerProcess
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class LearnerDriver:
         told = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes}
         machine = self._make(*who, scenario.config, FINGERPRINT, **told)
         holdings = Holdings(*who, scenario, self._world.steps)
-        node.process = process = LearnerProcess(node, *who, machine, Mailbox(machine), holdings)
+        node.process = process = self.process_class(node, *who, machine, Mailbox(machine), holdings)
         self.dial(process, DIAL_S)
 
     def start_later(self, at_s: float) -> None:
@@ -87,11 +86,6 @@ class LearnerDriver:
         process.ended = True
         self.node.process = None
 
-    def _postpone(self, process: LearnerProcess, action: Action, argument: object) -> None:
-        """Let an event come again when the pause is over, unless the process has ended."""
-        if not process.ended:
-            self._engine.at(process.paused_s, action, argument)
-
     def dial(self, process: LearnerProcess, after_s: float) -> None:
         """Connect, after some time."""
         self._engine.at(self._engine.now_s + after_s, self._connect, process)
@@ -102,11 +96,9 @@ class LearnerDriver:
         self.dial(process, pauses_s[min(process.attempts, len(pauses_s)) - 1])
 
     def _connect(self, process: LearnerProcess) -> None:
-        now_s = self._engine.now_s
-        if process.link is not None:
+        if process.ended or process.link is not None:
             return
-        if process.ended or process.paused_s > now_s:
-            return self._postpone(process, self._connect, process)
+        now_s = self._engine.now_s
         process.link = self._accept(process, self.arrive)
         if process.link is None:
             self._redial(process)
@@ -135,39 +127,28 @@ class LearnerDriver:
             self.start_later(self._engine.now_s + SUPERVISOR_S)
 
     def arrive(self, item: tuple[SimulatedLink, Any]) -> None:
-        """Take a message that comes, or one whose payload is garbled."""
+        """Take a message that comes."""
         link, message = item
         process: LearnerProcess = link.owner
         if process.ended:
             return
-        now_s = self._engine.now_s
-        if process.paused_s > now_s:
-            process.held.append(message)
-            return
-        stepping = process.step.runs
+        now_s, stepping = self._engine.now_s, process.step.runs
         if type(message) is GlobalFragment:
-            read = self._read(process, message, False, now_s)
-            if read and stepping and process.tick_s > now_s:
+            if self._read(process, message, now_s) and stepping and process.tick_s > now_s:
                 return  # it waits for the gap; no deadline has changed, and no pause held up a tick
-        elif type(message) is Garbled:
-            if isinstance(message.message, GlobalFragment):  # else a part of a state: it will be asked for again
-                self._read(process, message.message, True, now_s)
         else:
             given = process.mailbox.arrive(message, None, now_s)
             if given is not None:
                 self._run(process, given.effects, now_s, given.message)
             if stepping and (given is None or type(message) is PullRequest):
                 return  # no deadline has changed
-        if stepping or process.loading:
-            self._settle(process, now_s)
-        else:
-            self._see_mail(process, now_s)
+        self._see_mail(process, now_s)
 
-    def _read(self, process: LearnerProcess, message: GlobalFragment, garbled: bool, now_s: float) -> bool:
+    def _read(self, process: LearnerProcess, message: GlobalFragment, now_s: float) -> bool:
         """Read a global fragment as it comes, as the link thread of a real learner; returns whether it was of use."""
         if not process.machine.wants(message, now_s):
             return False
-        ok = process.holdings.read(message, garbled)
+        ok = process.holdings.read(message)
         for observer in self._observers:
             observer.on_read(process, message, ok, now_s)
         if ok:
@@ -177,8 +158,11 @@ class LearnerDriver:
         return ok
 
     def _see_mail(self, process: LearnerProcess, now_s: float) -> None:
-        """Take what waits, as a thread that would step does at once; one that is busy otherwise may do it later."""
-        self._reach_gap(process, now_s)
+        """Take what waits, unless a step runs, or will when the hardware is ready."""
+        if process.step.runs or process.loading:
+            self._settle(process, now_s)
+        else:
+            self._reach_gap(process, now_s)
 
     def _reach_gap(self, process: LearnerProcess, now_s: float) -> None:
         """Give the machine what waits, between two steps, and go on."""
@@ -210,9 +194,9 @@ class LearnerDriver:
             self._reach_gap(process, self._engine.now_s)
 
     def _end_step(self, process: LearnerProcess) -> None:
+        if process.ended:
+            return
         now_s, node, step = self._engine.now_s, self.node, process.step
-        if process.ended or process.paused_s > now_s:
-            return self._postpone(process, self._end_step, process)
         step.runs = False
         node.pace.ended(step.began_s, now_s)
         scenario = self._world.scenario
@@ -233,9 +217,6 @@ class LearnerDriver:
             return
         now_s, machine = self._engine.now_s, process.machine
         process.tick_s = NEVER_S
-        if process.paused_s > now_s:
-            self._plan_tick(process, process.paused_s)
-            return
         deadline_s = machine.next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
             self._run(process, machine.on_tick(now_s), now_s)
@@ -278,11 +259,10 @@ class LearnerDriver:
                         self._world.useless.add((process.name, sent.global_step))
                     if sent is not None:
                         self._send(link.up, sent)
-            elif kind in DONE:  # Stage and Unstage, the most frequent ones, are not: there is nothing to copy
-                if kind in HELD:
-                    process.holdings.execute(effect, message)
-                else:
-                    self._handle(process, effect)
+            elif kind in HELD:
+                process.holdings.execute(effect, message)
+            elif kind not in IGNORED:
+                self._handle(process, effect)
         for observer in self._observers:
             observer.on_learner(process, message, effects, now_s)
 
@@ -291,9 +271,6 @@ class LearnerDriver:
         if isinstance(effect, AdoptState):
             assert not (process.step.runs or process.loading), f"{process.name} takes over a state while it is busy"
             engine.at(engine.now_s + scenario.load_s, self._loaded, (process, effect))
-        elif isinstance(effect, EvaluateModel):
-            assert not process.step.runs, f"{process.name} evaluates while a step runs"
-            engine.at(engine.now_s + scenario.eval_s * (0.5 + engine.random.random()), self._evaluated, process)
         elif isinstance(effect, SaveState):
             machine = process.machine
             described = Saved(effect.global_step, tuple(machine.digests))
@@ -302,20 +279,11 @@ class LearnerDriver:
         elif isinstance(effect, Finish):
             process.finished = effect.reason
 
-    def _evaluated(self, process: LearnerProcess) -> None:
-        now_s, scenario = self._engine.now_s, self._world.scenario
-        if process.ended or process.paused_s > now_s:
-            return self._postpone(process, self._evaluated, process)
-        loss = inf if self._engine.random.random() < scenario.bad_scores else 1.0
-        found = Score("", 0, 0, 0, (), loss, 1.0, 1, (), scenario.eval_s, "")
-        self._run(process, process.machine.on_evaluated(found, now_s), now_s)
-        self._reach_gap(process, now_s)
-
     def _loaded(self, item: tuple[LearnerProcess, AdoptState]) -> None:
         process, effect = item
+        if process.ended:
+            return
         now_s = self._engine.now_s
-        if process.ended or process.paused_s > now_s:
-            return self._postpone(process, self._loaded, item)
         ok = self._engine.random.random() >= self._world.scenario.bad_states
         for observer in self._observers:
             observer.on_state(process, effect, ok, now_s)

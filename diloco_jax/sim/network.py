@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any
 
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StatePart
 from diloco_jax.sim.engine import Engine
@@ -34,13 +34,6 @@ class NetworkOptions:
 
 Deliver = Callable[["tuple[SimulatedLink, Any]"], None]
 BULK = (FragmentValue, GlobalFragment, AnchorValue, StatePart)  # those with a payload, on a lane of their own
-
-
-@final
-class Garbled(NamedTuple):
-    """A message whose payload is not what its digest says."""
-
-    message: Message
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +106,7 @@ class Network:
         pipe.payload_s = max(pipe.payload_s, pipe.sent_s + way_s)
         return pipe.payload_s
 
-    def _arrive(self, item: tuple[LinkDirection, Message | Garbled]) -> None:
+    def _arrive(self, item: tuple[LinkDirection, Message]) -> None:
         pipe, message = item
         if pipe.link.alive:
             pipe.deliver((pipe.link, message))

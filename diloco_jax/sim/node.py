@@ -16,7 +16,7 @@ from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerM
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S, Engine
 from diloco_jax.sim.holdings import Holdings, Step, Value
-from diloco_jax.sim.network import Garbled, Network, SimulatedLink
+from diloco_jax.sim.network import Network, SimulatedLink
 from diloco_jax.sim.scenario import Scenario
 
 NO_BATCH = Batch((), 0)
@@ -100,9 +100,6 @@ class LearnerProcess:
     ended: bool = False  # events that were planned for it are stale
     finished: str = ""  # why its machine has nothing left to do
     loading: bool = False  # it has no hardware to step on
-    waking: bool = False  # its step thread is about to see its mail
-    paused_s: float = 0.0  # when the pause ends
-    held: list[SyncerMessage | Garbled] = field(default_factory=list)  # waits for the end of a pause
     tick_s: float = NEVER_S  # the earliest tick that is on the heap
     link: SimulatedLink | None = None
     linked_s: float = NEVER_S  # since when

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.sim.network import NetworkOptions
 
@@ -50,12 +49,6 @@ class Scenario:
     """Seconds before each attempt to connect again, when the connection broke or nobody listens; the last one stays."""
     restart_s: float = 0.0
     """Seconds that a supervisor takes to start a process again, over and above the time that the simulation draws."""
-    plan: EvaluationPlan = NEVER
-    """When the global model is evaluated."""
-    eval_s: float = 0.0
-    """An evaluation takes 0.5 to 1.5 times this, in seconds."""
-    bad_scores: float = 0.0
-    """Probability that an evaluation comes to no number."""
     bad_states: float = 0.0
     """Probability that a whole state turns out to be of no use."""
     seed: int = 0

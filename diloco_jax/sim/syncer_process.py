@@ -1,12 +1,12 @@
 """The driver of the syncer's machine, for one life of its process: as runtime/syncer/run.py.
 
 What it sends goes to the connection on which a learner was last heard; a merge takes time and reports its end; every
-input is on the tape before it is executed; snapshots are captured at once and written in the background.
+input is on the tape before it is executed; snapshots are captured at once and written in the background, but what is in
+them only `scripts/faulty` reads, where processes die.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
 from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
@@ -15,60 +15,25 @@ from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Step, Value, digest_of
 from diloco_jax.sim.learner_driver import LearnerDriver
-from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
+from diloco_jax.sim.network import Deliver, SimulatedLink
 from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeSyncer, World
 
-SNAPSHOTS_KEPT = 3
 HANDLED = frozenset((Merge, Restore, SaveSnapshot))
-
-
-class SyncerSnapshot(NamedTuple):
-    """The run at one moment."""
-
-    global_step: int
-    machine: str  # JSON of the machine's state
-    values: tuple[Value, ...]
-    tape_lines: int  # where on the tape the inputs begin that came later
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the machine's state."""
-        plain: Mapping[str, Any] = json.loads(self.machine)
-        return plain
-
-
-class Disk:
-    """Files of the syncer."""
-
-    def __init__(self) -> None:
-        self.tape: list[str] = []
-        self.snapshots: list[SyncerSnapshot] = []  # oldest first
-        self.broken: set[int] = set()  # global steps of those that cannot be read
-        self.final: tuple[Value, ...] = ()  # the model of the end
-
-    def keep(self, snapshot: SyncerSnapshot) -> None:
-        """Write a snapshot; old ones go."""
-        self.snapshots = [s for s in self.snapshots if s.global_step != snapshot.global_step] + [snapshot]
-        self.broken.discard(snapshot.global_step)
-        del self.snapshots[:-SNAPSHOTS_KEPT]
 
 
 class SyncerProcess:
     """One process."""
 
-    def __init__(
-        self, world: World, disk: Disk, machine: Syncer, values: list[Value], taped: bool, die: Callable[[], None]
-    ) -> None:
+    def __init__(self, world: World, tape: list[str], machine: Syncer, values: list[Value], taped: bool) -> None:
         self.machine = machine
         self.values = values
         self.steps: dict[int, Value] = {}  # fragment -> the value from which it has a step to its newest one
         self.alive = True
         self.finished_s = NEVER_S
-        self.taped = TapedSyncer(machine, disk.tape.append)
+        self.taped = TapedSyncer(machine, tape.append)
         self.inputs: TapedSyncer | Syncer = self.taped if taped else machine
-        self.dies_after: int | None = None  # so many effects of the next input are executed, then it is dead
-        self._die = die
         self._world = world
-        self._disk = disk
+        self._tape = tape
         self._engine = world.engine
         self._observers = world.observers
         self._send = world.network.send
@@ -80,14 +45,12 @@ class SyncerProcess:
         """Answer a learner that dials; `down` takes what is sent to it."""
         return SimulatedLink(learner.name, learner.incarnation, learner, self._arrive, down, self._lost)
 
-    def _arrive(self, item: tuple[SimulatedLink, LearnerMessage | Garbled]) -> None:
+    def _arrive(self, item: tuple[SimulatedLink, LearnerMessage]) -> None:
         link, message = item
         if not self.alive:
             return
         now_s = self._engine.now_s
         self.heard[link.learner_id] = link
-        if type(message) is Garbled:
-            return  # an anchor, or a part of a state that its receiver would not take either
         for observer in self._observers:
             observer.on_delivery(message, now_s)
         self.execute(self.inputs.on_message(message, now_s), message)
@@ -141,36 +104,35 @@ class SyncerProcess:
 
     def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:
         """Do what the machine asks for; `message` is what it was given, if it was one."""
-        lines = len(self._disk.tape) if self._observers else 0  # that of the input is written
+        lines = len(self._tape) if self._observers else 0  # that of the input is written
         if effects:
-            done = effects if self.dies_after is None else effects[: self.dies_after]
-            ends = self.machine.progress.finished and self.finished_s == NEVER_S
-            heard, send = self.heard, self._send
-            for effect in done:
-                kind = type(effect)
-                if kind is Send:
-                    if ends and type(effect.message) is Stop:  # type: ignore[union-attr]
-                        ends = False
-                        self._save_last()  # before anybody hears of the end: until then learners hold what may be lost
-                    link = heard.get(effect.peer)  # type: ignore[union-attr]
-                    if link is not None:
-                        send(link.down, effect.message)  # type: ignore[union-attr]
-                elif kind in HANDLED:
-                    self._do(effect, message)
-            if ends and self.dies_after is None:
-                self._save_last()
+            self._carry_out(effects, message)
         if self._observers:
             now_s = self._engine.now_s
             for observer in self._observers:
                 observer.on_syncer(message, effects, now_s)
-                for _ in range(lines, len(self._disk.tape)):  # that a snapshot was taken
+                for _ in range(lines, len(self._tape)):  # that a snapshot was taken
                     observer.on_syncer(None, [], now_s)
-        if effects and self.dies_after is not None:
-            self._die()
-            return
         deadline_s = self.machine.next_deadline_s()
         if deadline_s is not None and deadline_s < self._tick_s:
             self._plan_tick(deadline_s)
+
+    def _carry_out(self, effects: list[Effect], message: LearnerMessage | None, whole: bool = True) -> None:
+        ends = self.machine.progress.finished and self.finished_s == NEVER_S
+        heard, send = self.heard, self._send
+        for effect in effects:
+            kind = type(effect)
+            if kind is Send:
+                if ends and type(effect.message) is Stop:  # type: ignore[union-attr]
+                    ends = False
+                    self._save_last()  # before anybody hears of the end: until then learners hold what may be lost
+                link = heard.get(effect.peer)  # type: ignore[union-attr]
+                if link is not None:
+                    send(link.down, effect.message)  # type: ignore[union-attr]
+            elif kind in HANDLED:
+                self._do(effect, message)
+        if ends and whole:  # not in the middle
+            self._save_last()
 
     def _do(self, effect: Effect, message: LearnerMessage | None) -> None:
         engine, scenario = self._engine, self._world.scenario
@@ -185,33 +147,28 @@ class SyncerProcess:
             snapshot = self._take_snapshot(effect.global_step)
             engine.at(engine.now_s + scenario.save_s * (0.5 + engine.random.random()), self._written, snapshot)
 
-    def _take_snapshot(self, global_step: int) -> SyncerSnapshot:
+    def _take_snapshot(self, global_step: int) -> Any:
         """Capture this moment under the machine's name for it; the machine may have gone on in the same input."""
         if self.inputs is self.taped:
             self.taped.on_snapshot(global_step, self._engine.now_s)
-        return SyncerSnapshot(global_step, json.dumps(self.machine.state()), tuple(self.values), len(self._disk.tape))
 
-    def _written(self, snapshot: SyncerSnapshot) -> None:
-        if self.alive and self.finished_s == NEVER_S:  # else it is half-written, or was written before the last one
-            self._saving = False
-            self._disk.keep(snapshot)
+    def _written(self, snapshot: Any) -> None:
+        del snapshot
+        self._saving = False
 
-    def _save_last(self) -> None:
-        """Save the end of the run, as far as this process has it."""
-        if self.machine.restoring:
-            return  # learners have yet to bring some of it
+    def _save_last(self) -> Any:
+        """Save the end of the run."""
         self.finished_s = self._engine.now_s
-        self._disk.final = tuple(self.values)
-        self._disk.keep(self._take_snapshot(self.machine.global_step))
+        return self._take_snapshot(self.machine.global_step)
 
 
 class SyncerHost:
-    """The syncer's disk, and the process that runs beside it or ran there last."""
+    """The syncer's tape, and the process that writes it."""
 
     def __init__(
         self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool
     ) -> None:
-        self.disk = Disk()
+        self.tape: list[str] = []
         self._world = world
         self._engine = world.engine
         self._learners = learners
@@ -228,7 +185,7 @@ class SyncerHost:
         whole = dict.fromkeys(fragments, scenario.payload_bytes)
         steps = dict.fromkeys(fragments, scenario.step_bytes) if scenario.step_bytes is not None else {}
         settings = (scenario.config, scenario.total_steps, FINGERPRINT, whole, steps, scenario.budget)
-        return self._make_syncer(*settings, plan=scenario.plan)
+        return self._make_syncer(*settings)
 
     def _initial(self) -> list[Value]:
         return [
@@ -236,11 +193,8 @@ class SyncerHost:
         ]
 
     def _new_process(self, machine: Syncer, values: Sequence[Value]) -> SyncerProcess:
-        return SyncerProcess(self._world, self.disk, machine, list(values), self._taped, self._on_death)
+        return SyncerProcess(self._world, self.tape, machine, list(values), self._taped)
 
     def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink | None:
         """Answer a learner that dials, if a process runs."""
         return self.process.accept(learner, down) if self.process.alive else None
-
-    def _on_death(self) -> None:
-        """Take note that the process has died; without faults it never does."""

@@ -74,7 +74,7 @@ class LearnerTapes(Observer):
         """Write all tapes and the scenario; ValueError as `check_folder`."""
         check_folder(folder)
         (folder / "tapes").mkdir(parents=True, exist_ok=True)
-        _write_lines(folder / "tape.jsonl", self._cluster.host.disk.tape)
+        _write_lines(folder / "tape.jsonl", self._cluster.host.tape)
         for (name, incarnation), lines in self.lines.items():
             _write_lines(folder / "tapes" / f"{name}.{incarnation}.jsonl", lines)
         scenario = self._cluster.scenario

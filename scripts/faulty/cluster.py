@@ -7,12 +7,12 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.node import LearnerProcess, MakeLearner, MakeSyncer, Node, StepPace
+from diloco_jax.sim.node import MakeLearner, MakeSyncer, Node, StepPace
 from faulty.faults import ARMED, ARMED_S, Fault
-from faulty.learner import MortalLearner
+from faulty.learner import MortalLearner, MortalProcess
 from faulty.network import TroubledNetwork, TroubledOptions
 from faulty.scenario import FaultyScenario
-from faulty.syncer_host import MortalSyncerHost, break_newest
+from faulty.syncer_host import MortalSyncerHost
 
 SEEK_EVERY_S = 0.1  # how often a fault that waits for its moment looks for it
 
@@ -75,7 +75,7 @@ class FaultyCluster(Cluster):
         if fault.kind == "syncer_crash":
             self.host.crash()
             if fault.breaks_snapshot and not self.host.disk.final:
-                break_newest(self.host.disk)
+                self.host.disk.break_newest()
             self._plan_heal(fault, self.host.restart)
         elif fault.kind in ARMED:
             self._seek(fault)
@@ -84,11 +84,11 @@ class FaultyCluster(Cluster):
                 process = self.nodes[name].process
                 if fault.kind == "join":
                     self._learners[name].start()
-                elif process is not None:
+                elif isinstance(process, MortalProcess):
                     self._hit(process, fault)
         self._on_end()
 
-    def _hit(self, process: LearnerProcess, fault: Fault) -> None:
+    def _hit(self, process: MortalProcess, fault: Fault) -> None:
         """Begin one fault of one running learner, and plan its end."""
         kind, node, network = fault.kind, process.node, self.network
         learner = self._learners[node.name]
@@ -128,7 +128,7 @@ class FaultyCluster(Cluster):
     def _seek(self, fault: Fault) -> None:
         """Wait for the moment at which this fault can strike, for a while."""
         engine = self.engine
-        running = [node.process for node in self.nodes.values() if node.process is not None]
+        running = [node.process for node in self.nodes.values() if isinstance(node.process, MortalProcess)]
         donors = [process for process in running if process.holdings.copies]
         if fault.kind == "donor_crash" and donors:
             self._hit(engine.random.choice(donors), fault)

@@ -1,13 +1,21 @@
 """Links that lose, repeat and reorder, that break, stand still, are slow or garble: the machines must survive it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, final
 
 from diloco_jax.protocol.messages import AnchorValue, GlobalFragment, Message, StatePart
 from diloco_jax.sim.engine import Engine
-from diloco_jax.sim.network import BULK, Garbled, LinkDirection, Network, NetworkOptions
+from diloco_jax.sim.network import BULK, LinkDirection, Network, NetworkOptions
 
 DIGESTED = (GlobalFragment, AnchorValue, StatePart)  # messages that name the digest of their payload
 GARBLED = 0.5  # share of these that arrive garbled while a link corrupts
+
+
+@final
+class Garbled(NamedTuple):
+    """A message whose payload is not what its digest says."""
+
+    message: Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

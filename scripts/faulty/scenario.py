@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.scenario import Scenario
 from faulty.faults import Fault
@@ -20,3 +21,9 @@ class FaultyScenario(Scenario):
     """A learner that does not step sees what waits for it up to so many seconds later."""
     connect_timeout_s: float = NEVER_S
     """A process that nobody answers for so long after its start ends, and is started again."""
+    plan: EvaluationPlan = NEVER
+    """When the global model is evaluated."""
+    eval_s: float = 0.0
+    """An evaluation takes 0.5 to 1.5 times this, in seconds."""
+    bad_scores: float = 0.0
+    """Probability that an evaluation comes to no number."""

@@ -4,34 +4,39 @@ Restart: the newest readable snapshot, then every decision after it from the tap
 Rewind: every process died; the newest readable snapshot alone, and what came after it is void.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from diloco_jax.protocol.effects import Send
+from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import lives, replay
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.syncer_process import Disk, SyncerHost, SyncerSnapshot
+from diloco_jax.sim.holdings import Value
+from diloco_jax.sim.node import MakeSyncer, World
+from diloco_jax.sim.syncer_process import SyncerHost
 from faulty.faults import Fault
 from faulty.learner import MortalLearner
+from faulty.scenario import FaultyScenario
+from faulty.syncer_process import Disk, MortalSyncer
 
 RESTART_S = 3.0  # learners start again within this time after a rewind
-
-
-def newest_readable(disk: Disk) -> SyncerSnapshot | None:
-    """Return the snapshot from which a process goes on."""
-    return next((s for s in reversed(disk.snapshots) if s.global_step not in disk.broken), None)
-
-
-def break_newest(disk: Disk) -> None:
-    """Make the newest snapshot unreadable, if there is another one."""
-    readable = [each.global_step for each in disk.snapshots if each.global_step not in disk.broken]
-    if len(readable) > 1:
-        disk.broken.add(readable[-1])
 
 
 class MortalSyncerHost(SyncerHost):
     """The syncer's disk, and the process that runs beside it or ran there last; to restart one needs the tape."""
 
+    process: MortalSyncer
     _learners: Mapping[str, MortalLearner]
+
+    def __init__(
+        self, world: World, learners: Mapping[str, MortalLearner], make_syncer: MakeSyncer, taped: bool
+    ) -> None:
+        assert isinstance(world.scenario, FaultyScenario), "evaluations have settings of their own"
+        self.disk = Disk()
+        super().__init__(world, learners, partial(make_syncer, plan=world.scenario.plan), taped)
+
+    def _new_process(self, machine: Syncer, values: Sequence[Value]) -> MortalSyncer:
+        return MortalSyncer(self._world, self.tape, machine, list(values), self._taped, self.disk, self._on_death)
 
     def drain(self, learner_id: str) -> None:
         """Ask a learner to leave, as somebody does on the command line."""
@@ -74,13 +79,13 @@ class MortalSyncerHost(SyncerHost):
         """Begin a new process in the folder of the dead one."""
         if self.process.alive:  # its end was planned, but nothing happened since
             self._on_death()
-        snapshot, machine, states = newest_readable(self.disk), self.new_syncer(), {}
+        snapshot, machine, states = self.disk.newest_readable(), self.new_syncer(), {}
         values, start, loaded = self._initial(), 0, -1
         if snapshot is not None:
             states[snapshot.global_step] = snapshot.state()
             machine.restore(dict(snapshot.state()))
             values, start, loaded = list(snapshot.values), snapshot.tape_lines, snapshot.global_step
-        for _ in replay(self.disk.tape[start:], machine, states):
+        for _ in replay(self.tape[start:], machine, states):
             pass
         process = self.process = self._new_process(machine, values)
         now_s = self._engine.now_s
@@ -91,10 +96,10 @@ class MortalSyncerHost(SyncerHost):
 
     def end_all(self, fault: Fault) -> bool:
         """End every process, but those of a few learners that nobody finds; False if the run could not go on."""
-        if newest_readable(self.disk) is None or self.process.machine.finished:
+        if self.disk.newest_readable() is None or self.process.machine.finished:
             return False
         if fault.breaks_snapshot:
-            break_newest(self.disk)
+            self.disk.break_newest()
         self._on_death()
         for name, learner in self._learners.items():
             if learner.node.process is not None and name not in fault.learners:
@@ -103,7 +108,7 @@ class MortalSyncerHost(SyncerHost):
 
     def rewind(self) -> None:
         """Go on with the run from its newest readable snapshot."""
-        snapshot = newest_readable(self.disk)
+        snapshot = self.disk.newest_readable()
         assert snapshot is not None, "a rewind without a snapshot"
         now_s = self._engine.now_s
         for learner in self._learners.values():
@@ -116,7 +121,7 @@ class MortalSyncerHost(SyncerHost):
             self._on_death()
         # what is later must not be taken for the newest
         self.disk.snapshots = [each for each in self.disk.snapshots if each.global_step <= snapshot.global_step]
-        epoch = lives(self.disk.tape) + 1
+        epoch = lives(self.tape) + 1
         process = self.process = self._new_process(self.new_syncer(), snapshot.values)
         for observer in self._world.observers:
             observer.on_syncer_back(process.machine, snapshot.global_step, now_s)

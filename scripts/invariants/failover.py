@@ -32,7 +32,7 @@ class TapeReplays(Checker):
     def end(self) -> None:
         replayed: list[list[Effect]] = []
         try:
-            for effects in replay(self.cluster.host.disk.tape, self.cluster.host.new_syncer()):
+            for effects in replay(self.cluster.host.tape, self.cluster.host.new_syncer()):
                 recorded = self._effects[len(replayed)]
                 replayed.append(effects)
                 self.check(effects == recorded, f"line {len(replayed)} led to {recorded}, when replayed to {effects}")
@@ -60,7 +60,7 @@ class StateRoundTrip(Checker):
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         machine = self.cluster.syncer
         if self._shadow is not None:
-            line = self.cluster.host.disk.tape[self._lines]
+            line = self.cluster.host.tape[self._lines]
             self._queue.append(line)
             theirs = next(self._fed)
             self.check(theirs == effects, f"{line} led to {effects}, in a restored machine to {theirs}")

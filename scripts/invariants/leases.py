@@ -27,7 +27,7 @@ class LeasesAccount(Checker):
         self._ends: dict[Life, int] = {}  # samples used up
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        line = json.loads(self.cluster.host.disk.tape[self._lines])
+        line = json.loads(self.cluster.host.tape[self._lines])
         self._lines += 1
         self._auditor.take(line, effects)
         for effect in effects:

@@ -212,7 +212,7 @@ class Witness(Observer):
         self.auditor = Auditor(cluster.scenario.config.num_fragments)
         self.said: list[tuple[Any, ...]] = []
         self._lines = iter(range(1, 1 << 30))
-        self._tape = cluster.host.disk.tape
+        self._tape = cluster.host.tape
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self.auditor.take(json.loads(self._tape[next(self._lines)]), effects)
