@@ -122,7 +122,6 @@ class Nesterov:
     momentum: float
 
     def init(self, params: Views) -> OuterState:
-        """See Outer.init."""
         size = sum(view.size for view in params.values())
         return {"trace": np.zeros(size, np.float32)} if self.momentum else {}
 
@@ -154,7 +153,6 @@ class Optax:
             return _leaves(self._tx.init(_to_cpu(dict(params))))
 
     def update(self, gradient: Gradient, state: Mapping[str, np.ndarray], params: Views) -> tuple[Moves, OuterState]:
-        """See Outer.update."""
         template = jax.eval_shape(self._tx.init, dict(params))
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(template)]
         tree = jax.tree.unflatten(jax.tree.structure(template), [state[jax.tree_util.keystr(path)] for path in paths])

@@ -73,6 +73,11 @@ class Values(NamedTuple):
     payloads: Sequence[UInt8[np.ndarray, "bytes"]]
     moved: Sequence[Flat | None]  # x - x_b, where x_b is not the newest
 
+    def at(self, leaf: slice) -> tuple[UInt64[np.ndarray, "m"], UInt64[np.ndarray, "m"]]:
+        """Return the addresses of the payloads, and of what is to be added to their values of a leaf; 0 for nothing."""
+        moved = [0 if each is None else each[leaf].ctypes.data for each in self.moved]
+        return np.array([each.ctypes.data for each in self.payloads], np.uint64), np.array(moved, np.uint64)
+
 
 def values_of(payloads: Sequence[UInt8[np.ndarray, "bytes"]]) -> Values:
     """Return payloads that are all of the newest version."""
@@ -144,13 +149,12 @@ class Merger:
 
     def inspect(self, values: Values) -> list[Products]:
         """Return the products of all pairs of learners, per leaf and unit; those of an unusable one are not finite."""
-        sources = _sources(values)
 
         def leaf_products(number: int) -> Products:
             leaf = self.layout.leaves[number]
             unit, learners = self._rules[leaf.piece].unit, len(values.payloads)
             products = np.zeros(((leaf.stop - 1) // unit - leaf.start // unit + 1, learners, learners))
-            payloads, moved = sources.of(self.layout.where(leaf))
+            payloads, moved = values.at(self.layout.where(leaf))
             place = self._places_up[leaf.piece]
             at, size = (place.scales, place.codes), leaf.stop - leaf.start
             kernels.gram(payloads, moved, _KINDS[self._up], at, leaf.start, size, unit, products)
@@ -223,14 +227,13 @@ class WeightedSum:
         self._units = units or [layout.size] * len(shares)
         self._format = _KINDS[format]
         self._places = layout.places(format)
-        self._sources = _sources(values)
         self._run = run
         self._new = new
 
     def leaf(self, number: int) -> tuple[Any, ...]:
         leaf = self._layout.leaves[number]
         piece, place = leaf.piece, self._places[leaf.piece]
-        source, at = self._sources.of(self._layout.where(leaf)), (place.scales, place.codes)
+        source, at = self._values.at(self._layout.where(leaf)), (place.scales, place.codes)
         return *source, self._shares[piece], self._units[piece], self._format, at, leaf.start
 
     def empty(self) -> Flat:
@@ -281,24 +284,6 @@ def _total(leaves: Sequence[Float64[np.ndarray, "m m"]]) -> Float64[np.ndarray, 
     for i, j in np.ndindex(*total.shape):
         total[i, j] = math.fsum(leaf[i, j] for leaf in leaves)
     return total
-
-
-class _Sources(NamedTuple):
-    """Addresses of what the learners sent; 0 for nothing to add."""
-
-    payloads: UInt64[np.ndarray, "m"]
-    moved: UInt64[np.ndarray, "m"]
-
-    def of(self, leaf: slice) -> tuple[UInt64[np.ndarray, "m"], UInt64[np.ndarray, "m"]]:
-        """Return the same for a leaf."""
-        return self.payloads, np.where(self.moved > 0, self.moved + np.uint64(4 * leaf.start), np.uint64(0))
-
-
-def _sources(values: Values) -> _Sources:
-    moved = [0 if moved is None else moved.ctypes.data for moved in values.moved]
-    return _Sources(
-        np.array([payload.ctypes.data for payload in values.payloads], np.uint64), np.array(moved, np.uint64)
-    )
 
 
 def _part(flat: Flat, here: slice) -> Flat:

@@ -309,7 +309,6 @@ class LeaseBook:
         self._ended.pop(learner_id, None)
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
         return {
             "counts": [self._next, self._leased, self._merged, self._overwritten, self._released],
             "pool": list(self.pool),
@@ -319,7 +318,6 @@ class LeaseBook:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what `state()` described."""
         self._next, self._leased, self._merged, self._overwritten, self._released = state["counts"]
         self.pool = [(start, stop) for start, stop in state["pool"]]
         self._ended, self.unconfirmed = dict(state["ended"]), dict(state["unconfirmed"])

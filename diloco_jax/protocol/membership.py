@@ -173,11 +173,9 @@ class Membership:
         return ways[-1][0], sum([wait_s for _, wait_s in ways]) / len(ways)
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
         return {"members": [member.to_plain() for member in self.members.values()], "agreed": dict(self.agreed)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Become what `state()` described."""
         self.members = {member.learner_id: member for member in map(Member.from_plain, state["members"])}
         self.live = sum(member.state == ACTIVE for member in self.members.values())
         self.agreed = dict(state["agreed"])

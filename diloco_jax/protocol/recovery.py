@@ -358,11 +358,9 @@ class Matchmaker:
         self._avoided.clear()
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
         avoided = [[receiver, list(names)] for receiver, names in self._avoided.items()]
         return {"donors": [[r, *d] for r, d in self._donors.items()], "avoided": avoided}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what `state()` described."""
         self._donors = {receiver: (donor, incarnation) for receiver, donor, incarnation in state["donors"]}
         self._avoided = {receiver: list(names) for receiver, names in state["avoided"]}

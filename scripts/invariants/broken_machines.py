@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Part, Send, UnstageState
-from diloco_jax.protocol.learner.heads import STALE
+from diloco_jax.protocol.learner.anchors import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner
 from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager

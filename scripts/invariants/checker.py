@@ -7,8 +7,8 @@ machine and its own state agree on is still found. The numbers of the rules are 
 from faulty.cluster import FaultyCluster
 from faulty.scenario import FaultyScenario
 
+from diloco_jax.protocol.syncer.comeback import REPETITIONS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.restoring import REPETITIONS_MAX
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import LearnerProcess, Observer
 

@@ -14,7 +14,7 @@ from diloco_jax.protocol.messages import ON_PURPOSE, Adopted, Expel, Heartbeat, 
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch import health
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.protocol.watch.outrun import EPISODES_MAX, FACTOR, SECONDS_MIN, STEPS_MIN, Episode, Outrun
+from diloco_jax.protocol.watch.signs import EPISODES_MAX, FACTOR, SECONDS_MIN, STEPS_MIN, Episode, Outrun
 from tests.protocol.pair import Pair
 from tests.protocol.syncer_inputs import hello, merged, new, only, report, running, sent, value
 

@@ -12,7 +12,7 @@ Rules of this file
 States:  joining -> recovering (only when it joins a run that is under way) -> training <-> waiting (lockstep only)
          any -> stopped
 
-Its parts own what there is to know: the global values held (anchors.py) and read (heads.py), the copies (stager.py),
+Its parts own what there is to know: the global values held and read (anchors.py), the copies (stager.py),
 the link (contact.py), how it begins (start.py), its data (leases.py), states for others (recovery.py), evaluations
 (examination.py), and the learning-rate schedule (schedule_clock.py).
 """
@@ -23,10 +23,9 @@ from typing import assert_never
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, SaveState, Send
-from diloco_jax.protocol.learner.anchors import Anchors
+from diloco_jax.protocol.learner.anchors import GAP, USEFUL, Anchors, Heads
 from diloco_jax.protocol.learner.contact import Contact
 from diloco_jax.protocol.learner.examination import Examination
-from diloco_jax.protocol.learner.heads import GAP, USEFUL, Heads
 from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.start import Saved, Start

@@ -311,7 +311,6 @@ class RoundBook:
         return "; ".join(words)
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
         return {
             "rounds": [this.to_plain() for this in self.flying.values()],
             "collecting": self.collecting.global_step if self.collecting is not None else None,
@@ -320,7 +319,6 @@ class RoundBook:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Become what `state()` described."""
         self.flying = {this.global_step: this for this in map(Round.from_plain, state["rounds"])}
         self.collecting = self.flying.get(state["collecting"])
         self.fresh = set(state["fresh"])

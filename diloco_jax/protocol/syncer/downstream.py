@@ -95,7 +95,6 @@ class Downstream:
             effects.append(self.send(member, fragment_id, 2 * sent.wait_steps))
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
         return {
             "versions": list(self.versions),
             "digests": list(self.digests),
@@ -104,7 +103,6 @@ class Downstream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Become what `state()` described."""
         self.versions, self.digests = list(state["versions"]), list(state["digests"])
         self.bases = {fragment_id: Held(*base) for fragment_id, *base in state["bases"]}
         self.history = [list(history) for history in state["history"]]

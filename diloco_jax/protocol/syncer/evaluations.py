@@ -215,13 +215,11 @@ class Evaluations:
         effects.append(Finish("run complete"))
 
     def state(self) -> list[Any]:
-        """Everything, as plain values."""
         times_s = [None if time_s == inf else time_s for time_s in (self.until_s, self.resend_s)]
         now = [self.number, self.next_step, self.open, self.asked, self.attempts, list(self.passed)]
         return [*now, dict(self.turns), self.reason, self.asked_s, *times_s, self.resend_wait_s]
 
     def restore(self, state: list[Any]) -> None:
-        """Become what `state()` described."""
         self.number, self.next_step, self.open, self.asked, self.attempts, passed, *rest = state
         turns, self.reason, self.asked_s, *times_s, self.resend_wait_s = rest
         self.until_s, self.resend_s = [inf if time_s is None else time_s for time_s in times_s]

@@ -46,13 +46,11 @@ class Progress:
             raise ValueError(f"total_steps is {self.total_steps}, but a run needs at least 1 global step")
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
         counts = [self.global_step, self.merged_rounds, self.merged_parts, self.finished]
         merged = [self.merged_step, self.merged_tokens]
         return {"epoch": [self.epoch, self.rewound], "counts": counts, "merged": merged}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Become what `state()` described."""
         self.epoch, self.rewound = state["epoch"]
         self.global_step, self.merged_rounds, self.merged_parts, self.finished = state["counts"]
         self.merged_step, self.merged_tokens = state["merged"]

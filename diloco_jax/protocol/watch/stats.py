@@ -25,8 +25,7 @@ from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.protocol.watch.outrun import Episode, Outrun
-from diloco_jax.protocol.watch.signs import Links, Losses
+from diloco_jax.protocol.watch.signs import Episode, Links, Losses, Outrun
 
 BFLOAT16_BYTES = 2
 WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples

@@ -283,9 +283,9 @@ class StreamSession(Session):
                     self._hear_goodbye(lane, event.reason)
                 elif lane.bulk:
                     self._assembly.add(event)
-                    self._assembly.deliver(self._offer)
+                    self._assembly.deliver(self.offer)
                 elif event.message is not None:
-                    self._offer(event.message, event.data)
+                    self.offer(event.message, event.data)  # when the session is over nothing becomes of it
                 del event, raw
             if not lane.said_goodbye:
                 self.fail_lost(lane)
@@ -293,9 +293,6 @@ class StreamSession(Session):
             self.fail(f"{self.peer!r} sent on the {lane.name} connection what cannot be used: {error}")
         except Exception as error:  # a reader that dies silently would leave a session that never ends
             self.fail_lost(lane, error)
-
-    def _offer(self, message: Message, payload: memoryview) -> None:
-        self.offer(message, payload)  # when the session is over: drain the stream
 
     def start_reader(self, lane: Lane, stream: Iterable[bytes]) -> None:
         name = f"diloco-read-{lane.title}-{self.peer}"

@@ -1,4 +1,4 @@
-"""The chunked loss against the plain one, values and gradients, on one device and on a mesh."""
+"""The chunked loss and rows that are looked up where they lie, against plain ones: values and gradients, on meshes."""
 
 import functools
 
@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.training.models import vocabulary
 from diloco_jax.training.models.layers import soft_limit
-from diloco_jax.training.models.losses import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of
+from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of, look_up
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, gather, make_mesh, use_layout
 
 rng = np.random.default_rng(3)
 X = jnp.asarray(rng.normal(size=(4, 6, 8)), jnp.float32)
 TABLE = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32)
 LABELS = jnp.asarray(rng.integers(0, 32, (4, 6)), jnp.int32)
-
-
 WEIGHTS = jnp.asarray(rng.integers(0, 2, (4, 6)), jnp.float32)
+TOKENS = jnp.asarray(rng.integers(0, 32, (8, 12)), jnp.int32)
+FACTORS = jnp.asarray(rng.normal(size=(8, 12, 8)), jnp.float32)
 
 
 def plain(x: jax.Array, table: jax.Array, cap: float = 0.0, weights: jax.Array | None = None) -> jax.Array:
@@ -63,3 +64,26 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(fsdp=8), jax.devices()))
     with use_layout(layout), pytest.raises(ValueError, match="multiple of the 8 parts"):
         chunked_cross_entropy(X, TABLE, LABELS, 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slab"),
+    [({"data": 2, "fsdp": 2, "tensor": 2}, 1 << 27), ({"fsdp": 2, "expert": 4}, 300), ({"data": 8}, 1 << 27)],
+)
+def test_rows_and_their_gradients_come_back(mesh: dict[str, int], slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "SLAB_BYTES", slab)
+    layout = MeshLayout(make_mesh(MeshConfig(**mesh), jax.devices()))
+    lies = layout.sharding(TABLE.shape, TABLE_AXES)
+
+    def total(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with use_layout(layout):
+            rows = look_up(table, tokens, "float32")
+        return jnp.sum(rows * FACTORS), rows
+
+    table, tokens = jax.device_put(TABLE, lies), jax.device_put(TOKENS, layout.sharding(TOKENS.shape, ("batch", None)))
+    program = jax.jit(jax.grad(total, has_aux=True), out_shardings=(lies, None)).lower(table, tokens).compile()
+    gradient, rows = program(table, tokens)
+    np.testing.assert_array_equal(rows, TABLE[TOKENS])
+    want = np.zeros(TABLE.shape)
+    np.add.at(want, np.asarray(TOKENS), np.asarray(FACTORS))
+    np.testing.assert_allclose(gradient, want, atol=1e-5)
