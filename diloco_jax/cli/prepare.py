@@ -144,7 +144,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if not arguments.config:
         raise ValueError("no config is named; give a YAML file, or quickstart")
     from diloco_jax.runtime.records.telemetry import finite
-    from diloco_jax.sim.goodput.assumptions import Assumptions
+    from diloco_jax.sim.goodput.settings import Assumptions
     from diloco_jax.tools.plan.advice import advise
     from diloco_jax.tools.plan.case import case_of
     from diloco_jax.tools.plan.forecast import forecast

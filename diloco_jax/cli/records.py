@@ -70,7 +70,7 @@ def _watch(
 
 def drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.status import is_address, syncer_at
-    from diloco_jax.transport.questions import ask_drain
+    from diloco_jax.transport.calls import ask_drain
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):

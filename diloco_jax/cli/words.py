@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.packed import packed
-from diloco_jax.sim.goodput.assumptions import Assumptions
+from diloco_jax.sim.goodput.settings import Assumptions
 
 CHAOS_LEARNER, COMPILE = "chaos-learner", "compile"
 OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"

@@ -41,8 +41,6 @@ from diloco_jax.training.sharding import (
     make_mesh,
     planned_mesh,
     put_array,
-    put_rows,
-    rows_here,
     use_layout,
 )
 from diloco_jax.training.train_step import WEIGHT, TrainState, make_train_step, model_loss
@@ -133,17 +131,6 @@ class Blueprint:
                 f"batch size a multiple of {self.layout.batch_parts}"
             )
         return self._eval_sharding(shape)
-
-    def own_rows(self, size: int) -> Sequence[int]:
-        """Return which rows of a batch of so many samples this process's devices hold, in their order."""
-        return rows_here(self.batch_sharding((size,)), size)
-
-    def put_batch(self, batch: Sample, size: int | None = None) -> Batch:
-        """Copy a batch to the devices; see `Island.put_batch`."""
-        if size is None:
-            return {name: put_array(value, self.batch_sharding(value.shape)) for name, value in batch.items()}
-        lies = {name: self.batch_sharding((size, *value.shape[1:])) for name, value in batch.items()}
-        return {name: put_rows(value, lies[name], size) for name, value in batch.items()}
 
     def put_draw(self, position: int) -> Array | None:
         """Copy to the devices what a step at this position draws from; None for a model without random streams."""

@@ -30,8 +30,14 @@ from diloco_jax.training.sharding import put_array
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import MOMENTS, PARAMETERS
-from diloco_jax.training.whole_state.shards import PartialLeaf, StagedShards, check_fits, stage_shards
-from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
+from diloco_jax.training.whole_state.staging import (
+    PartialLeaf,
+    StagedShards,
+    StagedState,
+    check_fits,
+    stage_leaves,
+    stage_shards,
+)
 
 PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"  # what the names of a state's leaves begin with
 

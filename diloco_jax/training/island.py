@@ -19,7 +19,7 @@ from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import Batch, Metrics
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.sharding import MeshConfig, put_array
+from diloco_jax.training.sharding import MeshConfig, put_array, put_rows, rows_here
 
 
 class StepHandle(NamedTuple):
@@ -69,7 +69,7 @@ class Island(ExchangedState):
 
     def own_rows(self, size: int) -> Sequence[int]:
         """Return which rows of a batch of so many samples this process's devices hold, in their order."""
-        return self.blueprint.own_rows(size)
+        return rows_here(self.blueprint.batch_sharding((size,)), size)
 
     def put_batch(self, batch: Sample, size: int | None = None) -> Batch:
         """Copy a batch to the devices, split over `data` and `fsdp`; returns at once.
@@ -78,7 +78,10 @@ class Island(ExchangedState):
           batch: arrays [samples, ...] by name.
           size: samples of the whole batch, where `batch` has only those rows that `own_rows` names.
         """
-        return self.blueprint.put_batch(batch, size)
+        lies = self.blueprint.batch_sharding
+        if size is None:
+            return {name: put_array(value, lies(value.shape)) for name, value in batch.items()}
+        return {name: put_rows(value, lies((size, *value.shape[1:])), size) for name, value in batch.items()}
 
     def warm_up(self, shapes: Shapes) -> None:
         """Compile the inner step for batches of these shapes, without running it. May be called from any thread."""

@@ -16,10 +16,9 @@ from google.protobuf.message import DecodeError
 
 from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.transport.calls import SERVICE, open_channel, open_server, refusing, serialized
+from diloco_jax.transport.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
 from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.questions import ask, failure
 from diloco_jax.transport.trust.security import Gate, credentials
 
 DESCRIBE, OFFER = "Describe", "Offer"
@@ -48,12 +47,7 @@ class ModelOffer(NamedTuple):
 
 
 def ask_description(config: TransportConfig, learner_id: str) -> Description:
-    """Return what the syncer at `config.address` says of its run.
-
-    Raises:
-        TransportError: nobody answered in time, or our credentials do not do.
-        ValueError: our own certificate, key or token cannot be used.
-    """
+    """Return what the syncer at `config.address` says of its run; raises as `ask`."""
     reply: pb.DescribeReply = ask(config, DESCRIBE, b"", pb.DescribeReply.FromString, check_name(learner_id))
     return Description(reply.config, reply.layout, reply.coming)
 

@@ -80,11 +80,6 @@ class Dialler:
         Args:
             epoch: newest life of the syncer that we have heard of; for a host that is not the leader, the leader's.
             number: of the leader's link, for a host that is not the leader.
-
-        Raises:
-            TransportError: the syncer or one of its shards did not answer in time, or refused; or the leader's session
-                did not come in time, or is over.
-            ValueError: our name, certificate, key, token or address cannot be used.
         """
         inbox = Inbox()
         dial = partial(self._dial, epoch=epoch, inbox=inbox)

@@ -1,16 +1,8 @@
 """Statistics of a run so far, counted from the messages that the syncer sees; the source of status and summary. No rule
 reads this, and simulated runs count with it too.
 
-Definitions (docs/architecture.md has them for users)
-  * goodput: time that learners spent in inner steps, without that in which a step waited for data, over the time that
-    all configured islands had from the begin of the run's first inner step to the last one before its end. A dead or
-    restarting island lowers it, the final evaluation and the farewell do not. The first step of an island compiles;
-    that time counts as a step.
-  * uptime: share of that time in which at least one learner was inside an inner step.
-  * participation: rounds in which a learner was merged, over rounds merged.
-  * samples: how many were handed out, and their fates (leases.py).
-  * step_overhead: share of a learner's time between its first and last step that it spent outside inner steps.
-  * steps_per_round: inner steps of the learner that made most, over global steps; about 1 in a healthy run.
+docs/architecture.md defines every figure. A dead or restarting island lowers the goodput, the final evaluation and the
+farewell do not; the first step of an island compiles, and that time counts as a step.
 
 After a restart of the syncer all of this goes on from a snapshot and the reports on the tape, exactly. Approximate is
 what nobody saw: a learner's next report tells how many steps it made without a syncer, and they count as long as the

@@ -24,7 +24,7 @@ import xxhash
 from diloco_jax.core.codec import as_bytes
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.training.data.documents import file_system
-from diloco_jax.training.whole_state.shards import PartialLeaf, Shard, StagedShards, read_shards
+from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, StagedShards, read_shards
 
 CHUNK_BYTES = 1 << 22  # written at a time, between two looks at the spare time
 RECORD_BYTES_MAX = 1 << 26

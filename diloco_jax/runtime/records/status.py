@@ -17,8 +17,8 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, ST
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
-from diloco_jax.transport.questions import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
 EVALUATING = "evaluating"  # state of a run: every round is done, an island evaluates the final model

@@ -9,11 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import grpc
 
-from diloco_jax.transport.calls import SERVICE, open_channel, read_shards
+from diloco_jax.transport.calls import SERVICE, failure, open_channel, read_shards
 from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.probe import HANG_S, PROBE, SECONDS_MAX, noise
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.questions import failure
 from diloco_jax.transport.trust.security import credentials
 
 PINGS = 8

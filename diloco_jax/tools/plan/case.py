@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.sim.goodput.bandwidth import Rounds
+from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines, plan_of
 from diloco_jax.training.blueprint import Blueprint

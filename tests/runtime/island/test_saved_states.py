@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.training.whole_state.layout import StateLayout
-from diloco_jax.training.whole_state.shards import check_fits, stage_shards
+from diloco_jax.training.whole_state.staging import check_fits, stage_shards
 
 pytestmark = pytest.mark.timeout(60)
 

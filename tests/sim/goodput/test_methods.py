@@ -15,7 +15,6 @@ import pytest
 from diloco_jax.protocol.messages import SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.sim.goodput.bandwidth import (
     UTILISATIONS,
     Rounds,
@@ -25,6 +24,7 @@ from diloco_jax.sim.goodput.bandwidth import (
 )
 from diloco_jax.sim.goodput.hardware import Gap, Hardware, Slices, cluster, goodput, poisson, uptime
 from diloco_jax.sim.goodput.methods import METHODS, Cell, Row, Wan, expected, simulate
+from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
 

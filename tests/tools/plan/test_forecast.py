@@ -17,7 +17,7 @@ from diloco_jax.core.codec import Format, encode
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
 from diloco_jax.settings.text import load, parse
-from diloco_jax.sim.goodput.assumptions import Assumptions
+from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, payload_bytes, syncer_memory
 from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.case import Case, case_of

@@ -9,10 +9,9 @@ from diloco_jax.core.parts import pack_part, runs_of_box
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session import host_parts, sessions
-from diloco_jax.transport.session.host_parts import HostParts, HostSessions
+from diloco_jax.transport.session import sessions
 from diloco_jax.transport.session.inbox import Inbox
-from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
+from diloco_jax.transport.session.sessions import Drains, HostParts, HostSessions, Refused, SessionBook
 from tests.transport.ends import WAIT_S, Quiet, comes_true, value
 
 
@@ -284,7 +283,7 @@ def test_of_what_never_becomes_whole_the_oldest_makes_room(monkeypatch: pytest.M
         assert not parts.add(0, of(number), bytes(30))
         assert parts.held_bytes <= 100
     assert parts.take(of(1)) == [] and parts.take(of(4)) == [bytes(30)] and parts.held_bytes == 60
-    monkeypatch.setattr(host_parts, "VALUES_MAX", 2)
+    monkeypatch.setattr(sessions, "VALUES_MAX", 2)
     for number in range(10, 13):
         parts.add(0, of(number), b"x")
     assert [len(parts.take(of(number))) for number in (10, 11, 12)] == [0, 1, 1]
