@@ -11,8 +11,7 @@ from hypothesis import given
 
 from diloco_jax.core import parts as parts_module
 from diloco_jax.core.codec import Format, encode, encoded_size
-from diloco_jax.core.fragments import plan_fragments, take
-from diloco_jax.core.layout import LEAF, Leaf, Piece, combined, make_layout, value_digest, whole
+from diloco_jax.core.layout import LEAF, Leaf, Piece, combined, make_layout, value_digest
 from diloco_jax.core.parts import RUNS_MAX, Runs, concat, cut_part, join_parts, pack_part, runs_of_box
 from tests.core.merging import FORMATS, SHAPES, layout_of, random_values
 
@@ -61,14 +60,6 @@ def test_the_order_of_pieces_does_not_matter() -> None:
     assert layout == make_layout(reversed(pieces))
     assert [(piece.key, piece.start) for piece in layout.pieces] == [("a", 0), ("a", LEAF), ("b", 0)]
     assert layout.offsets == (0, LEAF, LEAF + 2) and layout.size == LEAF + 5
-
-
-def test_a_whole_fragment_has_all_its_slices() -> None:
-    values = random_values(0)
-    for fragment in plan_fragments(SHAPES, 2).fragments:
-        layout = whole(fragment)
-        assert [piece.key for piece in layout.pieces] == sorted(key for key, _ in fragment.keys_shapes)
-        assert layout.flat(take(values, fragment)).size == fragment.num_elements
 
 
 def test_a_digest_tells_every_bit_and_every_name_apart() -> None:

@@ -130,17 +130,6 @@ def test_the_book_agrees_with_a_model_of_single_indices(seed: int) -> None:
             assert sorted(indices(holding.ranges)) == sorted(model.samples[name].values())
 
 
-def test_released_ranges_are_leased_again_before_new_ones() -> None:
-    book = LeaseBook(1)
-    for name in ("a", "b"):
-        book.open(name)
-        book.grant(name, 4)
-    book.release("a")
-    book.open("c")
-    assert book.grant("c", 6) == [Lease(0, 0, 4), Lease(4, 8, 10)]
-    assert book.fates == Fates(14, 0, 0, 4, 10)
-
-
 def test_ranges_that_meet_become_one() -> None:
     book = LeaseBook(1)
     for name in ("a", "b", "c"):
@@ -150,19 +139,6 @@ def test_ranges_that_meet_become_one() -> None:
     book.release("c")
     book.release("b")
     assert book.state()["pool"] == [(0, 6)]
-
-
-def test_a_merge_counts_when_somebody_is_known_to_hold_its_result() -> None:
-    book = LeaseBook(2)
-    book.open("a")
-    book.grant("a", 8)
-    book.on_merged("a", 0, 1, 4)
-    book.on_merged("a", 1, 2, 6)
-    assert book.fates.merged == 0 and book.unconfirmed == {0: 1, 1: 2}
-    book.confirm(0, 1)
-    assert book.fates.merged == 0, "fragment 1 has not taken anything yet, as far as anybody knows"
-    book.confirm(1, 2)
-    assert book.fates == Fates(8, 4, 0, 0, 4)
 
 
 def test_a_merge_that_died_with_the_syncer_merged_nothing() -> None:
@@ -198,16 +174,6 @@ def test_a_merge_counts_by_the_version_that_goes_on(newest: int) -> None:
         book.on_version(0, 1)
     book.on_held(held(newest))
     assert book.fates.merged == 4 and not book.unconfirmed
-
-
-def test_what_no_value_held_any_more_is_overwritten() -> None:
-    book = LeaseBook(2)
-    book.open("a")
-    book.grant("a", 12)
-    for fragment_id, version, since, samples in ((0, 1, 0, 3), (1, 2, 0, 4), (0, 3, 6, 9), (1, 4, 7, 10)):
-        book.on_merged("a", fragment_id, version, samples, since)
-        book.confirm(fragment_id, version)
-    assert book.fates == Fates(12, 7, 2, 0, 3), "samples 4 and 5; fragment 1 still held sample 3, fragment 0 sample 6"
 
 
 def test_nobody_holds_leases_twice() -> None:

@@ -60,12 +60,6 @@ def test_parts_in_any_order_complete_the_state() -> None:
     assert sent(it.adopted()) == [StateDone("r", 3, "d")] and it.over
 
 
-def test_a_state_of_one_part() -> None:
-    it = begun()
-    assert it.on_part(part(0, parts=1), 10, 0.0) == [KeepPart(0, 1)]
-    assert it.complete
-
-
 @pytest.mark.parametrize(
     "message",
     [

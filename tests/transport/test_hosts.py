@@ -73,19 +73,6 @@ def test_host_without_a_leader_is_turned_away_and_may_try_again(ends: Ends) -> N
     assert not isinstance(caught.value, Rejected) and not listener._book._opening
 
 
-@pytest.mark.parametrize("ending", [0, 2])
-def test_the_end_of_one_session_is_the_end_of_all(ends: Ends, listener: GrpcListener, ending: int) -> None:
-    links = island(ends)
-    greet(listener, links[0])
-    links[ending].close(1.0)
-    delivery = hear_end(listener, "closed by the learner")
-    assert delivery.peer == "a" and ("host 2: " in delivery.reason) == (ending == 2)
-    for each in links:
-        if each is not links[ending]:
-            hear_end(each, "closed by the learner")
-    assert listener.receive(0) is None
-
-
 def test_newer_session_of_the_leader_ends_the_hosts_of_the_older_one(ends: Ends, listener: GrpcListener) -> None:
     leader = ends.connect(hosts=3, stripes=1)
     host = join(ends, leader, 1)
@@ -117,15 +104,6 @@ def test_host_that_is_not_the_leader_sends_values_only(
     monkeypatch.setattr(grpc_link, "HOST_TYPES", link.LEARNER_TYPES)
     host.send(Heartbeat("a", 0))
     hear_end(leader, "a Heartbeat is not expected here")
-
-
-def test_parts_that_do_not_fit_end_the_sessions_and_both_hear_why(ends: Ends, listener: GrpcListener) -> None:
-    links = island(ends, 2)
-    for each in links:
-        each.send(value(), parts_of(bytes(90), 2)[0])
-    for each in links:
-        hear_end(each, "the parts that its hosts sent cannot be joined")
-    hear_end(listener, "cannot be joined")
 
 
 def test_hosts_of_an_island_share_its_certificate(tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

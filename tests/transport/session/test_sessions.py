@@ -213,16 +213,6 @@ def learner(hosts: int = 3, payload_bytes_max: int = 1000) -> list[Quiet]:
     return sessions
 
 
-def test_the_last_part_delivers_the_whole_as_the_leaders() -> None:
-    leader, first, second = learner()
-    assert second.offer(of(7, 41), part(2, b"cd"))
-    assert leader.offer(of(7, 40), part(0, b"a"))
-    assert leader.inbox.get(0) is None
-    assert first.offer(of(7, 40), part(1, b"b"))
-    item = leader.inbox.get(0)
-    assert item == (leader, Delivery("message", "a", of(7, 4), b"abcd")) and leader.inbox.get(0) is None
-
-
 def test_values_under_way_do_not_mix_and_a_repeated_part_counts_once() -> None:
     leader, follower = learner(2)
     for fragment_id in (1, 2, 1):
@@ -232,14 +222,6 @@ def test_values_under_way_do_not_mix_and_a_repeated_part_counts_once() -> None:
         follower.offer(of(fragment_id), part(1, bytes([fragment_id])))
     found = [leader.inbox.get(0) for _ in range(2)]
     assert [item and item[1].payload for item in found] == [b"\2\2", b"\1\1"]
-
-
-def test_one_empty_part_is_an_answer_without_a_value() -> None:
-    leader, follower = learner(2)
-    leader.offer(of(1), b"")
-    follower.offer(of(1, 41), part(1, b"b"))
-    item = leader.inbox.get(0)
-    assert item is not None and item[1] == Delivery("message", "a", of(1), b"")
 
 
 @pytest.mark.parametrize("ending", [0, 1, 2])
