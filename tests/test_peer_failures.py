@@ -27,7 +27,7 @@ from diloco_jax.transport import grpc_link
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from tests.protocol.pair import Pair, run_rounds
+from tests.protocol.pair import Pair
 from tests.runtime.models import gradient, make_model, merge
 from tests.sockets import listening
 
@@ -39,7 +39,7 @@ def test_1_fresh_worker_alone_never_overwrites_global_state(recovers: bool) -> N
     """Elsewhere: after everybody had died, a freshly initialised worker formed a quorum alone and its weights won."""
     pair = Pair(quorum=1, sync_every=4, num_fragments=4, recover_from_peers=recovers)
     pair.join("a", "b")
-    run_rounds(pair, 9, "a", "b")
+    pair.rounds(9, "a", "b")
     made = list(pair.driver.values)
     assert min(value.version for value in made) > 0
     pair.crash("a", "b")
@@ -52,7 +52,7 @@ def test_1_fresh_worker_alone_never_overwrites_global_state(recovers: bool) -> N
     assert pair.driver.values == made, "a quorum of one that holds nothing moves nothing"
     pair.held = set()
     pair.deliver()
-    run_rounds(pair, 4, "fresh")
+    pair.rounds(4, "fresh")
     values = pair.messages(FragmentValue, "fresh")
     assert values and all(value.base_version > 0 for value in values), "what it sends is measured against global values"
     for value in values:
@@ -62,7 +62,7 @@ def test_1_fresh_worker_alone_never_overwrites_global_state(recovers: bool) -> N
 def test_1_a_forged_report_of_a_fresh_worker_does_not_count() -> None:
     pair = Pair(quorum=1)
     pair.join("a")
-    run_rounds(pair, 3, "a")
+    pair.rounds(3, "a")
     pair.crash("a")
     pair.held = {"fresh:GlobalFragment"}
     pair.join("fresh")
@@ -127,7 +127,7 @@ def test_3_donor_dies_while_a_learner_recovers(arrived: int) -> None:
     """Elsewhere: live recovery broke for good when the donor left in the middle. Here: after any number of parts."""
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, sync_every=4, num_fragments=2)
     pair.join("a", "b", "c")
-    run_rounds(pair, 2, "a", "b", "c")
+    pair.rounds(2, "a", "b", "c")
     pair.held = {"a:StatePart"}
     pair.join("new")
     for _ in range(min(arrived, PARTS)):
@@ -144,7 +144,7 @@ def test_3_donor_dies_while_a_learner_recovers(arrived: int) -> None:
 def test_3_every_donor_dies_in_turn_and_the_last_one_left_goes_on_from_the_syncer() -> None:
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, recovery_attempts=10)
     pair.join("a", "b")
-    run_rounds(pair, 3, "a", "b")
+    pair.rounds(3, "a", "b")
     pair.held = {"a:StatePart", "b:StatePart"}
     pair.join("new")
     for donor in ("a", "b"):
@@ -161,18 +161,18 @@ def test_4_merge_fails_and_nothing_is_committed() -> None:
     """Elsewhere: the all-reduce failed, the commit went through, and replicas went on with different weights."""
     pair = Pair(quorum=2, strikes_max=100)
     pair.join("a", "b")
-    run_rounds(pair, 2, "a", "b")
+    pair.rounds(2, "a", "b")
     values, versions = list(pair.driver.values), list(pair.syncer.versions)
     merged_rounds, global_step = pair.syncer.merged_rounds, pair.syncer.global_step
     sent = len(pair.messages(GlobalFragment))
     pair.poisoned = {"a", "b"}
-    run_rounds(pair, 1, "a", "b")
+    pair.rounds(1, "a", "b")
     assert [note.reason for note in pair.notes("abandoned")] == ["no value was usable"]
     assert (pair.driver.values, pair.syncer.versions) == (values, versions)
     assert (pair.syncer.merged_rounds, pair.syncer.global_step) == (merged_rounds, global_step + 1)
     assert len(pair.messages(GlobalFragment)) == sent, "nobody hears of a version that does not exist"
     pair.poisoned = set()
-    run_rounds(pair, 2, "a", "b")
+    pair.rounds(2, "a", "b")
     assert pair.syncer.versions > versions, "the steps of the failed round count in the next"
     pair.check_bits()
 
@@ -197,7 +197,7 @@ def test_5_fragments_seen_in_a_different_order(tau: int) -> None:
     pair.join("a", "b")
     for _ in range(6):
         pair.held = {"b:PullRequest", "b:GlobalFragment"}
-        run_rounds(pair, tau, "a", "b")  # as many rounds wait for b as there may be
+        pair.rounds(tau, "a", "b")  # as many rounds wait for b as there may be
         while pair.wire:  # b hears of them, and then of what came of them, backwards
             under_way = list(pair.wire)
             pair.wire.clear()
@@ -244,9 +244,9 @@ def test_7_late_report_after_its_round_closed() -> None:
     """Elsewhere: a worker that came back wrote into a generation that was closed already."""
     pair = Pair(quorum=2, pull_timeout_s=8.0, lease_s=1000.0)
     pair.join("a", "b")
-    run_rounds(pair, 1, "a", "b")
+    pair.rounds(1, "a", "b")
     pair.held = {"b:FragmentValue"}
-    run_rounds(pair, 1, "a", "b")
+    pair.rounds(1, "a", "b")
     round_, fragment_id = pair.syncer.global_step, pair.syncer.rounds.schedule.due(pair.syncer.global_step)
     pair.wait(8.0)  # given up without b
     assert pair.contributors()[-1] == ("a",)
@@ -303,7 +303,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
     """Elsewhere: a worker that compiled for minutes was declared dead, restarted, and compiled again."""
     pair = Pair(quorum=1, total_steps=1000, lease_s=20.0, heartbeat_s=5.0, release_s=30.0)
     pair.join("a")
-    run_rounds(pair, 3, "a")
+    pair.rounds(3, "a")
     pair.join("compiles")
     for _ in range(100):
         pair.wait(6.0)  # ten minutes in all

@@ -383,10 +383,3 @@ def _keys(item: tuple[str, str, Message]) -> set[str]:
     sender, receiver, message = item
     name = receiver if sender == SYNCER else sender
     return {name, f"{name}:{type(message).__name__}"}
-
-
-def run_rounds(pair: Pair, rounds: int, *names: str) -> None:
-    """Steps of everybody, one second each."""
-    for _ in range(rounds):
-        pair.wait(1.0)
-        pair.step(*names)

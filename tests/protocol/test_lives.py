@@ -21,14 +21,14 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from tests.protocol.pair import FINGERPRINT, Pair, run_rounds
+from tests.protocol.pair import FINGERPRINT, Pair
 
 
 def under_way() -> Pair:
     """a gives its state to c; one of three parts has arrived."""
     pair = Pair(recover_from_peers=True, state_parts=3, release_s=30.0, sync_every=4, num_fragments=2)
     pair.join("a", "b")
-    run_rounds(pair, 2, "a", "b")
+    pair.rounds(2, "a", "b")
     pair.held = {"a:StatePart"}
     pair.join("c")
     pair.let_pass("a:StatePart")
@@ -54,7 +54,7 @@ def test_a_receiver_that_dies_frees_its_donor_after_release_s() -> None:
 def test_the_next_life_of_a_receiver_gets_a_state_of_its_own() -> None:
     pair = under_way()
     pair.crash("c")
-    run_rounds(pair, 1, "a", "b")
+    pair.rounds(1, "a", "b")
     pair.held = set()
     pair.join("c", incarnation=2)
     assert pair.learners["c"].state == TRAINING and pair.drivers["a"].states == set()
@@ -65,9 +65,9 @@ def test_the_next_life_of_a_receiver_gets_a_state_of_its_own() -> None:
 def test_a_value_of_a_life_that_is_over_speaks_for_it_only(usable: bool) -> None:
     pair = Pair(quorum=2, strikes_max=1)
     pair.join("a", "b")
-    run_rounds(pair, 1, "a", "b")
+    pair.rounds(1, "a", "b")
     pair.holds_merges = True
-    run_rounds(pair, 1, "a", "b")
+    pair.rounds(1, "a", "b")
     pair.join("b", incarnation=2)
     pair.poisoned = set() if usable else {"b"}
     pair.merge()
@@ -219,7 +219,7 @@ def test_damaged_values_make_it_greet_once_a_while_later() -> None:
 def test_lockstep_goes_on_when_the_syncer_forgot_what_its_learners_know(lost_lines: int) -> None:
     pair = Pair(overlap_steps=0, quorum=2, pull_timeout_s=5.0, snapshot_every=4)
     pair.join("a", "b")
-    run_rounds(pair, 7, "a", "b")
+    pair.rounds(7, "a", "b")
     pair.held = {"a:StepReport"}  # a and b wait for a round of which the syncer has not heard enough
     pair.step("a", "b")
     pair.lose_wire("a")

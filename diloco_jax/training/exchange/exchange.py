@@ -10,6 +10,7 @@ differ only in which tensors of one shape they hold, or where they begin in them
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -123,11 +124,10 @@ class Exchange:
         # by fragment_id, from the first adoption on; the owner may exchange it for that of another life
         self.held: dict[int, HeldFragment] = {}
         self._tensors = tensors
-        self._format: Format = format
         self._rebase = rebase
-        self._windows: dict[Fragment, FragmentWindows] = {}
-        self._outgoing: dict[Fragment, OutgoingProgram] = {}
-        self._incoming: dict[tuple[Fragment, bool], IncomingProgram] = {}  # bool: rebase
+        windows_by = self._windows_of = cache(lambda fragment: FragmentWindows(windows_of(fragment, tensors)))
+        self._outgoing = cache(lambda fragment: OutgoingProgram(windows_by(fragment), format, rebase, self._once))
+        self._incoming = cache(lambda fragment, rebase: IncomingProgram(windows_by(fragment), rebase, self._once))
         self._compiled: dict[object, jax.stages.Compiled] = {}
         self._compiling = threading.Lock()
 
@@ -152,15 +152,15 @@ class Exchange:
           (`adopt`, `stage` or `rebase`, fragment, program); fragments that share a program give the same one.
         """
         for fragment in fragments:
-            yield "adopt", fragment, self._incoming_program(fragment, rebase=False).compiled  # the first that arrives
-            yield "stage", fragment, self._outgoing_program(fragment).compiled
+            yield "adopt", fragment, self._incoming(fragment, False).compiled  # the first that arrives
+            yield "stage", fragment, self._outgoing(fragment).compiled
             if self._rebase:
-                yield "rebase", fragment, self._incoming_program(fragment, rebase=True).compiled
+                yield "rebase", fragment, self._incoming(fragment, True).compiled
 
     def stage(self, params: Params, fragment: Fragment) -> StagedFragment:
         """Queue a fragment's update, as the parameters are now, to host memory; returns at once."""
         assert fragment.fragment_id in self.held, f"fragment {fragment.fragment_id} was never adopted"
-        return self._outgoing_program(fragment).stage(params, self.held[fragment.fragment_id])
+        return self._outgoing(fragment).stage(params, self.held[fragment.fragment_id])
 
     def adopt(
         self,
@@ -180,7 +180,7 @@ class Exchange:
         residual = sent.residual() if sent is not None else None
         if residual is None:
             held = self.held.get(fragment.fragment_id)
-            residual = held.residual if held is not None else self._outgoing_program(fragment).no_residual()
+            residual = held.residual if held is not None else self._outgoing(fragment).no_residual()
         self.held[fragment.fragment_id] = HeldFragment(new, residual)
         return touched
 
@@ -208,7 +208,7 @@ class Exchange:
         return self._blend(params, fragment, self._put(fragment, values), (), 0.0)
 
     def _blend(self, params: Params, fragment: Fragment, new: DeviceArrays, base: DeviceArrays, alpha: float) -> Params:
-        return self._incoming_program(fragment, rebase=bool(base)).blend(params, new, base, alpha)
+        return self._incoming(fragment, bool(base)).blend(params, new, base, alpha)
 
     def _put(self, fragment: Fragment, values: HostValues) -> DeviceArrays:
         for part, shape in zip(fragment.slices, fragment.shapes, strict=True):
@@ -220,22 +220,6 @@ class Exchange:
                 )
         windows = self._windows_of(fragment).windows
         return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
-
-    def _windows_of(self, fragment: Fragment) -> FragmentWindows:
-        if fragment not in self._windows:
-            self._windows[fragment] = FragmentWindows(windows_of(fragment, self._tensors))
-        return self._windows[fragment]
-
-    def _outgoing_program(self, fragment: Fragment) -> OutgoingProgram:
-        if fragment not in self._outgoing:
-            windows = self._windows_of(fragment)
-            self._outgoing[fragment] = OutgoingProgram(windows, self._format, self._rebase, self._once)
-        return self._outgoing[fragment]
-
-    def _incoming_program(self, fragment: Fragment, rebase: bool) -> IncomingProgram:
-        if (fragment, rebase) not in self._incoming:
-            self._incoming[fragment, rebase] = IncomingProgram(self._windows_of(fragment), rebase, self._once)
-        return self._incoming[fragment, rebase]
 
     def _once(self, key: object, compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
         with self._compiling:
