@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol.effects import AdoptState, Drop, Effect, Finish, SaveState, Send, Stage, Unstage
-from diloco_jax.protocol.learner.machine import STOPPED
+from diloco_jax.protocol.learner.machine import STOPPED, Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
@@ -36,7 +36,6 @@ class LearnerDriver:
     """The driver of one learner, whose state is the node's; `accept` dials the syncer, `left` hears of its end."""
 
     __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_world", "node")
-    process_class = LearnerProcess
 
     def __init__(
         self,
@@ -65,9 +64,12 @@ class LearnerDriver:
         sizes = dict.fromkeys(range(scenario.config.num_fragments), scenario.payload_bytes)
         told = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes}
         machine = self._make(*who, scenario.config, FINGERPRINT, **told)
-        holdings = Holdings(*who, scenario, self._world.steps)
-        node.process = process = self.process_class(node, *who, machine, Mailbox(machine), holdings)
+        node.process = process = self._new_process(machine, *who)
         self.dial(process, DIAL_S)
+
+    def _new_process(self, machine: Learner, name: str, incarnation: int) -> LearnerProcess:
+        holdings = Holdings(name, incarnation, self._world.scenario)
+        return LearnerProcess(self.node, name, incarnation, machine, Mailbox(machine), holdings)
 
     def start_later(self, at_s: float) -> None:
         """Let the supervisor begin a new process, at this time at the earliest, unless somebody else does."""
@@ -148,14 +150,10 @@ class LearnerDriver:
         """Read a global fragment as it comes, as the link thread of a real learner; returns whether it was of use."""
         if not process.machine.wants(message, now_s):
             return False
-        ok = process.holdings.read(message)
         for observer in self._observers:
-            observer.on_read(process, message, ok, now_s)
-        if ok:
-            process.mailbox.read(message, None, now_s)
-        else:
-            process.machine.on_corrupt(now_s)
-        return ok
+            observer.on_read(process, message, True, now_s)
+        process.mailbox.read(message, None, now_s)
+        return True
 
     def _see_mail(self, process: LearnerProcess, now_s: float) -> None:
         """Take what waits, unless a step runs, or will when the hardware is ready."""

@@ -13,7 +13,7 @@ from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.holdings import Step, Value, digest_of
+from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import Deliver, SimulatedLink
 from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeSyncer, World
@@ -27,7 +27,6 @@ class SyncerProcess:
     def __init__(self, world: World, tape: list[str], machine: Syncer, values: list[Value], taped: bool) -> None:
         self.machine = machine
         self.values = values
-        self.steps: dict[int, Value] = {}  # fragment -> the value from which it has a step to its newest one
         self.alive = True
         self.finished_s = NEVER_S
         self.taped = TapedSyncer(machine, tape.append)
@@ -73,16 +72,14 @@ class SyncerProcess:
         if useless:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)
         if len(left_out) < len(names):
-            before = self.values[fragment_id]
-            epoch, version = self.machine.epoch, merge.global_step
-            made = digest_of(before, epoch, fragment_id, version, names, left_out)
-            self.values[fragment_id] = (version, made)
-            if self._world.scenario.step_bytes is not None:
-                self.steps[fragment_id] = before
-                self._world.steps[epoch, fragment_id, version] = Step(before[1], made)
+            before, epoch, version = self.values[fragment_id], self.machine.epoch, merge.global_step
+            self._renew(fragment_id, (version, digest_of(before, epoch, fragment_id, version, names, left_out)))
         for observer in self._observers:
             observer.on_merged(merge.global_step, left_out, now_s)
         self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
+
+    def _renew(self, fragment_id: int, value: Value) -> None:
+        self.values[fragment_id] = value
 
     def _tick(self, tick_s: float) -> None:
         if tick_s != self._tick_s or not self.alive:
@@ -183,9 +180,7 @@ class SyncerHost:
         scenario = self._world.scenario
         fragments = range(scenario.config.num_fragments)
         whole = dict.fromkeys(fragments, scenario.payload_bytes)
-        steps = dict.fromkeys(fragments, scenario.step_bytes) if scenario.step_bytes is not None else {}
-        settings = (scenario.config, scenario.total_steps, FINGERPRINT, whole, steps, scenario.budget)
-        return self._make_syncer(*settings)
+        return self._make_syncer(scenario.config, scenario.total_steps, FINGERPRINT, whole, budget=scenario.budget)
 
     def _initial(self) -> list[Value]:
         return [

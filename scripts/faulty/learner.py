@@ -5,11 +5,14 @@ from math import inf
 from typing import Any
 
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
+from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import GlobalFragment, Score, SyncerMessage
 from diloco_jax.sim.engine import NEVER_S, Action
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import SimulatedLink
 from diloco_jax.sim.node import LearnerProcess
+from faulty.holdings import MortalHoldings
 from faulty.network import Garbled
 from faulty.scenario import FaultyScenario
 
@@ -27,7 +30,6 @@ class MortalLearner(LearnerDriver):
     """A driver whose process can lose its connection, stand still, be asked to leave, and be slow to see its mail."""
 
     __slots__ = ()
-    process_class = MortalProcess
 
     @property
     def _scenario(self) -> FaultyScenario:
@@ -40,6 +42,24 @@ class MortalLearner(LearnerDriver):
         super().start()
         if self._scenario.connect_timeout_s < NEVER_S:
             self._engine.at(self._engine.now_s + self._scenario.connect_timeout_s, self._give_up, self.node.process)
+
+    def _new_process(self, machine: Learner, name: str, incarnation: int) -> MortalProcess:
+        holdings = MortalHoldings(name, incarnation, self._world)
+        return MortalProcess(self.node, name, incarnation, machine, Mailbox(machine), holdings)
+
+    def _read(self, process: LearnerProcess, message: GlobalFragment, now_s: float) -> bool:
+        """Read a global fragment, which may come garbled, or not apply to what is held."""
+        if not process.machine.wants(message, now_s):
+            return False
+        assert isinstance(process.holdings, MortalHoldings), "this driver makes no others"
+        ok = process.holdings.read(message)
+        for observer in self._observers:
+            observer.on_read(process, message, ok, now_s)
+        if ok:
+            process.mailbox.read(message, None, now_s)
+        else:
+            process.machine.on_corrupt(now_s)
+        return ok
 
     def _give_up(self, process: LearnerProcess) -> None:
         """End a process that nobody has answered since it started."""

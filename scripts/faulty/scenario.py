@@ -21,6 +21,8 @@ class FaultyScenario(Scenario):
     """A learner that does not step sees what waits for it up to so many seconds later."""
     connect_timeout_s: float = NEVER_S
     """A process that nobody answers for so long after its start ends, and is started again."""
+    step_bytes: int | None = None
+    """Size of one encoded step from a version of a fragment to the next; None: values always go out whole."""
     plan: EvaluationPlan = NEVER
     """When the global model is evaluated."""
     eval_s: float = 0.0

@@ -31,9 +31,11 @@ class MortalSyncerHost(SyncerHost):
     def __init__(
         self, world: World, learners: Mapping[str, MortalLearner], make_syncer: MakeSyncer, taped: bool
     ) -> None:
-        assert isinstance(world.scenario, FaultyScenario), "evaluations have settings of their own"
+        assert isinstance(world.scenario, FaultyScenario), "steps and evaluations have settings of their own"
         self.disk = Disk()
-        super().__init__(world, learners, partial(make_syncer, plan=world.scenario.plan), taped)
+        size, fragments = world.scenario.step_bytes, range(world.scenario.config.num_fragments)
+        steps = {} if size is None else dict.fromkeys(fragments, size)
+        super().__init__(world, learners, partial(make_syncer, step_bytes=steps, plan=world.scenario.plan), taped)
 
     def _new_process(self, machine: Syncer, values: Sequence[Value]) -> MortalSyncer:
         return MortalSyncer(self._world, self.tape, machine, list(values), self._taped, self.disk, self._on_death)

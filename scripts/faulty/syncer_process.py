@@ -12,7 +12,9 @@ from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.network import SimulatedLink
 from diloco_jax.sim.node import World
 from diloco_jax.sim.syncer_process import SyncerProcess
+from faulty.holdings import Step
 from faulty.network import Garbled
+from faulty.scenario import FaultyScenario
 
 SNAPSHOTS_KEPT = 3
 
@@ -70,6 +72,7 @@ class MortalSyncer(SyncerProcess):
         die: Callable[[], None],
     ) -> None:
         super().__init__(world, tape, machine, values, taped)
+        self.steps: dict[int, Value] = {}  # fragment -> the value from which it has a step to its newest one
         self.dies_after: int | None = None  # so many effects of the next input are executed, then it is dead
         self._dying = False
         self._disk = disk
@@ -81,6 +84,13 @@ class MortalSyncer(SyncerProcess):
             super()._arrive((link, message))
         elif self.alive:  # an anchor, or a part of a state that its receiver would not take either
             self.heard[link.learner_id] = link
+
+    def _renew(self, fragment_id: int, value: Value) -> None:
+        scenario, before = self._world.scenario, self.values[fragment_id]
+        if isinstance(scenario, FaultyScenario) and scenario.step_bytes is not None:
+            self.steps[fragment_id] = before
+            self._world.steps[self.machine.epoch, fragment_id, value[0]] = Step(before[1], value[1])
+        super()._renew(fragment_id, value)
 
     def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:
         self._dying = bool(effects) and self.dies_after is not None

@@ -16,7 +16,6 @@ from invariants.verdict import command, judge
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim import learner_driver
 
 SEEDS = range(200)
 
@@ -109,7 +108,7 @@ def test_a_broken_mailbox_is_caught(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(learner_driver, "Mailbox", mailbox)
+    monkeypatch.setattr("faulty.learner.Mailbox", mailbox)
     verdict = judge(scenario, checkers=[checker])
     assert verdict.problem.startswith(f"Violation: {checker.__name__} at "), verdict
     assert re.search(text, verdict.problem), verdict
