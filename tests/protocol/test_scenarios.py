@@ -12,7 +12,6 @@ from diloco_jax.protocol.messages import (
     FragmentValue,
     GlobalFragment,
     Leave,
-    Refuse,
     StepReport,
     Stop,
     Welcome,
@@ -201,14 +200,6 @@ def test_a_restart_is_a_new_incarnation_even_before_the_old_link_is_known_to_be_
     assert "StepReport before hello, or of an old incarnation" in it.drops() and member.local_step == 0
     it.rounds(1, "a", "b")
     assert it.contributors()[-1] == ("a", "b") and member.total_steps == 2
-
-
-def test_a_learner_of_another_model_is_refused_and_stops() -> None:
-    it = pair("a")
-    it.join("b", fingerprint=(("model", "other"), ("sync_every", "2")))
-    (refusal,) = it.messages(Refuse, "b")
-    assert "model differs: the syncer has abc, b has other" in refusal.reason
-    assert it.learners["b"].state == STOPPED and it.learners["a"].state == TRAINING
 
 
 def test_the_end_reaches_everybody_and_whoever_missed_it() -> None:
