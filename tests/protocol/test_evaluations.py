@@ -9,16 +9,7 @@ import pytest
 from diloco_jax.protocol.effects import Drop, Effect, Evaluated, EvaluateModel, Finish, Note, Send
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.member import ACTIVE
-from diloco_jax.protocol.messages import (
-    SYNCER,
-    Evaluate,
-    Leave,
-    Metric,
-    PullRequest,
-    Score,
-    Stop,
-    Welcome,
-)
+from diloco_jax.protocol.messages import SYNCER, Evaluate, Leave, Metric, PullRequest, Score, Stop, Welcome
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import hello, merged, new, only, report, sent, value

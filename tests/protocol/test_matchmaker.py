@@ -1,26 +1,13 @@
-"""The syncer's side of recovery: matches of donors and receivers, and whole transfers over a bad network."""
+"""The syncer's side of recovery: matches of donors and receivers. Whole transfers: tests/invariants."""
 
 import json
-import random
 
-import pytest
-
-from diloco_jax.protocol.effects import Drop, DropParts, Effect, KeepPart, Note, Send, StageState, UnstageState
+from diloco_jax.protocol.effects import Drop, Note, Send
 from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import (
-    SYNCER,
-    Message,
-    StateDone,
-    StateEnd,
-    StatePart,
-    StatePull,
-    StateRefused,
-    StateRequest,
-    StateUnavailable,
-)
-from diloco_jax.protocol.recovery import STATES_MAX, Donor, Matchmaker
-from tests.protocol.recovery_inputs import part, receiver
+from diloco_jax.protocol.messages import StateEnd, StatePull, StateRefused, StateRequest, StateUnavailable
+from diloco_jax.protocol.recovery import Matchmaker
+from tests.protocol.recovery_inputs import part
 from tests.protocol.syncer_inputs import FINGERPRINT, hello
 
 
@@ -150,87 +137,3 @@ def test_its_state_comes_back_through_json_and_is_not_changed_by_what_comes_late
         matchmaker.on_refused(StateRefused("a", 1, "r", "busy"))
     assert it.state() == again.state() != taken
     assert json.dumps(taken) == text
-
-
-class Transfer:
-    """A receiver, three donors, a matchmaker, and a wire that loses, repeats and reorders."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.parts, self.attempts = rng.randint(1, 12), rng.randint(1, 4)
-        self.membership, self.matches = matched("a", "b", "c")
-        self.donors = {name: Donor(name, 1) for name in ("a", "b", "c")}
-        self.copies: dict[str, set[int]] = {name: set() for name in self.donors}
-        self.receiver = receiver(recovery_attempts=self.attempts)
-        self.kept: dict[int, tuple[str, int]] = {}  # part -> donor and its step
-        self.wire: list[tuple[str, Message]] = []
-        self.clock, self.now_s = 10, 0.0
-        self.run("r", self.receiver.begin(self.clock, self.now_s))
-
-    def run(self, name: str, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                message = effect.message
-                if isinstance(message, StatePart) and message.parts == 0:
-                    assert message.local_step in self.copies[name], "of a state that was freed"
-                    message = message._replace(parts=self.parts)
-                self.wire.extend([(effect.peer, message)] * self.rng.choice([0, 1, 1, 1, 1, 2]))
-            elif isinstance(effect, KeepPart):
-                assert effect.part not in self.kept
-                self.kept[effect.part] = (self.receiver.donor, self.receiver.donor_step)
-            elif isinstance(effect, DropParts):
-                self.kept.clear()
-            elif isinstance(effect, StageState):
-                self.copies[name].add(effect.local_step)
-                assert len(self.copies[name]) <= STATES_MAX
-            elif isinstance(effect, UnstageState):
-                self.copies[name].remove(effect.local_step)
-
-    def arrive(self, peer: str, message: Message) -> None:
-        if isinstance(message, StateRequest):
-            self.run(SYNCER, self.matches.on_request(message, self.clock))
-        elif isinstance(message, StatePart) and peer == SYNCER:
-            self.run(SYNCER, self.matches.on_part(message))
-        elif isinstance(message, StatePart):
-            self.run(peer, self.receiver.on_part(message, self.clock, self.now_s))
-        elif isinstance(message, StateRefused):
-            self.run(SYNCER, self.matches.on_refused(message))
-        elif isinstance(message, StateDone):
-            self.run(SYNCER, self.matches.on_done("r"))
-        elif isinstance(message, StateUnavailable):
-            self.run(peer, self.receiver.on_unavailable(message, self.clock, self.now_s))
-        elif peer in self.donors and isinstance(message, StatePull):
-            self.run(peer, self.donors[peer].on_pull(message))
-        elif peer in self.donors:
-            self.run(peer, self.donors[peer].on_end("r"))
-
-    def step(self, local_step: int) -> None:
-        """A tenth of a second: some messages arrive, everybody makes a step, somebody may die."""
-        self.now_s += 0.1
-        self.clock += self.rng.random() < 0.05
-        self.rng.shuffle(self.wire)
-        for item in [self.wire.pop() for _ in range(min(len(self.wire), self.rng.randint(0, 3)))]:
-            self.arrive(*item)
-        for name, donor in self.donors.items():
-            self.run(name, donor.serve(self.clock, local_step))
-        if self.rng.random() < 0.01 and len(self.donors) > 1:
-            dead = self.rng.choice(sorted(self.donors))
-            del self.donors[dead]
-            self.membership.set_state(self.membership.members[dead], GONE, self.now_s)
-            self.run(SYNCER, self.matches.on_lost(dead, "died"))
-        self.run("r", self.receiver.on_tick(self.clock, self.now_s))
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_every_transfer_ends_whatever_is_lost(seed: int) -> None:
-    """In the end the receiver has a whole state of one donor, or gave up within its attempts; nothing is mixed."""
-    transfer = Transfer(random.Random(seed))
-    it = transfer.receiver
-    for step in range(1, 2000):
-        transfer.step(step)
-        if it.over or it.complete:
-            break
-    assert it.over or it.complete, "it ends"
-    assert it._attempts <= transfer.attempts
-    whole = {number: (it.donor, it.donor_step) for number in range(transfer.parts)}
-    assert transfer.kept == (whole if it.complete else {})

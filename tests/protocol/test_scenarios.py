@@ -7,15 +7,7 @@ import pytest
 
 from diloco_jax.protocol.learner.machine import STOPPED, TRAINING, WAITING
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING
-from diloco_jax.protocol.messages import (
-    Advance,
-    FragmentValue,
-    GlobalFragment,
-    Leave,
-    StepReport,
-    Stop,
-    Welcome,
-)
+from diloco_jax.protocol.messages import Advance, FragmentValue, GlobalFragment, Leave, StepReport, Stop, Welcome
 from tests.protocol.pair import Pair
 
 pairs: list[Pair] = []
