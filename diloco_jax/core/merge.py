@@ -22,8 +22,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from diloco_jax.core.classes import matches
-from diloco_jax.core.kinds import Kind
+from diloco_jax.core.kinds import Kind, matches
 
 Method = Literal["rda", "average"]
 WeightScheme = Literal["tokens2_per_step", "tokens", "uniform"]

@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from diloco_jax.core.classes import members
 from diloco_jax.core.fragments import FragmentPlan, Shape
-from diloco_jax.core.kinds import Kind
+from diloco_jax.core.kinds import Kind, members
 from diloco_jax.protocol.turns import deal
 from diloco_jax.settings.run import RunConfig
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-from diloco_jax.core.classes import check_classes
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentConfig
+from diloco_jax.core.kinds import check_classes
 from diloco_jax.core.merge import MergeConfig, WeightScheme
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax.core.classes import check_classes, class_of, matches, members
+from diloco_jax.core.kinds import check_classes, class_of, matches, members
 
 CLASSES = ("mlp", "attention", "embedding", "norm")
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.core.classes import class_of
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.kinds import kind_of
+from diloco_jax.core.kinds import class_of, kind_of
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -82,14 +83,12 @@ class GroupLeader:
         calls.keep_freed_memory()
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.number = secrets.randbits(62)
-        self._header = pb.Header(run_id=run_id, sender=learner_id, session=self.number, stripes=1, hosts=hosts)
+        header = partial(pb.Header, run_id=run_id, sender=learner_id, session=self.number, stripes=1, hosts=hosts)
+        self._header = header()
         self._inbox = Inbox()
         self._others: dict[int, StreamSession] = {}
         for host in range(1, hosts):
-            header = pb.Header()
-            header.CopyFrom(self._header)
-            header.host = host
-            self._others[host] = _new_session(self._inbox, header, config, REPLIES, f"host {host}")
+            self._others[host] = _new_session(self._inbox, header(host=host), config, REPLIES, f"host {host}")
         handlers = {calls.FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
         self._server, self.address = calls.open_server(config, calls.ISLAND_SERVICE, handlers, own.server)
 
