@@ -25,8 +25,11 @@ PIXELS = np.array([[[pixel == "#" for pixel in row] for row in glyph.split("/")]
 class Digits:
     """Random access to samples: source[index] is a dict of arrays, the same at each call."""
 
-    def __init__(self, count: int, size: int = 16, named: bool = False) -> None:
+    def __init__(
+        self, count: int, size: int = 16, named: bool = False, noise: int = 64, ink: tuple[int, int] = (96, 192)
+    ) -> None:
         self.count, self.size, self.named = count, size, named  # named: with the digit's English name as a text
+        self.noise, self.ink = noise, ink  # grey levels below the first everywhere; a digit adds one between the two
 
     def __len__(self) -> int:
         return self.count
@@ -34,9 +37,9 @@ class Digits:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng(index)
         label = int(random.integers(10))
-        image = random.integers(0, 64, (self.size, self.size, 1))
+        image = random.integers(0, self.noise, (self.size, self.size, 1))
         row, column = random.integers(self.size - 10), random.integers(self.size - 6)
-        image[row : row + 10, column : column + 6, 0] += random.integers(96, 192) * np.kron(
+        image[row : row + 10, column : column + 6, 0] += random.integers(*self.ink) * np.kron(
             PIXELS[label], np.ones((2, 2), int)
         )
         if not self.named:

@@ -289,7 +289,8 @@ class Bench:
         rates = []
         for epoch in (1, 2):
             times_s = [at_s for at_s, of in self._world.merged if of == epoch]
-            rates.append((len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9))  # of one merge: none
+            span_s = times_s[-1] - times_s[0] if times_s else 0.0  # a life that was short has seen one merge, or none
+            rates.append((len(times_s) - 1) / span_s if span_s > 0 else 0.0)
         return {
             "name": "memory",
             "value": max(peaks) / self._plan_bytes,

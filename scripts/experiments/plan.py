@@ -135,7 +135,7 @@ def make_plan(experiment: Experiment, choice: Choice, records: Sequence[Record])
                 tuned[size, name] = best.point
     untuned: list[Job] = []
     for case in asked.cases:
-        for seed in asked.seeds:
+        for seed in choice.seeds or case.seeds or asked.seeds:
             for name, arm in asked.arms.items():
                 if arm.waits or (case.arms and name not in case.arms):
                     continue

@@ -58,7 +58,7 @@ def _gap(results: Results) -> str | None:
             behind = compared(results, cases[-1], arm, experiment.baseline, "loss", "percent")
             if arm != experiment.baseline and behind:
                 record = next(iter(results.seeds(cases[-1], arm).values()))
-                points.append((record["parameters"], statistics.fmean(behind)))
+                points.append((record["parameters"], statistics.fmean(behind.values())))
         if points:
             lines.append(Line(name=own.label or arm, points=points, style=f"k{number % COLOURS}", dots=True))
     if not lines:

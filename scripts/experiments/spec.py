@@ -53,6 +53,8 @@ class Case:
     settings: Settings = field(default_factory=dict)
     arms: tuple[str, ...] = ()
     """Those that are run in it; none named: all."""
+    seeds: tuple[int, ...] = ()
+    """Fewer than the experiment's, where a run is longer than 15 minutes; none named: the experiment's."""
     label: str = ""
     slower: float = 1.0
     """Times the seconds of the size, for tokens of another kind."""
@@ -74,6 +76,8 @@ class Check:
     """A number of the records, such as loss, bytes, contributors, virtual_s, goodput, or of the model, as accuracy."""
     unit: str = "percent"
     """percent: 100 (a / b - 1); ratio: a / b; difference: a - b; points: 100 (a - b)."""
+    beyond: tuple[str, ...] = ()
+    """A pair of arms: what they show, one against the other, is taken off for each seed."""
     most: float | None = None
     least: float | None = None
     case: str = ""
@@ -190,7 +194,7 @@ def load(name: str, folder: Path = HERE) -> Experiment:
 def _whole(case: Case) -> Case:
     """Give a case the tokens of its size, if it has none."""
     tokens = case.tokens or (sizes()[case.size].tokens if case.size in sizes() else 0)
-    return replace(case, tokens=tokens, arms=tuple(case.arms))
+    return replace(case, tokens=tokens, arms=tuple(case.arms), seeds=tuple(case.seeds))
 
 
 def problems(experiment: Experiment) -> Iterator[str]:
@@ -206,9 +210,10 @@ def problems(experiment: Experiment) -> Iterator[str]:
         if arm.like and arm.like not in arms:
             yield f"arm {name} is like '{arm.like}', which is no arm"
     for check in experiment.checks:
-        yield from (
-            f"a check names '{arm}', which is no arm" for arm in (check.arm, check.against) if arm not in {*arms, ""}
-        )
+        named = (check.arm, check.against, *check.beyond)
+        yield from (f"a check names '{arm}', which is no arm" for arm in named if arm not in {*arms, ""})
+        if len(check.beyond) not in (0, 2):
+            yield f"check '{check.says}': beyond names {len(check.beyond)} arms; name two"
         if check.falls not in ("", "tokens", "size") or check.unit not in ("percent", "ratio", "difference", "points"):
             yield f"check '{check.says}': falls is '{check.falls}', unit '{check.unit}'"
         if not check.falls and check.most is None and check.least is None:

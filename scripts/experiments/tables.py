@@ -73,7 +73,7 @@ def collect(experiment: Experiment, records: Sequence[Record], *, quick: bool = 
         plan = make_plan(experiment, choice, records)
         for job in (*plan.jobs, *plan.untuned):
             record = done.get(job.digest) if job not in plan.untuned else None
-            if record is None and job.seed in (*experiment.seeds, *([job.seed] if job.point else [])):
+            if record is None and (job.point or job.seed in (job.case.seeds or experiment.seeds)):
                 left[job.title] = job.expected_s
             if job.point is not None:
                 tuning[job.digest] = (job, record)
@@ -106,10 +106,10 @@ def value_of(record: Record, name: str) -> float | None:
     return None if value is None or value != value else float(value)
 
 
-def compared(results: Results, case: Case, arm: str, against: str, value: str, unit: str) -> list[float]:
-    """Return how two arms compare, for each seed that both have."""
+def compared(results: Results, case: Case, arm: str, against: str, value: str, unit: str) -> dict[int, float]:
+    """Return how two arms compare, by seed that both have."""
     ours, theirs = results.seeds(case, arm), results.seeds(case, against)
-    found = []
+    found = {}
     for seed in sorted(ours):
         a = value_of(ours[seed], value)
         b = value_of(theirs[seed], value) if seed in theirs else None
@@ -117,12 +117,21 @@ def compared(results: Results, case: Case, arm: str, against: str, value: str, u
             continue
         scale = 100.0 if unit == "points" else 1.0
         if not against or b is None:
-            found.append(scale * a)
+            found[seed] = scale * a
         elif unit == "percent":
-            found.append(100.0 * (a / b - 1.0))
+            found[seed] = 100.0 * (a / b - 1.0)
         else:
-            found.append(a / b if unit == "ratio" else scale * (a - b))
+            found[seed] = a / b if unit == "ratio" else scale * (a - b)
     return found
+
+
+def measured(results: Results, check: Check, case: Case) -> list[float]:
+    """Return what a check asks for in a case, for each seed that all of its arms have."""
+    found = compared(results, case, check.arm, check.against, check.value, check.unit)
+    if not check.beyond:
+        return list(found.values())
+    other = compared(results, case, *check.beyond, check.value, check.unit)
+    return [found[seed] - other[seed] for seed in found if seed in other]
 
 
 class Outcome(NamedTuple):
@@ -144,14 +153,13 @@ def outcomes(results: Results) -> list[Outcome]:
             found.append(_falling(results, check, cases))
             continue
         for case in cases:
-            values = compared(results, case, check.arm, check.against, check.value, check.unit)
-            measured = spread(values)
+            seen = spread(measured(results, check, case))
             kept = None
-            if measured is not None and measured.runs >= len(results.experiment.seeds):
-                kept = (check.most is None or measured.mean <= check.most) and (
-                    check.least is None or measured.mean >= check.least
+            if seen is not None and seen.runs >= len(case.seeds or results.experiment.seeds):
+                kept = (check.most is None or seen.mean <= check.most) and (
+                    check.least is None or seen.mean >= check.least
                 )
-            found.append(Outcome(check, case.name, measured, kept))
+            found.append(Outcome(check, case.name, seen, kept))
     return found
 
 
@@ -167,8 +175,8 @@ def _falling(results: Results, check: Check, cases: Sequence[Case]) -> Outcome:
     """Compare along tokens or sizes: each mean must lie below the one before."""
     means = []
     for case in cases:
-        values = compared(results, case, check.arm, check.against, check.value, check.unit)
-        if len(values) < len(results.experiment.seeds):
+        values = measured(results, check, case)
+        if len(values) < len(case.seeds or results.experiment.seeds):
             return Outcome(check, f"{len(cases)} cases", None, None)
         means.append(statistics.fmean(values))
     kept = all(after < before for before, after in pairwise(means))
@@ -223,11 +231,10 @@ def columns(results: Results, case: Case) -> list[dict[str, Any]]:
         seeds = list(results.seeds(case, arm).values())
         shown_too = (*_NUMBERS, *results.experiment.columns)
         each = {name: spread([v for r in seeds if (v := value_of(r, name)) is not None]) for name in shown_too}
-        behind = spread(compared(results, case, arm, base, "loss", "percent")) if base and arm != base else None
+        behind = compared(results, case, arm, base, "loss", "percent") if base and arm != base else {}
         scores = {name: spread([r["scores"][name] for r in seeds]) for name in (seeds[0]["scores"] if seeds else ())}
-        rows.append(
-            {"arm": arm, "label": own.label or arm, "waits": own.waits, "behind": behind, "scores": scores, **each}
-        )
+        row = {"arm": arm, "label": own.label or arm, "waits": own.waits, "behind": spread([*behind.values()])}
+        rows.append({**row, "scores": scores, **each})
     return rows
 
 

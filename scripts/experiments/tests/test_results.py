@@ -12,7 +12,7 @@ from experiments import page
 from experiments.plan import Choice, Job, make_plan
 from experiments.plot import BYTES_MAX, draw
 from experiments.records import append, elsewhere, read, thinned
-from experiments.spec import Check, load, names
+from experiments.spec import Check, load, names, problems
 from experiments.tables import Spread, collect, compared, limits, outcomes, shown, spread, verdict
 from experiments.tests.made import EXPERIMENT, record
 
@@ -62,10 +62,10 @@ def test_records_of_other_experiments_are_found(tmp_path: Path) -> None:
 def test_seeds_are_compared_in_pairs() -> None:
     results = collect(UNTUNED, losses_with({}))
     case = results.cases[0]
-    assert compared(results, case, "m4", "baseline", "loss", "percent") == pytest.approx([2.0, 1.0])
-    assert compared(results, case, "m4", "baseline", "loss", "ratio") == pytest.approx([1.02, 1.01])
-    assert compared(results, case, "m4", "baseline", "loss", "points") == pytest.approx([4.0, 1.0])
-    assert compared(results, case, "m4", "", "bytes", "difference") == [1.5e6, 1.5e6]
+    assert compared(results, case, "m4", "baseline", "loss", "percent") == pytest.approx({0: 2.0, 1: 1.0})
+    assert compared(results, case, "m4", "baseline", "loss", "ratio") == pytest.approx({0: 1.02, 1: 1.01})
+    assert compared(results, case, "m4", "baseline", "loss", "points") == pytest.approx({0: 4.0, 1: 1.0})
+    assert compared(results, case, "m4", "", "bytes", "difference") == {0: 1.5e6, 1: 1.5e6}
     assert spread([2.0, 1.0]) == Spread(1.5, 1.0, 2.0, 2) and spread([]) is None
     assert shown(Spread(1.5, 1.0, 2.0, 2), "percent") == "+1.50 % (+1.00 to +2.00)"
     assert shown(Spread(1.5, 1.5, 1.5, 1), "ratio") == "1.500" and shown(None, "ratio") == "-"
@@ -92,6 +92,30 @@ def test_a_check_has_a_lower_limit_too() -> None:
     assert outcome.kept and limits(check) == "at least 1 %"
     results = collect(replace(UNTUNED, checks=(replace(check, least=1.6),)), losses_with({}))
     assert outcomes(results)[0].kept is False
+
+
+def test_a_check_can_be_about_what_one_pair_shows_beyond_another() -> None:
+    check = Check(says="beyond m2", arm="m4", against="baseline", beyond=("m2", "baseline"), tokens=1e6, most=0.0)
+    base = LOSSES[1e6, "baseline"]
+    two = [job for job in make_plan(UNTUNED, Choice(), []).jobs if job.arm == "m2"]
+    records = [*losses_with({}), *(record(job, base[job.seed] * (1.01, 1.03)[job.seed]) for job in two)]
+    results = collect(replace(UNTUNED, checks=(check,)), records)
+    (outcome,) = outcomes(results)
+    assert outcome.measured == pytest.approx((-0.5, -2.0, 1.0, 2)), "2 and 1 %, less 1 and 3 %"
+    assert outcome.kept
+    assert [*problems(replace(UNTUNED, checks=(replace(check, beyond=("m2", "m3", "m4")),)))] == [
+        "a check names 'm3', which is no arm",
+        "check 'beyond m2': beyond names 3 arms; name two",
+    ]
+
+
+def test_a_long_case_has_fewer_seeds() -> None:
+    fewer = replace(UNTUNED, cases=(UNTUNED.cases[0], replace(UNTUNED.cases[1], seeds=(0,))))
+    assert [job.seed for job in make_plan(fewer, Choice(), []).jobs if job.case.tokens == 2e6] == [0, 0]
+    records = [each for each in losses_with({}) if (each["budget"], each["seed"]) != (2e6, 1)]
+    done, waiting = collect(fewer, records), collect(UNTUNED, records)
+    assert (verdict(done, outcomes(done)), verdict(waiting, outcomes(waiting))) == ("reproduced", "unfinished")
+    assert done.left_s < waiting.left_s
 
 
 def test_records_of_other_settings_do_not_count() -> None:
