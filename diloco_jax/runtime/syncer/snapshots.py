@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.releases import STAMP, check_readable
-from diloco_jax.runtime.model.global_model import OUTER, Capture, GlobalModel
+from diloco_jax.runtime.model.arithmetic import Capture
+from diloco_jax.runtime.model.global_model import OUTER, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
 from diloco_jax.runtime.syncer.parts import Parts
@@ -73,7 +74,7 @@ def write_snapshot(
     try:
         return checkpoint.save_pieces(folder, (checkpoint.PARAMETERS, OUTER), pieces(), meta)
     finally:
-        capture.moment.release()
+        capture.release()
         checkpoint.prune(folder, keep)  # what a failed one left too, which may be most of a disk
 
 

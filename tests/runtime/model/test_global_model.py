@@ -107,7 +107,7 @@ def test_a_restored_value_replaces_the_newest_and_keeps_the_outer_state() -> Non
     model.restore(0, 4, ahead.payload(0))
     assert model.versions == [4, 0] and model.digests == ahead.digests and model.payload(0) == ahead.payload(0)
     assert model.capture().marks[0].rates == before.capture().marks[0].rates
-    kept, was = model.capture().moment.state(0), before.capture().moment.state(0)
+    kept, was = model.capture().state(0), before.capture().state(0)
     pairs = zip(jax.tree.leaves(kept.outer), jax.tree.leaves(was.outer), strict=True)
     assert all(np.array_equal(ours, theirs) for ours, theirs in pairs)
 
@@ -293,12 +293,12 @@ def test_a_restored_value_reaches_every_share() -> None:
 def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, down: codec.Format) -> None:
     plain = OuterConfig(learning_rate=1.0, momentum=0.0)
     models = [model_of(LEAFY_PLAN, drawn(LEAFY), plain, down=down, shards=shards, anchor_history=3) for _ in range(2)]
-    was, moved = models[0].capture().moment.value(0), np.zeros(models[0].layout(0).size, np.float32)
+    was, moved = models[0].capture().value(0), np.zeros(models[0].layout(0).size, np.float32)
     for step in (1, 2):
         for model in models:
             order = Merge(step, 0, (Part("a", 1, 1, 64, step - 1, 4),))
             model.publish(model.merge(order, {"a": leafy_payload(0, step, "float32", 1.0)}))
-        now = models[0].capture().moment.value(0)
+        now = models[0].capture().value(0)
         if down == "float32":
             moved, was = moved + (now - was), now
         else:  # the steps as learners decode them, the oldest first: no value of an older version is needed
@@ -307,7 +307,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
     value = np.frombuffer(leafy_payload(0, 3, "float32", 1.0), np.float32)
     for model, base, sent in zip(models, (0, 2), (value, value + moved), strict=True):
         model.publish(model.merge(Merge(3, 0, (Part("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
-    ours, theirs = (model.capture().moment.value(0) for model in models)
+    ours, theirs = (model.capture().value(0) for model in models)
     assert np.abs(moved).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     if down != "float32":

@@ -15,7 +15,8 @@ from diloco_jax.core.fragments import Slice
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.runtime.model.global_model import Capture, GlobalModel
+from diloco_jax.runtime.model.arithmetic import Capture
+from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.syncer import snapshots
 from diloco_jax.runtime.syncer.snapshots import Snapshot, SnapshotWriter, read_snapshot, write_snapshot
