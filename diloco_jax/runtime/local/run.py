@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from diloco_jax.runtime.local.compiling import shared_by_several
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, free_address
-from diloco_jax.runtime.local.standby import Spares
+from diloco_jax.runtime.local.standby import Spares, shared_by_several
 from diloco_jax.runtime.own_loop.surroundings import (
     CONFIG_ENV,
     COORDINATOR_ENV,

@@ -29,6 +29,7 @@ from jaxtyping import Int64
 
 from diloco_jax.core.fragments import put
 from diloco_jax.protocol.leases import Batch
+from diloco_jax.runtime.island.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die, meet
@@ -37,7 +38,6 @@ from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.metrics import own_metrics
 from diloco_jax.runtime.learner.preemption import check_source, watch
-from diloco_jax.runtime.own_loop.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopState

@@ -27,7 +27,7 @@ from statistics import median
 from diloco_jax.runtime.records.files import HEALTH
 from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import HUNG, end_now
-from diloco_jax.settings.watchdog import WatchdogConfig
+from diloco_jax.settings.run import WatchdogConfig
 
 MEDIAN_OF = 32  # last steps
 TICK_S = 1.0  # between two looks at a loop, and two touches of its file

@@ -15,11 +15,10 @@ from diloco_jax.protocol import effects as asked
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.member import GONE
 from diloco_jax.runtime.model.global_model import Merged
-from diloco_jax.runtime.syncer.parts import Parts
+from diloco_jax.runtime.syncer.parts import Merges, Parts, Results
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener, control_of
 from diloco_jax.runtime.syncer.snapshots import Keeper
 from diloco_jax.runtime.syncer.watch import Watch
-from diloco_jax.runtime.syncer.workers import Merges, Results
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import Delivery
 

@@ -14,8 +14,9 @@ from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.global_model import make_model, make_setup
+from diloco_jax.runtime.model.global_model import make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
+from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
@@ -26,11 +27,10 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
-from diloco_jax.runtime.syncer.parts import Parts, RunClock
+from diloco_jax.runtime.syncer.parts import Merges, Parts, Results, RunClock
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, open_listener
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
-from diloco_jax.runtime.syncer.workers import Merges, Results
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig

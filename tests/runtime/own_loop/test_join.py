@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.core.kinds import kind_of
+from diloco_jax.runtime.island.evaluation import scalars
 from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
 from diloco_jax.runtime.own_loop import introduce as subject
-from diloco_jax.runtime.own_loop.evaluation import scalars
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.run import RunConfig, SyncerConfig
