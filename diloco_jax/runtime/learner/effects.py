@@ -55,22 +55,56 @@ class Mail(NamedTuple):
     payload: bytes | memoryview = b""
 
 
-class Effects:
-    """The hands of a learner's machine; whole states and evaluations are the step thread's, outside of the lock."""
+class Decisions:
+    """The machine with its effects, and the lock that guards both; any thread may give it an input.
+
+    Whole states and evaluations are the step thread's, outside of the lock.
+    """
 
     def __init__(
-        self, machine: Learner, host: Host, tape: LearnerTape, payloads: PayloadSender, saved: StateName | None
+        self,
+        machine: Learner,
+        host: Host,
+        tape: LearnerTape,
+        payloads: PayloadSender,
+        saved: StateName | None,
+        signals: Signals,
     ) -> None:
+        self.machine = machine
         self.finished = ""  # the reason that the machine gave when it ended; "" before
         self.examination: asked.EvaluateModel | None = None  # that is wanted
         self.state: asked.AdoptState | None = None  # the whole state that is wanted
         self.link: Link | None = None  # over which a learner sends; without one nothing is sent
         self._received = ReceivedState(host.moving.bytes.num_bytes)  # the parts of a donor's
-        self._machine = machine
         self._host = host
         self._tape = tape
         self._payloads = payloads
         self._saved = saved
+        self._signals = signals
+        self._lock = threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """Tell if the machine has ended, or shall."""
+        return bool(self.finished) or self._signals.stop.is_set()
+
+    def ask(self, question: Callable[[Learner], T]) -> T:
+        """Call the machine for an answer without effects."""
+        with self._lock:
+            return question(self.machine)
+
+    def apply(self, decide: Callable[[Learner, float], list[asked.Effect]]) -> None:
+        """Give the machine an input and execute what it asks for. Called with the machine and the time in seconds."""
+        with self._lock:
+            self._execute(decide(self.machine, time.monotonic()))
+
+    def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
+        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
+        with self._lock:
+            given = give(time.monotonic())
+            if given is not None:
+                self._execute(given.effects, given.item)
+        return given is not None
 
     def close_link(self, timeout_s: float) -> None:
         """Give the link up; what waits to be sent has so many seconds."""
@@ -95,7 +129,7 @@ class Effects:
             with contextlib.suppress(LinkClosed):  # the link thread learns of it too, and reconnects
                 link.send(message)  # type: ignore[arg-type]
 
-    def execute(self, effects: Sequence[asked.Effect], arrived: Mail | None = None) -> None:
+    def _execute(self, effects: Sequence[asked.Effect], arrived: Mail | None = None) -> None:
         """Execute effects in their order; `arrived` is the message that was the input, if it was one."""
         for effect in effects:
             match effect:
@@ -136,7 +170,7 @@ class Effects:
 
     def _save(self, global_step: int) -> None:
         """Begin to write a copy of the present state to disk, unless the one before is still being written."""
-        machine = self._machine
+        machine = self.machine
         name = StateName(machine.incarnation, machine.local_step, global_step, tuple(machine.digests))
         if self._host.save(name):
             self._tape.note("saved", machine.local_step, global_step)
@@ -156,36 +190,3 @@ class Effects:
     def forget_saved(self) -> None:
         self._saved = None
         self._host.forget_saved()
-
-
-class Decisions:
-    """The machine, its effects and the lock that guards both. Any thread may call."""
-
-    def __init__(self, machine: Learner, effects: Effects, signals: Signals) -> None:
-        self.machine = machine
-        self._effects = effects
-        self._signals = signals
-        self._lock = threading.Lock()
-
-    @property
-    def over(self) -> bool:
-        """Tell if the machine has ended, or shall."""
-        return bool(self._effects.finished) or self._signals.stop.is_set()
-
-    def ask(self, question: Callable[[Learner], T]) -> T:
-        """Call the machine for an answer without effects."""
-        with self._lock:
-            return question(self.machine)
-
-    def apply(self, decide: Callable[[Learner, float], list[asked.Effect]]) -> None:
-        """Give the machine an input and execute what it asks for. Called with the machine and the time in seconds."""
-        with self._lock:
-            self._effects.execute(decide(self.machine, time.monotonic()))
-
-    def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
-        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
-        with self._lock:
-            given = give(time.monotonic())
-            if given is not None:
-                self._effects.execute(given.effects, given.item)
-        return given is not None

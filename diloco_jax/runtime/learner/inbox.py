@@ -12,7 +12,7 @@ from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import GlobalFragment, StatePart, SyncerMessage
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, Effects, Mail, Signals
+from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, Mail, Signals
 from diloco_jax.transport.link import Rejected, TransportError
 from diloco_jax.transport.sharded import Dialler
 
@@ -75,7 +75,6 @@ class LinkKeeper(NamedTuple):
     host: Host
     decisions: Decisions
     inbox: LearnerInbox
-    effects: Effects
     dialler: Dialler
     signals: Signals
 
@@ -90,7 +89,7 @@ class LinkKeeper(NamedTuple):
             raise
 
         def connected(machine: Learner, now_s: float) -> list[Effect]:
-            self.effects.link = link
+            self.decisions.link = link
             return machine.on_connected(now_s)
 
         self.decisions.apply(connected)
@@ -105,7 +104,7 @@ class LinkKeeper(NamedTuple):
             self.signals.fail(error)
 
     def _listen_once(self) -> None:
-        deadline_s, link = self.decisions.ask(lambda machine: (machine.next_deadline_s(), self.effects.link))
+        deadline_s, link = self.decisions.ask(lambda machine: (machine.next_deadline_s(), self.decisions.link))
         assert link is not None, "the link thread listens without a link"
         timeout_s = IDLE_S if deadline_s is None else min(IDLE_S, max(0.0, deadline_s - time.monotonic()))
         delivery = link.receive(timeout_s)
@@ -122,7 +121,7 @@ class LinkKeeper(NamedTuple):
         """Connect again. Training goes on meanwhile; so the attempts have no limit, only a pace."""
         log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
         self.decisions.apply(Learner.on_disconnected)
-        self.effects.close_link(0.0)
+        self.decisions.close_link(0.0)
         for attempt in itertools.count(1):
             if self.decisions.over:
                 return

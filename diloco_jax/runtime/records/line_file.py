@@ -87,9 +87,9 @@ class Tail:
             return
 
 
-def whole_bytes(file: int) -> int:
-    """Return the size of an open file up to its last line break."""
-    keep = os.fstat(file).st_size
+def whole_bytes(file: int, before: int | None = None) -> int:
+    """Return the size of an open file, or of what it has before a position, up to the last line break."""
+    keep = os.fstat(file).st_size if before is None else before
     while keep > 0:
         start = max(0, keep - _BLOCK)
         last = os.pread(file, keep - start, start).rfind(b"\n")
@@ -97,3 +97,11 @@ def whole_bytes(file: int) -> int:
             return start + last + 1
         keep = start
     return 0
+
+
+def last_line(path: Path) -> bytes | None:
+    """Return the last whole line of a file, without its line break; None if there is none."""
+    with path.open("rb") as file:
+        end = whole_bytes(file.fileno())
+        start = whole_bytes(file.fileno(), end - 1)
+        return os.pread(file.fileno(), end - 1 - start, start) if end else None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_jax.runtime.records.line_file import LINE_BYTES_MAX, LineFile
+from diloco_jax.runtime.records.line_file import LINE_BYTES_MAX, LineFile, last_line
 
 RETRY_S = 0.5
 
@@ -89,15 +89,9 @@ def read_lines(path: Path, start: int = 0) -> Iterator[str]:
 
 def last_time_s(path: Path) -> float | None:
     """Return the time of a tape's newest input, in seconds since the run began; None without a whole line."""
-    with path.open("rb") as file:
-        end = file.seek(0, 2)
-        block, tail = 1 << 16, b""
-        while end > 0 and tail.count(b"\n") < 2:
-            start = max(0, end - block)
-            file.seek(start)
-            tail, end = file.read(end - start) + tail, start
-    lines = tail.split(b"\n")[:-1]
+    if (line := last_line(path)) is None:
+        return None
     try:
-        return float(json.loads(lines[-1])[1]) if lines else None
+        return float(json.loads(line)[1])
     except (ValueError, TypeError, LookupError):
-        raise ValueError(f"{path} is damaged: its last line is {lines[-1][:80]!r}; remove that line") from None
+        raise ValueError(f"{path} is damaged: its last line is {line[:80]!r}; remove that line") from None

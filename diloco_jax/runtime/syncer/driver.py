@@ -17,7 +17,7 @@ from diloco_jax.protocol.member import GONE
 from diloco_jax.runtime.model.global_model import Merged
 from diloco_jax.runtime.syncer.parts import Merges, Parts, Results
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener, control_of
-from diloco_jax.runtime.syncer.snapshots import Keeper
+from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import Delivery
@@ -38,7 +38,7 @@ class SyncerDriver:
     listener: GrpcListener | ShardedListener
     results: Results  # of other threads
     merges: Merges
-    keeper: Keeper
+    snapshots: SnapshotWriter
     watch: Watch
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class SyncerDriver:
                 case asked.Restore(fragment_id, version):
                     self._model.restore(fragment_id, version, payload)
                 case asked.SaveSnapshot():
-                    self.keeper.save()
+                    self.snapshots.save()
                 case asked.Evaluated(score):
                     self.watch.on_score(score, self._now_s())
                 case asked.Note():
@@ -173,9 +173,9 @@ class SyncerDriver:
             self.watch.asked_tokens = self.parts.stats.tokens
             self.listener.send(peer, message)  # it evaluates the final model while that is saved
         ends = self._machine.finished and (evaluates or isinstance(message, messages.Stop))
-        if ends and not self.keeper.saved:
+        if ends and not self.snapshots.saved:
             # before anybody leaves: until then learners hold what this process may lose
-            self.keeper.save_last(self.watch.tell)
+            self.snapshots.save_last(self.watch.tell)
             self.watch.tell()
         if evaluates:
             return

@@ -18,7 +18,7 @@ from diloco_jax.runtime.model.global_model import make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
-from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -29,7 +29,7 @@ from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Merges, Parts, Results, RunClock
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, open_listener
-from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
+from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
@@ -105,11 +105,9 @@ class SyncerRun:
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
         clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.write)
         parts = Parts(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
-        writer = SnapshotWriter(run_dir / CHECKPOINTS, config.name, self._model, config.checkpoints.keep)
-
+        writer = SnapshotWriter(parts)
         exposed, earlier = Exposition(parts, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
         watch = Watch(parts, earlier, HostAlarms(parts, writer), self._pulse, exposed)
-        keeper = Keeper(parts, writer)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         try:
@@ -121,7 +119,7 @@ class SyncerRun:
             life = Life(mode, machine.epoch, stop, self._fingerprint, self._description)
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
-            driver = SyncerDriver(parts, listener, self._results, merges, keeper, watch)
+            driver = SyncerDriver(parts, listener, self._results, merges, writer, watch)
             driver.serve(effects)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)
@@ -132,14 +130,14 @@ class SyncerRun:
             if listener is not None:  # before it listens, nothing has begun that could end early
                 log.exception("the run ends early")
                 self._pulse.patient()
-                keeper.rescue()
+                writer.rescue()
             raise
         finally:
             self._pulse.patient()
             if listener is not None:
                 listener.close(FAREWELL_S)
             merges.close()
-        summary = self._conclude(watch, keeper, ended_s)
+        summary = self._conclude(watch, writer, ended_s)
         writer.close()
         tape.close()
         if self._shards is not None:
@@ -147,12 +145,12 @@ class SyncerRun:
         self._pulse.close()
         return summary
 
-    def _conclude(self, watch: Watch, keeper: Keeper, ended_s: float) -> dict[str, Any]:
+    def _conclude(self, watch: Watch, writer: SnapshotWriter, ended_s: float) -> dict[str, Any]:
         watch.tell()
         self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
-        if not keeper.saved:
-            keeper.save_last(watch.tell)
+        if not writer.saved:
+            writer.save_last(watch.tell)
         found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
         alarms = watch.alarms()
         final = self._machine.evaluations

@@ -175,7 +175,7 @@ class Scene:
         listener.receive, results.take.return_value = self.receive, []
         parts.stop.is_set.side_effect = lambda: not self._deliveries
         other: Any = MagicMock()
-        self.driver = SyncerDriver(parts, listener, results=results, merges=other, keeper=other, watch=other)
+        self.driver = SyncerDriver(parts, listener, results=results, merges=other, snapshots=other, watch=other)
 
     def connected(self) -> list[Any]:
         return [] if self.member.state == GONE else [self.member]

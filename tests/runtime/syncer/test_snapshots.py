@@ -5,6 +5,7 @@ import logging
 import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,16 @@ def taken(model: GlobalModel, step: int) -> tuple[Capture, Snapshot]:
 
 def newest(folder: Path, model: GlobalModel) -> tuple[Path, Snapshot] | None:
     return checkpoint.newest_readable(folder, lambda path: read_snapshot(path, model, 1234))
+
+
+def writer_of(folder: Path, model: GlobalModel, step: int = 0) -> SnapshotWriter:
+    """What writes the snapshots of a run that is at this global step, whose folder of snapshots this is."""
+    config = SimpleNamespace(name="run", checkpoints=SimpleNamespace(keep=3))
+    parts: Any = SimpleNamespace(config=config, run_dir=folder.parent, model=model, stats=SimpleNamespace(tokens=100))
+    parts.machine = SimpleNamespace(global_step=step)
+    writer = SnapshotWriter(parts)
+    writer._folder = folder
+    return writer
 
 
 def damage(path: Path) -> None:
@@ -172,7 +183,7 @@ def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
         return folder
 
     monkeypatch.setattr(snapshots, "write_snapshot", slow)
-    writer = SnapshotWriter(tmp_path, "run", model, 3)
+    writer = writer_of(tmp_path, model)
     writer.submit(*taken(model, 1))
     assert begun.wait(30) and writer.busy, "so nobody captures another one"
     writer.wait(go_on.set)  # who waits says that it is alive
@@ -188,7 +199,7 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
     def full(*arguments: Any) -> Path:
         raise OSError(28, "No space left on device")
 
-    writer = SnapshotWriter(tmp_path, "run", model, 3)
+    writer = writer_of(tmp_path, model)
     monkeypatch.setattr(snapshots, "write_snapshot", full)
     writer.submit(*taken(model, 1))
     writer.wait()
@@ -214,10 +225,10 @@ def test_what_a_failed_snapshot_wrote_goes_at_once(tmp_path: Path, monkeypatch: 
 
 def test_a_rescued_model_never_replaces_a_snapshot(tmp_path: Path) -> None:
     model = make_model()
-    writer = SnapshotWriter(tmp_path, "run", model, 3)
+    writer = writer_of(tmp_path, model, 5)
     writer.write(*taken(model, 5))
-    writer.rescue(5, 100)
+    writer.rescue()
     read_snapshot(tmp_path / "step_00000005", model, 1234)
-    writer.rescue(6, 100)
+    writer_of(tmp_path, model, 6).rescue()
     assert checkpoint.load_parameters(tmp_path / "step_00000006")[1]["tokens"] == 100
     writer.close()
