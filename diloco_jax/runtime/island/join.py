@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, end_now
 from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.fingerprint import fingerprint
@@ -27,6 +29,7 @@ from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.group.commands import HostMeet, HostVerdict
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import check_free, split_address
+from diloco_jax.transport.sharded import Dialler
 
 # Of the coordination service. It aborts with a stack trace; so the island's own network notices a silent host first.
 HEARTBEAT_S = int(3 * SILENCE_S)
@@ -224,6 +227,23 @@ def die(reason: str) -> NoReturn:
     """End this process at once: without one of its hosts an island cannot go on, and a collective waits for ever."""
     log.error(f"this island ends: {reason}")
     end_now(FAILED)
+
+
+def make_dialler(
+    config: RunConfig, plan: FragmentPlan, learner_id: str, incarnation: int, address: str, hosts: Hosts | None
+) -> Dialler:
+    """Return what connects one process of an island to the syncer at this address."""
+    return Dialler(
+        replace(config.transport, address=address),
+        run_id=config.name,
+        learner_id=learner_id,
+        incarnation=incarnation,
+        shares=make_shares(config, plan),
+        up=config.wire.up,
+        down=config.wire.down,
+        host=LEADER if hosts is None else hosts.host,
+        hosts=1 if hosts is None else hosts.count,
+    )
 
 
 def ask_metadata(path: str, variable: str) -> str:

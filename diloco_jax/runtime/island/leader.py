@@ -60,6 +60,27 @@ class Answers:
         return self._problem
 
 
+class Questions:
+    """The commands that all other hosts answer, until they have."""
+
+    def __init__(self, group: GroupLeader, hosts: int) -> None:
+        self._group = group
+        self._count = hosts
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Answers] = {}
+
+    def ask(self, command: Callable[[int], commands.Command], payload: Payload = b"") -> Answers:
+        number = next(self._numbers)
+        self._open[number] = answers = Answers(number, self._count)
+        self._group.send(command(number), payload)
+        return answers
+
+    def on_answer(self, host: int, number: int, reason: str, payload: Bytes) -> None:
+        self._open[number].add(host, reason, payload)
+        if self._open[number].complete.is_set():
+            del self._open[number]
+
+
 class LeadingHost(Host):
     """Host 0 of several. It tells the others what `Host` does, in that order; `stop` is set when one shall end."""
 
@@ -76,9 +97,7 @@ class LeadingHost(Host):
         super().__init__(config, island, compile_step, evaluate, saves)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         self._group = hosts.group
-        self._count = hosts.count
-        self._numbers = itertools.count(1)
-        self._open: dict[int, Answers] = {}  # commands that not all have answered
+        self._questions = Questions(hosts.group, hosts.count)
         self._stop = stop
         self._ending = False
         self._gone = Answers(0, hosts.count)  # whose connection has ended
@@ -90,34 +109,27 @@ class LeadingHost(Host):
     def tell(self, command: commands.Command) -> None:
         self._group.send(command)
 
-    def _ask(self, command: Callable[[int], commands.Command], payload: Payload = b"") -> Answers:
-        """Give a command that all other hosts answer."""
-        number = next(self._numbers)
-        self._open[number] = answers = Answers(number, self._count)
-        self._group.send(command(number), payload)
-        return answers
-
     def warm_up(self, told: Told = lambda words: None) -> None:
         """Compile what the island runs, on all hosts, and say how much of it this one has done. Any thread."""
-        others = self._ask(commands.HostWarmUp)
+        others = self._questions.ask(commands.HostWarmUp)
         super().warm_up(told)
         others.payloads()
 
     def connect(self, epoch: int, number: int) -> None:
-        if problem := self._ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
+        if problem := self._questions.ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
     def send(self, message: FragmentValue) -> StagedFragment:
         """See Host.send; the other hosts send their parts by themselves."""
         staged = super().send(message)
         if staged.has_loose:
-            staged.of_others = self._ask(lambda n: commands.HostSend(n, message)).payloads
+            staged.of_others = self._questions.ask(lambda n: commands.HostSend(n, message)).payloads
         else:
             self.tell(commands.HostSend(0, message))
         return staged
 
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
-        others = self._ask(lambda n: commands.HostArrival(n, message), payload)
+        others = self._questions.ask(lambda n: commands.HostArrival(n, message), payload)
         self._arrivals[message] = others.number
 
         def wait() -> None:
@@ -137,7 +149,7 @@ class LeadingHost(Host):
         super().adopt(message, values)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
-        others = self._ask(lambda n: commands.HostEvaluate(n, global_step, final))
+        others = self._questions.ask(lambda n: commands.HostEvaluate(n, global_step, final))
         score = super().evaluate(global_step, final=final)
         problem = others.problem()
         return score._replace(loss=inf, reason=f"{problem}; {score.reason}"[:REASON_LENGTH_MAX]) if problem else score
@@ -149,7 +161,7 @@ class LeadingHost(Host):
         return staged
 
     def _leaf_of_others(self, name: int, leaf: str) -> Mapping[int, Bytes]:
-        answers = self._ask(lambda n: commands.HostLeaf(n, name, leaf))
+        answers = self._questions.ask(lambda n: commands.HostLeaf(n, name, leaf))
         if problem := answers.problem():
             raise CopyGone(problem)
         return answers.payloads()
@@ -157,13 +169,13 @@ class LeadingHost(Host):
     def load_state(self, state: Bytes) -> None:
         """See Host.load_state; the others ask for its leaves, one at a time."""
         self._loading = leaf = self.moving.read(state)  # before anybody begins: then nobody can refuse it
-        others = self._ask(commands.HostLoadState)
+        others = self._questions.ask(commands.HostLoadState)
         self.island.load_moments(leaf)
         others.payloads()
         self._loading = None
 
     def _common(self) -> list[StateName]:
-        answers = self._ask(commands.HostSaved)
+        answers = self._questions.ask(commands.HostSaved)
         mine = self.saved()
         theirs = [{StateName.parse(each) for each in json.loads(bytes(p))} for p in answers.payloads().values()]
         common = [name for name in mine if all(name in names for names in theirs)]
@@ -172,17 +184,17 @@ class LeadingHost(Host):
         return common
 
     def _read_all(self, name: StateName) -> str:
-        others = self._ask(lambda n: commands.HostRead(n, name.to_text()))
+        others = self._questions.ask(lambda n: commands.HostRead(n, name.to_text()))
         return self.read(name) or others.problem()
 
     def restore(self, fragments: Iterable[int]) -> None:
         chosen = tuple(fragments)
-        others = self._ask(lambda n: commands.HostRestore(n, chosen))
+        others = self._questions.ask(lambda n: commands.HostRestore(n, chosen))
         super().restore(chosen)
         others.payloads()
 
     def _save_all(self, name: StateName, kept: int) -> Outcome:
-        others = self._ask(lambda n: commands.HostSave(n, name.to_text(), kept))
+        others = self._questions.ask(lambda n: commands.HostSave(n, name.to_text(), kept))
         own = super()._save_all(name, kept)
 
         def outcome() -> str | None:
@@ -214,9 +226,7 @@ class LeadingHost(Host):
                     die(f"host {item.host} is gone ({item.reason})")
                 self._gone.add(item.host, "", b"")
             case commands.HostAnswer(number, reason):
-                self._open[number].add(item.host, reason, item.payload)
-                if self._open[number].complete.is_set():
-                    del self._open[number]
+                self._questions.on_answer(item.host, number, reason, item.payload)
             case commands.HostStop():
                 log.info(f"host {item.host} was asked to end; so the island leaves politely")
                 self._stop.set()

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from time import time as unix_s
 from typing import NamedTuple
@@ -29,16 +28,14 @@ from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
-from diloco_jax.runtime.island.join import Hosts
+from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
-from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, Signals
-from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
+from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, LinkKeeper, Signals
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.tape import LearnerTape
-from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
@@ -65,25 +62,8 @@ class Joining(NamedTuple):
     pulse: Pulse  # signs of life of this process, or of this island's thread
     hosts: Hosts | None = None  # the island's processes, if there are several
 
-    @property
-    def _place(self) -> tuple[int, int]:
-        """Return which of the island's hosts this process is, and how many there are."""
-        return (0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)
-
     def dialler(self, plan: FragmentPlan) -> Dialler:
-        """Return what connects this process to the syncer."""
-        config, (host, hosts) = self.config, self._place
-        return Dialler(
-            replace(config.transport, address=self.address),
-            run_id=config.name,
-            learner_id=self.learner_id,
-            incarnation=self.incarnation,
-            shares=make_shares(config, plan),
-            up=config.wire.up,
-            down=config.wire.down,
-            host=host,
-            hosts=hosts,
-        )
+        return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:
         """Return this process's states on disk; ValueError if nobody here can write where checkpoints.states says."""
@@ -91,7 +71,7 @@ class Joining(NamedTuple):
         folders = [str(self.run_dir / STATES / name)]
         if other := self.config.checkpoints.states:
             folders.append("/".join((other.rstrip("/"), self.config.name, name)))
-        return SavedStates(folders, *self._place)
+        return SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
 
     def host(
         self,

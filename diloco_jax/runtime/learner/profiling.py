@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from diloco_jax.runtime.records.files import PROFILES, TAPES
-from diloco_jax.runtime.records.line_file import last_line
+from diloco_jax.runtime.records.tape_file import last_line
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 
 STEPS_MAX = 1000  # a trace of so many steps is as large as viewers take

@@ -138,8 +138,7 @@ def is_address(run: str) -> bool:
 def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
     """Return how to ask the syncer of a run, a folder or host:port; ValueError if the folder holds no address.
 
-    Args:
-        allow_plaintext: ask an address other than loopback although nothing is encrypted.
+    With `allow_plaintext` an address other than loopback is asked although nothing is encrypted.
     """
     plain = allow_plaintext or known.allow_plaintext
     path = Path(run) / ADDRESS_FILE
@@ -153,13 +152,8 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
 def read_status(run: str, *, allow_plaintext: bool = False, transport: TransportConfig | None = None) -> dict[str, Any]:
     """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
 
-    Args:
-        run, allow_plaintext: as `syncer_at`.
-        transport: certificates and token, for a syncer that asks for them.
-
-    Raises:
-        ValueError: there is no such run, it has not begun, or the address is not allowed.
-        TransportError: nobody answered at the address.
+    ValueError if there is no such run, it has not begun, or the address is not allowed; TransportError if nobody
+    answered there. `transport` has certificates and token, for a syncer that asks for them.
     """
 
     def ask() -> dict[str, Any]:

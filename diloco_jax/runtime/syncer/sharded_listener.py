@@ -145,7 +145,10 @@ class ShardedListener:
             del waiting[next(iter(waiting))]
 
 
-def control_of(listener: GrpcListener | ShardedListener) -> GrpcListener:
+Listener = GrpcListener | ShardedListener
+
+
+def control_of(listener: Listener) -> GrpcListener:
     """Return the listener whom people ask."""
     return listener.control if isinstance(listener, ShardedListener) else listener
 
@@ -162,7 +165,7 @@ class Life(NamedTuple):
 
 def open_listener(
     config: RunConfig, run_dir: Path, life: Life, shards: MergeShards | None, events: Results
-) -> GrpcListener | ShardedListener:
+) -> Listener:
     """Listen, the merge shards first; after a failover where the process before it did: learners look for it there.
 
     ValueError if an address is in use, or not allowed.

@@ -80,14 +80,10 @@ def write_snapshot(
 
 
 def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapshot:
-    """Read a snapshot back into a model of the same config.
+    """Read a snapshot back into a model of the same config; OtherRelease if this release does not read such ones.
 
-    Args:
-        tape_bytes_max: size of the run's tape, which must hold what came before the snapshot.
-
-    Raises:
-        ValueError: it cannot be read, is damaged, or is of another model or tape; the model may be half of it then.
-        OtherRelease: it is of a release whose snapshots this one does not read.
+    ValueError if it cannot be read, is damaged, or is of another model, or of more than the run's tape has; the model
+    may be half of it then.
     """
     reader = checkpoint.CheckpointReader(path)
     meta = reader.meta

@@ -107,7 +107,7 @@ class Pair:
 
     def settle(self) -> None:
         """Wait until the follower has done what it was told."""
-        self.leader._ask(HostWarmUp).payloads()
+        self.leader._questions.ask(HostWarmUp).payloads()
 
     def same(self) -> bool:
         theirs = self.follows.island.parameters()

@@ -22,8 +22,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island import adoptions, payloads
-from diloco_jax.runtime.learner.effects import Signals
-from diloco_jax.runtime.learner.inbox import LinkKeeper
+from diloco_jax.runtime.learner.effects import LinkKeeper, Signals
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path

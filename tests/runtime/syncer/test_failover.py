@@ -19,7 +19,7 @@ from diloco_jax.protocol.messages import MetricsReport
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.runtime.syncer.driver import ADRIFT_S, FAREWELL_S, SyncerDriver
+from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
 from tests.runtime.helpers import STEP_S, kill_processes, processes_of, start, status, wait_for, write_config
 

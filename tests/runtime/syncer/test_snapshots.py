@@ -59,24 +59,16 @@ def damage(path: Path) -> None:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def test_folders_may_be_named_by_a_way_up(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    model, around = make_model(), tmp_path / "here" / ".." / "run"
-    path = write_snapshot(around, "run", model, *taken(model, 4), keep=3)
-    assert path == tmp_path / "run" / "step_00000004"
-    found = newest(around, make_model())
-    assert found is not None and found[1].global_step == 4
-
-
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     model = make_model()
     for step in range(1, 5):
         merge(model, step, {"a": gradient(model, step % 2, step)}, step % 2)
     capture, snapshot = taken(model, 4)
-    path = write_snapshot(tmp_path, "run", model, capture, snapshot, keep=3)
+    (tmp_path / "here").mkdir()  # a folder may be named by a way up
+    path = write_snapshot(tmp_path / "here" / "..", "run", model, capture, snapshot, keep=3)
     assert path == tmp_path / "step_00000004"
     other = make_model()
-    back = read_snapshot(path, other, 1234)
+    back = read_snapshot(tmp_path / "here" / ".." / path.name, other, 1234)
     assert back == snapshot._replace(machine=back.machine)
     assert json.loads(back.machine) == json.loads(snapshot.machine)
     assert other.digests == model.digests
