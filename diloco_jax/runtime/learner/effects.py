@@ -197,11 +197,9 @@ class Decisions:
 class LearnerInbox:
     """The learner's mail: read, checked, and given to the machine at once or in the gap between two steps."""
 
-    def __init__(self, host: Host, decisions: Decisions, heads: GlobalValues, signals: Signals) -> None:
-        self._host = host
+    def __init__(self, decisions: Decisions, heads: GlobalValues) -> None:
         self._decisions = decisions
         self._heads = heads
-        self._signals = signals
         self._mailbox: Mailbox[Mail] = Mailbox(decisions.machine)
 
     def drain(self) -> None:
@@ -219,14 +217,14 @@ class LearnerInbox:
         else:
             arrived = Mail(message, payload=payload)
             self._decisions.deliver(lambda now_s: self._mailbox.arrive(message, arrived, now_s))
-            self._signals.woken.set()
+            self._decisions.signals.woken.set()
 
     def _take_global(self, message: GlobalFragment, payload: bytes | memoryview) -> None:
         now_s = time.monotonic()
         if not self._decisions.ask(lambda machine: machine.wants(message, now_s)):
             return
         try:
-            others = self._host.arrived(message, payload)
+            others = self._decisions.host.arrived(message, payload)
             values = self._heads.read(message, payload)
             others()
         except ValueError as error:
@@ -235,28 +233,26 @@ class LearnerInbox:
             return
         self._heads.keep(message, values)
         self._decisions.ask(lambda _: self._keep(message, values))
-        self._signals.woken.set()
+        self._decisions.signals.woken.set()
 
     def _keep(self, message: GlobalFragment, values: Values) -> None:
         self._mailbox.read(message, Mail(message, values), time.monotonic())
-        self._host.supersede(message)
+        self._decisions.host.supersede(message)
 
 
 class LinkKeeper(NamedTuple):
     """The link to the syncer: made, listened to, and made again when it is lost."""
 
-    host: Host
     decisions: Decisions
     inbox: LearnerInbox
     dialler: Dialler
-    signals: Signals
 
     def connect(self) -> None:
         """Make the link, and let the machine introduce itself; TransportError if the syncer or a host is away."""
         epoch = self.decisions.machine.epoch
         link = self.dialler.connect(epoch)
         try:
-            self.host.connect(epoch, link.number)
+            self.decisions.host.connect(epoch, link.number)
         except TransportError:
             link.close(0.0)
             raise
@@ -271,10 +267,10 @@ class LinkKeeper(NamedTuple):
     def run(self) -> None:
         """Listen until the learner ends: the body of the thread "link"."""
         try:
-            while not (self.decisions.over or self.signals.failed):
+            while not (self.decisions.over or self.decisions.signals.failed):
                 self._listen_once()
         except Exception as error:
-            self.signals.fail(error)
+            self.decisions.signals.fail(error)
 
     def _listen_once(self) -> None:
         deadline_s, link = self.decisions.ask(lambda machine: (machine.next_deadline_s(), self.decisions.link))
@@ -298,7 +294,7 @@ class LinkKeeper(NamedTuple):
         for attempt in itertools.count(1):
             if self.decisions.over:
                 return
-            self.signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S)) - 1])
+            self.decisions.signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S)) - 1])
             try:
                 return self.connect()
             except Rejected:

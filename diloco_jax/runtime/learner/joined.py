@@ -134,9 +134,8 @@ class Joined:
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
-        self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
-        dialler = joining.dialler(host.plan)
-        self._link = LinkKeeper(host, decisions, self.inbox, dialler, signals)
+        self.inbox = LearnerInbox(decisions, GlobalValues(host.fragments, config.wire.down))
+        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(host.plan))
         self._step_tokens = size.tokens
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last

@@ -356,13 +356,13 @@ def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_is_refused_for_good_says_why() -> None:
-    decisions, dialler = MagicMock(over=False), MagicMock()
+    signals, dialler = Signals(threading.Event()), MagicMock()
+    decisions = MagicMock(over=False, signals=signals)
     decisions.link.receive.return_value.kind = "disconnected"
     decisions.close_link.side_effect = lambda _: setattr(decisions, "link", None)
     decisions.ask.side_effect = lambda _: (None, decisions.link)
     dialler.connect.side_effect = Rejected("a newer process has this name")
-    signals, other = Signals(threading.Event()), MagicMock()
-    link: Any = LinkKeeper(other, decisions, other, dialler, signals)
+    link: Any = LinkKeeper(decisions, MagicMock(), dialler)
     link.run()
     with pytest.raises(Rejected, match="a newer process"):
         signals.check()

@@ -21,7 +21,7 @@ from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
-from tests.runtime.helpers import SLOW_STEP_S, call, run, wait_for, write_config
+from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, run, wait_for, write_config
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
 
@@ -39,7 +39,7 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     status_of_the_dead(job.run_dir)
     snapshots = [path.name for path in complete(job.run_dir / "checkpoints")]
     damage(job.run_dir / "checkpoints" / snapshots[0])
-    before = tape_of_killed(job.run_dir)
+    before = json_lines(job.run_dir / "tape.jsonl")
     other = call("train", job.config, "--run-dir", job.run_dir, "--resume", "--outer.learning_rate", "0.5")
     assert other.returncode == 2 and "outer.learning_rate is 0.5, but the run" in other.stderr
     again = call("train", job.config, "--run-dir", job.run_dir)
@@ -137,12 +137,6 @@ def test_a_tape_that_ends_in_no_line_of_a_tape_is_named(tmp_path: Path) -> None:
     (tmp_path / "tape.jsonl").write_text('["tick",1.0]\n["tick","x"]\n')
     with pytest.raises(ValueError, match=r"tape.jsonl is damaged: its last line is .*tick"):
         mode_of(tmp_path, rewind=True)
-
-
-def tape_of_killed(run_dir: Path) -> list[list[object]]:
-    """The whole lines of a tape whose writer was killed."""
-    lines = (run_dir / "tape.jsonl").read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
