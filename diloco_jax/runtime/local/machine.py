@@ -1,13 +1,7 @@
 """Devices of this machine, found without JAX so that nobody takes it, and how a local run shares it out.
 
-A number in `islands.devices` counts devices of the kind that the machine has; `auto` takes what is there:
-
-    GPUs, at least as many as islands      an equal number of whole ones for each
-    GPUs, fewer than islands               each island gets one, and an equal share of its memory
-    TPU chips                              all of them, for the one process that may have them
-    neither                                emulated devices on the CPU, which is said aloud
-
-`JAX_PLATFORMS=cpu` is the way to ask for emulation where there is something better.
+What an island gets is in the help of `islands.devices`. Where GPUs are fewer than islands, each gets one with an equal
+share of its memory; TPU chips are all for the one process that may have them; that devices are emulated is said aloud.
 """
 
 from __future__ import annotations
