@@ -53,18 +53,8 @@ def write_snapshot(
 ) -> Path:
     """Write a snapshot, piece by piece, let go of its capture, and delete all but the newest `keep`."""
     state = json.loads(snapshot.machine)
-    meta = {
-        "run": run,
-        "stamp": STAMP,
-        "global_step": snapshot.global_step,
-        "tokens": snapshot.tokens,
-        "epoch": state["epoch"][0],
-        "tape_bytes": snapshot.tape_bytes,
-        "kept_s": snapshot.kept_s,
-        **model.plain(capture),
-        "machine": state,
-        "stats": dict(snapshot.stats),
-    }
+    meta = {"run": run, "stamp": STAMP, "epoch": state["epoch"][0], **model.plain(capture)}
+    meta |= {**snapshot._asdict(), "machine": state}
 
     def pieces() -> Iterator[checkpoint.SavedPart]:
         for piece in model.pieces(capture):
@@ -89,8 +79,8 @@ def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapsh
     meta = reader.meta
     check_readable(f"snapshot {path}", meta.get("stamp", STAMP))
     try:
-        step, tape_bytes, tokens = (int(meta[name]) for name in ("global_step", "tape_bytes", "tokens"))
-        snapshot = Snapshot(step, json.dumps(meta["machine"]), tape_bytes, tokens, meta["stats"], float(meta["kept_s"]))
+        found = {name: meta[name] for name in Snapshot._fields}
+        snapshot = Snapshot(**found | {"machine": json.dumps(found["machine"])})
         if snapshot.tape_bytes > tape_bytes_max:
             raise ValueError(f"it was taken at byte {snapshot.tape_bytes} of a tape that has {tape_bytes_max}")
         model.load_saved(reader.piece, meta)
