@@ -95,16 +95,19 @@ class Pipe:
     def _write(self) -> None:
         try:
             while (message := self._outgoing.get()) is not None:
-                head, buffers = io.BytesIO(), list[Any]()
-                ForkingPickler(head, 5, True, buffers.append).dump(message)
-                views = [buffer.raw() for buffer in buffers]
-                self.connection.send((head.getvalue(), [view.nbytes for view in views]))
-                for view in views:
-                    while view:
-                        view = view[os.write(self.connection.fileno(), view) :]
-                del message, buffers, views
+                self._write_one(message)
+                del message  # and its arrays, before the next one comes
         except OSError:
             return  # the reader says so
+
+    def _write_one(self, message: Any) -> None:
+        head, buffers = io.BytesIO(), list[Any]()
+        ForkingPickler(head, 5, True, buffers.append).dump(message)
+        views = [buffer.raw() for buffer in buffers]
+        self.connection.send((head.getvalue(), [view.nbytes for view in views]))
+        for view in views:
+            while view:
+                view = view[os.write(self.connection.fileno(), view) :]
 
     def _read(self) -> None:
         try:
@@ -126,8 +129,8 @@ class Pipe:
 class ShardRun:
     """One merge shard's process.
 
-    Its public methods from `begin` on are the commands of control, which obeys nothing but the order in which they were
-    given; one that returns a Future is a question, and is answered when that is done.
+    Its public methods from `begin` on are the commands of control, obeyed in the order in which they were given; one
+    that returns a Future is a question, and is answered when that is done.
     """
 
     def __init__(self, config: RunConfig, shard: int, connection: Connection) -> None:
@@ -194,9 +197,11 @@ class ShardRun:
         if error is None:
             self._pipe.send(ShardAnswer(number, done.result()))
             return
+        words = str(error)
         if not isinstance(error, ValueError):
             log.error("a command failed", exc_info=error)
-        self._pipe.send(ShardAnswer(number, error=f"{type(error).__name__}: {error}"))
+            words = f"{type(error).__name__}: {error}"
+        self._pipe.send(ShardAnswer(number, error=words))
 
     def begin(self, plan: FragmentPlan, threads: int) -> None:
         """First command: make your share of this plan, for merges with so many threads."""
