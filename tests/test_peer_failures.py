@@ -223,7 +223,7 @@ def test_6_outer_momentum_is_in_the_snapshot(tmp_path: Path, outer: OuterConfig)
         merge(model, step, {"a": gradient(model, step % 2, step)}, step % 2)
     machine = Syncer(ProtocolConfig(sync_every=2, num_fragments=2), 100)
     snapshot, capture = Snapshot(4, json.dumps(machine.state()), 0, 0, {}, 0.0), model.capture()
-    states = [capture.moment.state(number) for number in range(2)]
+    states = [capture.state(number) for number in range(2)]
     assert any(np.any(moment) for state in states for moment in state.outer.values()), "there is something to lose"
     read_snapshot(write_snapshot(tmp_path, "run", model, capture, snapshot, keep=1), other, 0)
     for one in (model, other):

@@ -97,7 +97,7 @@ def test_the_order_holds() -> None:
 
 
 def test_the_pause_between_calls_is_that_of_the_program() -> None:
-    from diloco_jax.runtime.learner.inbox import RECONNECT_DELAYS_S
+    from diloco_jax.runtime.learner.effects import RECONNECT_DELAYS_S
 
     *first, last = RECONNECT_DELAYS_S
     words = f"{', '.join(f'{delay:g}' for delay in first)}, and then every {last:g} s"

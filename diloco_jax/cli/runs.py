@@ -228,7 +228,7 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
     told = partial(tell_phase, Path(arguments.run_dir), f"compiler-{arguments.island}")
     told(IMPORTING)
     _begin_process(Path(arguments.run_dir))
-    from diloco_jax.runtime.local.compiling import compiled_loop
+    from diloco_jax.runtime.local.standby import compiled_loop
 
     compiled_loop(config, arguments.island, told)
     told("")

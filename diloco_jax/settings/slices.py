@@ -107,11 +107,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, own: Mapping[str, Generation] | None = None) -> Topology:
-        """Read a name such as "v5p:4x4x8" or "v6e:16x16"; ValueError if there is no such generation, or no such slice.
-
-        Args:
-          own: generations that a config describes (islands.generations), beside those of the table.
-        """
+        """Read a name such as v5p:4x4x8, of a generation of the table or of islands.generations; ValueError if none."""
         known = {**GENERATIONS, **(own or {})}
         written, _, dims = text.partition(":")
         name = written if written in known else written.lower()

@@ -36,7 +36,7 @@ from diloco_jax.core.layout import value_digest, whole
 from diloco_jax.protocol.effects import Finish, Send
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, FragmentValue, GlobalFragment
-from diloco_jax.runtime.model.global_model import make_shares
+from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS
 from diloco_jax.runtime.records.signals import give_memory_back

@@ -31,10 +31,11 @@ from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, PullRequest
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
+from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
+from diloco_jax.runtime.model.model_share import make_setup
+from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
-from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.transport.greeting import Description

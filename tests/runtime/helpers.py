@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from diloco_jax.cli.main import main
+from diloco_jax.runtime.records.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.02
@@ -128,6 +129,17 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 100) ->
             return value
         time.sleep(0.05)
     raise AssertionError(f"{what} did not happen within {timeout_s} s")
+
+
+def json_lines(path: Path) -> list[Any]:
+    """The whole lines of a file that may still be written, or whose writer was killed."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def notes(run_dir: Path, kind: str, name: str) -> int:
+    """How many records of this kind tell of an island."""
+    path = run_dir / "metrics.jsonl"
+    return sum(r["kind"] == kind and name in r["members"] for r in (read_metrics(path) if path.exists() else ()))
 
 
 def status(run_dir: Path) -> dict[str, Any]:

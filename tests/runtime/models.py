@@ -14,8 +14,8 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.runtime.model.arithmetic import local_arithmetic
-from diloco_jax.runtime.model.global_model import GlobalModel, Merged, outer_of
-from diloco_jax.runtime.model.model_share import Setup
+from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.model_share import Setup, outer_of
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
 OWN = "docs.examples.own_outer:decayed"  # outer.module

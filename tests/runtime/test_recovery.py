@@ -19,6 +19,7 @@ from diloco_jax.tools.chaos.relay import Relay
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     STEP_S,
+    json_lines,
     kill_processes,
     processes_of,
     start,
@@ -64,19 +65,14 @@ class Job:
         """Wait for the first step of this life; returns its tape until then."""
         wait_for(lambda: len(self.tapes(name)) >= number, f"life {number} of {name}", PATIENCE_S)
         path = self.tapes(name)[number - 1]
-        wait_for(lambda: any(line[0] == "step" for line in read(path)), f"a step of {path.name}", PATIENCE_S)
-        return read(path)
+        wait_for(lambda: any(line[0] == "step" for line in json_lines(path)), f"a step of {path.name}", PATIENCE_S)
+        return json_lines(path)
 
     def end(self) -> str:
         self.process.send_signal(signal.SIGINT)
         output, _ = self.process.communicate(timeout=120)
         assert self.process.returncode == 130, output
         return output
-
-
-def read(path: Path) -> list[list[Any]]:
-    """The whole lines of a tape."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def lines(tape: list[list[Any]], *kinds: str) -> list[list[Any]]:
@@ -107,7 +103,7 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_
     assert donor in ("island-0", "island-2") and set(fragments) <= set(range(6))
     assert tape.index(lines(tape, "state")[0]) < tape.index(lines(tape, "step")[0])
     (given,) = [path for path in job.tapes(donor) if f".{donor_incarnation}." in path.name]
-    assert ["staged_state", donor_step] in read(given)
+    assert ["staged_state", donor_step] in json_lines(given)
     returned_s = [r["t"] for r in job.records("joined") if r["members"] == ["island-1"]][-1]
     wait_for(lambda: job.merged_with("island-1")[-1] > returned_s, "a merge with island-1 again", PATIENCE_S)
 
@@ -162,7 +158,7 @@ def test_another_donor_takes_over_when_one_dies_in_the_middle(tmp_path: Path, jo
     victim = job.pid(donor)
     os.kill(victim, signal.SIGSTOP)  # it must not finish while we look
     wait_for(lambda: len(job.tapes("island-1")) == 2, "the second life", PATIENCE_S)
-    assert lines(read(job.tapes("island-1")[1]), "state") == [], "the transfer was over too soon for this test"
+    assert lines(json_lines(job.tapes("island-1")[1]), "state") == [], "the transfer was over too soon for this test"
     os.kill(victim, signal.SIGKILL)
     ((_, second, *_),) = lines(job.await_life("island-1", 2), "state")
     assert second in ("island-0", "island-2") and second != donor
@@ -186,20 +182,20 @@ def test_an_island_without_peers_finds_what_it_saved_or_goes_on_from_the_syncer_
     job = Job(tmp_path, islands={"count": 1, "devices": 1}, protocol={**PROTOCOL, "snapshot_every": 20})
     jobs.append(job)
     folder = job.run_dir / "states" / "island-0"
-    wait_for(lambda: any(lines(read(tape), "saved")[1:] for tape in job.tapes("island-0")), "saves", PATIENCE_S)
+    wait_for(lambda: any(lines(json_lines(tape), "saved")[1:] for tape in job.tapes("island-0")), "saves", PATIENCE_S)
     os.kill(job.pid("island-0"), signal.SIGKILL)
     tape = job.await_life("island-0", 2)
     ((_, donor, incarnation, local_step, _),) = lines(tape, "state")
-    first = read(job.tapes("island-0")[0])
+    first = json_lines(job.tapes("island-0")[0])
     assert (donor, incarnation) == ("", first[0][2])
     assert local_step in [line[1] for line in lines(first, "saved")]
 
-    wait_for(lambda: lines(read(job.tapes("island-0")[1]), "adopt"), "a value from the syncer", PATIENCE_S)
+    wait_for(lambda: lines(json_lines(job.tapes("island-0")[1]), "adopt"), "a value from the syncer", PATIENCE_S)
     os.kill(job.pid("island-0"), signal.SIGKILL)
     shutil.rmtree(folder)  # before its next life can look
     tape = job.await_life("island-0", 3)
     assert lines(tape, "state", "staged_state") == []
-    left = max(line[2] for line in lines(read(job.tapes("island-0")[1]), "adopt"))
+    left = max(line[2] for line in lines(json_lines(job.tapes("island-0")[1]), "adopt"))
     assert max(line[2] for line in lines(tape, "adopt")) >= left > 0, "it began again from the initial model"
     wait_for(lambda: status(job.run_dir)["global_step"] > left + 10, "rounds after the return", PATIENCE_S)
 
@@ -230,14 +226,14 @@ def test_moments_that_travel_for_five_turns_arrive_and_no_round_waits_for_them(t
         stranger = start("learner", job.run_dir / "config.yaml", *words, step_s=0.25)
         try:
             ((_, donor, _, donor_step, _),) = lines(job.await_life("stranger", 1), "state")
-            took = len([line for line in lines(read(job.tapes(donor)[0]), "step") if line[1] > donor_step])
+            took = len([line for line in lines(json_lines(job.tapes(donor)[0]), "step") if line[1] > donor_step])
             joined_s = next(r["t"] for r in job.records("joined") if r["members"] == ["stranger"])
             rounds = [r["t"] for r in job.records("merged")]
             wait_for(lambda: job.merged_with("stranger"), "a merge with the stranger", PATIENCE_S)
         finally:
             stranger.kill()
             stranger.communicate()
-    copies = [line for path in job.tapes(donor) for line in lines(read(path), "staged_state")]
+    copies = [line for path in job.tapes(donor) for line in lines(json_lines(path), "staged_state")]
     assert len(copies) == 1 and took >= 5 * turn, f"{took} steps of the donor, {len(copies)} attempts"
     before, during = ([b - a for a, b in pairwise(rounds) if (a > joined_s) == late] for late in (False, True))
     assert len(during) >= 5 * fragments, f"{len(during)} rounds while the moments travelled"
@@ -260,5 +256,5 @@ def test_stopping_while_the_inner_step_compiles_is_quick_and_polite(tmp_path: Pa
     log = (job.run_dir / "logs" / "island-0.log").read_text()
     first = log.partition("island-0: stopped from outside")
     assert first[1] and "compiled" not in first[0] and "terminate" not in log and "Traceback" not in log
-    assert read(job.tapes("island-0")[0])[-1][1] == "stopped from outside"
+    assert json_lines(job.tapes("island-0")[0])[-1][1] == "stopped from outside"
     job.end()

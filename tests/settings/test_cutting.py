@@ -111,20 +111,3 @@ def test_numbers_of_fragments_may_be_given() -> None:
     with pytest.raises(ValueError, match="class_fragments gives 4 fragments to rest, which has 0 elements; leave"):
         cut(config, only, KINDS)
     assert cut(config_of(sync_every={"mlp": 4, "rest": 24}), only, KINDS).counts == (4, 0)
-
-
-@pytest.mark.parametrize(
-    ("periods", "text"),
-    [
-        ({"mlp": 4, "attention": 24}, "has no period for 'blocks/0/norm_attention/scale'"),
-        ({"mlp": 4, "*/experts_*": 8, "rest": 24}, r"names '\*/experts_\*', but no tensor is left for it"),
-    ],
-)
-def test_classes_that_the_model_does_not_have_are_refused(periods: dict[str, int], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        cut(config_of(sync_every=periods), SHAPES, KINDS)
-
-
-def test_a_config_names_classes() -> None:
-    with pytest.raises(ValueError, match="names 'mpl', which is no class of tensors; use norm, embedding, mlp"):
-        config_of(sync_every={"mpl": 4, "rest": 24})

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.runtime.model.global_model import make_shares
+from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, end_now
 from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.fingerprint import fingerprint

@@ -1,23 +1,31 @@
-"""The learner's machine as its threads use it: one input at a time, with its effects executed before the next one."""
+"""The learner's machine as its threads use it: one input at a time, with its effects executed before the next one.
+
+The link thread keeps a link to the syncer, and hears, checks and decodes what comes.
+"""
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from diloco_jax.core import codec
 from diloco_jax.protocol import effects as asked
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.learner.mailbox import Given
+from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
-from diloco_jax.runtime.island.adoptions import ReceivedState, Values
+from diloco_jax.runtime.island.adoptions import GlobalValues, ReceivedState, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
-from diloco_jax.transport.link import Link, LinkClosed
+from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError
+from diloco_jax.transport.sharded import Dialler
 
+RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end
 
 T = TypeVar("T")
@@ -55,22 +63,50 @@ class Mail(NamedTuple):
     payload: bytes | memoryview = b""
 
 
-class Effects:
-    """The hands of a learner's machine; whole states and evaluations are the step thread's, outside of the lock."""
+@dataclass(eq=False)
+class Decisions:
+    """The machine with its effects, and the lock that guards both; any thread may give it an input.
 
-    def __init__(
-        self, machine: Learner, host: Host, tape: LearnerTape, payloads: PayloadSender, saved: StateName | None
-    ) -> None:
+    Whole states and evaluations are the step thread's, outside of the lock.
+    """
+
+    machine: Learner
+    host: Host
+    tape: LearnerTape
+    payloads: PayloadSender
+    saved: StateName | None  # the state on disk that may be taken over
+    signals: Signals
+
+    def __post_init__(self) -> None:
         self.finished = ""  # the reason that the machine gave when it ended; "" before
         self.examination: asked.EvaluateModel | None = None  # that is wanted
         self.state: asked.AdoptState | None = None  # the whole state that is wanted
         self.link: Link | None = None  # over which a learner sends; without one nothing is sent
-        self._received = ReceivedState(host.moving.bytes.num_bytes)  # the parts of a donor's
-        self._machine = machine
-        self._host = host
-        self._tape = tape
-        self._payloads = payloads
-        self._saved = saved
+        self._received = ReceivedState(self.host.moving.bytes.num_bytes)  # the parts of a donor's
+        self._lock = threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """Tell if the machine has ended, or shall."""
+        return bool(self.finished) or self.signals.stop.is_set()
+
+    def ask(self, question: Callable[[Learner], T]) -> T:
+        """Call the machine for an answer without effects."""
+        with self._lock:
+            return question(self.machine)
+
+    def apply(self, decide: Callable[[Learner, float], list[asked.Effect]]) -> None:
+        """Give the machine an input and execute what it asks for. Called with the machine and the time in seconds."""
+        with self._lock:
+            self._execute(decide(self.machine, time.monotonic()))
+
+    def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
+        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
+        with self._lock:
+            given = give(time.monotonic())
+            if given is not None:
+                self._execute(given.effects, given.item)
+        return given is not None
 
     def close_link(self, timeout_s: float) -> None:
         """Give the link up; what waits to be sent has so many seconds."""
@@ -84,38 +120,38 @@ class Effects:
         if link is None:
             return
         if isinstance(message, FragmentValue):
-            staged = self._host.send(message)
-            self._tape.note("sent", message.fragment_id, message.global_step, message.local_step)
-            self._payloads.value(link, message, staged)
+            staged = self.host.send(message)
+            self.tape.note("sent", message.fragment_id, message.global_step, message.local_step)
+            self.payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
-            self._payloads.anchor(link, message, self._host.anchors[message.fragment_id])
+            self.payloads.anchor(link, message, self.host.anchors[message.fragment_id])
         elif isinstance(message, StatePart):
-            self._payloads.part(link, message, self._host.moving_state(message.local_step, message.receiver))
+            self.payloads.part(link, message, self.host.moving_state(message.local_step, message.receiver))
         else:
             with contextlib.suppress(LinkClosed):  # the link thread learns of it too, and reconnects
                 link.send(message)  # type: ignore[arg-type]
 
-    def execute(self, effects: Sequence[asked.Effect], arrived: Mail | None = None) -> None:
+    def _execute(self, effects: Sequence[asked.Effect], arrived: Mail | None = None) -> None:
         """Execute effects in their order; `arrived` is the message that was the input, if it was one."""
         for effect in effects:
             match effect:
                 case asked.Send(_, message):
                     self.send(message)
                 case asked.Stage(fragment_id, local_step):
-                    self._host.stage(fragment_id, local_step)
+                    self.host.stage(fragment_id, local_step)
                 case asked.Unstage(fragment_id, local_step):
-                    self._host.unstage(fragment_id, local_step)
+                    self.host.unstage(fragment_id, local_step)
                 case asked.Adopt():
                     assert arrived is not None, "a fragment was adopted that did not come"
                     message, values = arrived.message, arrived.values
                     assert values is not None and isinstance(message, GlobalFragment), "a fragment came without values"
-                    self._tape.adopt(message)
-                    self._host.adopt(message, values)
+                    self.tape.adopt(message)
+                    self.host.adopt(message, values)
                 case asked.StageState(local_step):
-                    self._tape.note("staged_state", local_step)
-                    self._host.stage_state(local_step)
+                    self.tape.note("staged_state", local_step)
+                    self.host.stage_state(local_step)
                 case asked.UnstageState(local_step):
-                    self._host.unstage_state(local_step)
+                    self.host.unstage_state(local_step)
                 case asked.KeepPart(part, parts):
                     assert arrived is not None and isinstance(arrived.message, StatePart), "a kept part did not come"
                     self._received.keep(part, parts, arrived.payload, arrived.message.incarnation)
@@ -136,56 +172,132 @@ class Effects:
 
     def _save(self, global_step: int) -> None:
         """Begin to write a copy of the present state to disk, unless the one before is still being written."""
-        machine = self._machine
+        machine = self.machine
         name = StateName(machine.incarnation, machine.local_step, global_step, tuple(machine.digests))
-        if self._host.save(name):
-            self._tape.note("saved", machine.local_step, global_step)
+        if self.host.save(name):
+            self.tape.note("saved", machine.local_step, global_step)
         else:
             log.info(f"the state of global step {global_step} is not saved: the one before is still being written")
 
     def load_state(self, effect: asked.AdoptState) -> tuple[int, int]:
         """Take a whole state over, and return incarnation and local step of its life; ValueError if it does not fit."""
-        self.state, saved, self._saved = None, self._saved, None
+        self.state, saved, self.saved = None, self.saved, None
         if effect.donor:
-            self._host.load_state(self._received.take())
+            self.host.load_state(self._received.take())
             return self._received.donor_incarnation, effect.donor_step
         assert saved is not None, "an own state was adopted without one"
-        self._host.restore(effect.fragments)
+        self.host.restore(effect.fragments)
         return saved.incarnation, saved.local_step
 
     def forget_saved(self) -> None:
-        self._saved = None
-        self._host.forget_saved()
+        self.saved = None
+        self.host.forget_saved()
 
 
-class Decisions:
-    """The machine, its effects and the lock that guards both. Any thread may call."""
+class LearnerInbox:
+    """The learner's mail: read, checked, and given to the machine at once or in the gap between two steps."""
 
-    def __init__(self, machine: Learner, effects: Effects, signals: Signals) -> None:
-        self.machine = machine
-        self._effects = effects
-        self._signals = signals
-        self._lock = threading.Lock()
+    def __init__(self, decisions: Decisions, heads: GlobalValues) -> None:
+        self._decisions = decisions
+        self._heads = heads
+        self._mailbox: Mailbox[Mail] = Mailbox(decisions.machine)
 
-    @property
-    def over(self) -> bool:
-        """Tell if the machine has ended, or shall."""
-        return bool(self._effects.finished) or self._signals.stop.is_set()
+    def drain(self) -> None:
+        """Give the machine what waits for the gap between two steps. The step thread calls it there."""
+        while self._decisions.deliver(self._mailbox.take):
+            pass
 
-    def ask(self, question: Callable[[Learner], T]) -> T:
-        """Call the machine for an answer without effects."""
-        with self._lock:
-            return question(self.machine)
+    def take(self, message: SyncerMessage, payload: bytes | memoryview) -> None:
+        """Take a message that came. The link thread calls it."""
+        if isinstance(message, GlobalFragment):
+            self._take_global(message, payload)
+        elif isinstance(message, StatePart) and codec.digest(payload) != message.digest:
+            donor = message.learner_id
+            log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is asked for again")
+        else:
+            arrived = Mail(message, payload=payload)
+            self._decisions.deliver(lambda now_s: self._mailbox.arrive(message, arrived, now_s))
+            self._decisions.signals.woken.set()
 
-    def apply(self, decide: Callable[[Learner, float], list[asked.Effect]]) -> None:
-        """Give the machine an input and execute what it asks for. Called with the machine and the time in seconds."""
-        with self._lock:
-            self._effects.execute(decide(self.machine, time.monotonic()))
+    def _take_global(self, message: GlobalFragment, payload: bytes | memoryview) -> None:
+        now_s = time.monotonic()
+        if not self._decisions.ask(lambda machine: machine.wants(message, now_s)):
+            return
+        try:
+            others = self._decisions.host.arrived(message, payload)
+            values = self._heads.read(message, payload)
+            others()
+        except ValueError as error:
+            log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
+            self._decisions.ask(lambda machine: machine.on_corrupt(now_s))
+            return
+        self._heads.keep(message, values)
+        self._decisions.ask(lambda _: self._keep(message, values))
+        self._decisions.signals.woken.set()
 
-    def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
-        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
-        with self._lock:
-            given = give(time.monotonic())
-            if given is not None:
-                self._effects.execute(given.effects, given.item)
-        return given is not None
+    def _keep(self, message: GlobalFragment, values: Values) -> None:
+        self._mailbox.read(message, Mail(message, values), time.monotonic())
+        self._decisions.host.supersede(message)
+
+
+class LinkKeeper(NamedTuple):
+    """The link to the syncer: made, listened to, and made again when it is lost."""
+
+    decisions: Decisions
+    inbox: LearnerInbox
+    dialler: Dialler
+
+    def connect(self) -> None:
+        """Make the link, and let the machine introduce itself; TransportError if the syncer or a host is away."""
+        epoch = self.decisions.machine.epoch
+        link = self.dialler.connect(epoch)
+        try:
+            self.decisions.host.connect(epoch, link.number)
+        except TransportError:
+            link.close(0.0)
+            raise
+
+        def connected(machine: Learner, now_s: float) -> list[asked.Effect]:
+            self.decisions.link = link
+            return machine.on_connected(now_s)
+
+        self.decisions.apply(connected)
+        log.info("connected to the syncer")
+
+    def run(self) -> None:
+        """Listen until the learner ends: the body of the thread "link"."""
+        try:
+            while not (self.decisions.over or self.decisions.signals.failed):
+                self._listen_once()
+        except Exception as error:
+            self.decisions.signals.fail(error)
+
+    def _listen_once(self) -> None:
+        deadline_s, link = self.decisions.ask(lambda machine: (machine.next_deadline_s(), self.decisions.link))
+        assert link is not None, "the link thread listens without a link"
+        timeout_s = IDLE_S if deadline_s is None else min(IDLE_S, max(0.0, deadline_s - time.monotonic()))
+        delivery = link.receive(timeout_s)
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            self.decisions.apply(Learner.on_tick)
+        if delivery is None:
+            return
+        if delivery.kind == "disconnected":
+            self._reconnect(delivery.reason)
+        else:
+            self.inbox.take(delivery.message, delivery.payload)  # type: ignore[arg-type]
+
+    def _reconnect(self, reason: str) -> None:
+        """Connect again. Training goes on meanwhile; so the attempts have no limit, only a pace."""
+        log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
+        self.decisions.apply(Learner.on_disconnected)
+        self.decisions.close_link(0.0)
+        for attempt in itertools.count(1):
+            if self.decisions.over:
+                return
+            self.decisions.signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S)) - 1])
+            try:
+                return self.connect()
+            except Rejected:
+                raise
+            except (TransportError, ValueError) as error:  # ValueError: a certificate that has expired may be renewed
+                log.info(f"attempt {attempt}: {error}")

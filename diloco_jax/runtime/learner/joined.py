@@ -32,8 +32,7 @@ from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
-from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, Effects, Signals
-from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
+from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, LinkKeeper, Signals
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.tape import LearnerTape
@@ -134,11 +133,9 @@ class Joined:
         self._signals = signals
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
-        self._effects = effects = Effects(machine, host, tape, payloads, saved)
-        self._decisions = decisions = Decisions(machine, effects, signals)
-        self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
-        dialler = joining.dialler(host.plan)
-        self._link = LinkKeeper(host, decisions, self.inbox, self._effects, dialler, signals)
+        self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
+        self.inbox = LearnerInbox(decisions, GlobalValues(host.fragments, config.wire.down))
+        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(host.plan))
         self._step_tokens = size.tokens
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last
@@ -146,7 +143,7 @@ class Joined:
     @property
     def finished(self) -> str:
         """Return the reason that the machine gave when it ended; "" before."""
-        return self._effects.finished
+        return self._decisions.finished
 
     def begin(self) -> bool:
         """Compile, make the link to the syncer and keep it from now on; then wait for what a step needs (`ready`).
@@ -189,13 +186,13 @@ class Joined:
                 self._pulse.beat()
             signals.woken.clear()
             self.inbox.drain()
-            if self._effects.state is not None:
-                self._adopt_state(self._effects.state)
-            elif self._effects.examination is not None and signals.compiled.is_set():
-                self._evaluate(self._effects.examination)
+            if self._decisions.state is not None:
+                self._adopt_state(self._decisions.state)
+            elif self._decisions.examination is not None and signals.compiled.is_set():
+                self._evaluate(self._decisions.examination)
             elif not machine.may_step() or not signals.compiled.is_set():
                 signals.woken.wait(IDLE_S)
-        self._effects.forget_saved()
+        self._decisions.forget_saved()
         self._pulse.beat()
         return not self._over()
 
@@ -218,7 +215,7 @@ class Joined:
             return effects
 
         self._pulse.beat(took_s)
-        self._pulse.ready(self._effects.link is not None)
+        self._pulse.ready(self._decisions.link is not None)
         self._decisions.apply(report)
         self._decisions.ask(self._tell_metrics)
         self.inbox.drain()
@@ -227,9 +224,9 @@ class Joined:
 
     def _tell_metrics(self, machine: Learner) -> None:
         # while there is no link they wait, as one mean
-        if self._effects.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
+        if self._decisions.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
             told = (*(Metric(name, value) for name, value in values.items()), Metric(OWN_TIME, unix_s()))
-            self._effects.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
+            self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self) -> None:
         self._pulse.patient()
@@ -239,7 +236,7 @@ class Joined:
             self._decisions.apply(lambda machine, now_s: machine.leave(STOPPED_OUTSIDE, now_s))
         finished = self.finished
         self._payloads.close()
-        self._effects.close_link(2.0)
+        self._decisions.close_link(2.0)
         self._host.close()
         self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
@@ -249,7 +246,7 @@ class Joined:
 
     def _say_last(self, reason: str) -> None:
         """Tell the syncer why this process ends, past the machine, whose lock the thread that hangs may have."""
-        link = self._effects.link
+        link = self._decisions.link
         if link is not None:
             link.send(Leave(self.machine.learner_id, self.machine.incarnation, reason))
             link.close(2.0)
@@ -268,7 +265,7 @@ class Joined:
 
     def _evaluate(self, effect: EvaluateModel) -> None:
         """Evaluate the global model outside of the lock: pulls are answered meanwhile."""
-        self._effects.examination = None
+        self._decisions.examination = None
         self._pulse.patient()
         score = self._host.evaluate(effect.global_step, final=effect.final)
         log.info(f"evaluated the {'final' if effect.final else 'global'} model in {score.took_s:.1f} s")
@@ -280,7 +277,7 @@ class Joined:
         self._pulse.patient()
         self._pulse.phase(f"recovering: takes over the state of {whose}")
         try:
-            incarnation, local_step = self._effects.load_state(effect)
+            incarnation, local_step = self._decisions.load_state(effect)
         except ValueError as error:
             log.warning(f"the state of {whose} cannot be used: {error}")
             self._decisions.apply(lambda machine, now_s: machine.on_state_adopted(False, now_s))

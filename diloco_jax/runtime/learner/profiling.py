@@ -14,11 +14,11 @@ from pathlib import Path
 import jax
 
 from diloco_jax.runtime.records.files import PROFILES, TAPES
+from diloco_jax.runtime.records.tape_file import last_line
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 
 STEPS_MAX = 1000  # a trace of so many steps is as large as viewers take
 LOOK_S = 0.5  # between two looks for an order, or for what became of it
-LINE_BYTES_MAX = 1 << 16  # of the last line of a learner's tape
 SILENCE_S = 120.0  # a learner that made no step for so long makes none
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,4 @@ def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
 
 def _ended(tape: Path) -> bool:
     """Return whether the learner of this tape has left, or has made no step for long."""
-    with tape.open("rb") as lines:
-        lines.seek(max(0, lines.seek(0, 2) - LINE_BYTES_MAX))
-        left = lines.read().rpartition(b'\n["')[2].startswith(b"end")
-    return left or time.time() - tape.stat().st_mtime > SILENCE_S
+    return (last_line(tape) or b"").startswith(b'["end"') or time.time() - tape.stat().st_mtime > SILENCE_S

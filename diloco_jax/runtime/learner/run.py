@@ -27,11 +27,6 @@ class LearnerRun:
         stop: set from outside to leave politely.
         devices: of the island; all that JAX sees if not given.
         make_sender: makes the thread that sends payloads, of the host and of a function that takes its errors.
-
-    Attributes:
-        loop: steps; has the island.
-        host: of the island; knows how its model is cut.
-        joined: its part in the run.
     """
 
     def __init__(

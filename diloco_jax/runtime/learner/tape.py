@@ -24,7 +24,7 @@ from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.records.files import TAPES
-from diloco_jax.runtime.records.line_file import LineFile
+from diloco_jax.runtime.records.tape_file import LineFile
 from diloco_jax.runtime.records.telemetry import finite
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import numpy as np
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import check, look
 from diloco_jax.runtime.model.evaluation import Scorer
-from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig

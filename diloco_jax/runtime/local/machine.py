@@ -1,13 +1,7 @@
 """Devices of this machine, found without JAX so that nobody takes it, and how a local run shares it out.
 
-A number in `islands.devices` counts devices of the kind that the machine has; `auto` takes what is there:
-
-    GPUs, at least as many as islands      an equal number of whole ones for each
-    GPUs, fewer than islands               each island gets one, and an equal share of its memory
-    TPU chips                              all of them, for the one process that may have them
-    neither                                emulated devices on the CPU, which is said aloud
-
-`JAX_PLATFORMS=cpu` is the way to ask for emulation where there is something better.
+What an island gets is in the help of `islands.devices`. Where GPUs are fewer than islands, each gets one with an equal
+share of its memory; TPU chips are all for the one process that may have them; that devices are emulated is said aloud.
 """
 
 from __future__ import annotations
@@ -58,12 +52,9 @@ def chip_of(device: Path) -> str:
 
 
 def look(environment: Mapping[str, str], root: Path = Path("/"), *, cuda: bool | None = None) -> Machine:
-    """Find what is here, as the kernel lists it.
+    """Find what is here, as the kernel lists it, and JAX_PLATFORMS and CUDA_VISIBLE_DEVICES leave.
 
-    Args:
-      environment: of this process; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES count.
-      root: of the file system.
-      cuda: whether JAX can use NVIDIA GPUs; looked up if not given.
+    `cuda` tells if JAX can use NVIDIA GPUs; it is looked up if not given.
     """
     asked = set(filter(None, environment.get("JAX_PLATFORMS", "").split(",")))
     if asked - {"cpu", "cuda", "gpu", "tpu"}:
@@ -111,10 +102,8 @@ def limit_jax(environment: MutableMapping[str, str], machine: Machine) -> None:
 def settings_of(config: RunConfig, name: str, machine: Machine, host: int = 0) -> dict[str, str]:
     """Return the environment variables with which a process of a local run gets its devices.
 
-    ValueError if the machine has not what the islands want.
-
-    Args:
-      name: `syncer`, an island, the process that drives all of them, or the data-parallel trainer.
+    It is `syncer`, an island, the one that drives all islands, or the trainer. ValueError if the machine has not what
+    the islands want.
     """
     own = config.island(name)
     if name != "syncer" and not machine.emulates:

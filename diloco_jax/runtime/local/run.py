@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from diloco_jax.runtime.local.compiling import shared_by_several
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, free_address
-from diloco_jax.runtime.local.standby import Spares
+from diloco_jax.runtime.local.standby import Spares, shared_by_several
 from diloco_jax.runtime.own_loop.surroundings import (
     CONFIG_ENV,
     COORDINATOR_ENV,
@@ -44,28 +43,20 @@ POLL_S = 0.1
 
 
 class RunFailed(Exception):
-    """The run cannot go on; the message says why and where to look.
-
-    Args:
-        wrong_input: a process refused a setting: nothing to retry.
-    """
+    """The run cannot go on; the message says why and where to look."""
 
     def __init__(self, message: str, *, wrong_input: bool = False) -> None:
         super().__init__(message)
-        self.wrong_input = wrong_input
+        self.wrong_input = wrong_input  # a process refused a setting: nothing to retry
 
 
 class LocalRun:
-    """Supervisor of one local run.
+    """Supervisor of one local run; ValueError if this machine has not the devices that the config says.
 
     Args:
         say: gets lines for people, such as the death of an island.
         stop: set from outside (Ctrl-C) to end the run early, in good order.
-        resume: the folder is of a run that ended early, and of which no process is left; go on from its newest
-            snapshot.
-
-    Raises:
-        ValueError: this machine has not the devices that the config says.
+        resume: go on from the newest snapshot of a run that ended early, and of which no process is left.
     """
 
     def __init__(
@@ -92,11 +83,7 @@ class LocalRun:
         say(check(config, self._machine))
 
     def run(self) -> None:
-        """Start everything, keep it running, return when the syncer has written the summary.
-
-        Raises:
-            RunFailed: the syncer, or too many islands, could not be kept running.
-        """
+        """Start everything, return when the syncer has written the summary; RunFailed if it cannot be kept running."""
         forget_phases(self._run_dir)
         if self._resume:  # nobody listens there any more
             (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
@@ -327,12 +314,7 @@ def next_incarnation(run_dir: Path, name: str) -> int:
 
 
 def child_environment(config: RunConfig, name: str, machine: Machine | None = None, host: int = 0) -> Mapping[str, str]:
-    """Return the environment of a child: its devices, and this process as the parent it must not outlive.
-
-    Args:
-        machine: what there is to share out; looked for if not given.
-        host: which process of an island of several.
-    """
+    """Return the environment of a child: its devices, and this process as the parent it must not outlive."""
     machine = look(os.environ) if machine is None else machine
     environment = dict(os.environ)
     environment[PARENT_ENV] = str(os.getpid())

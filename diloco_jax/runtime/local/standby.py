@@ -4,6 +4,10 @@ A spare waits for one line on its standard input, the word to go. Before it, it 
 session, no certificate and no tape, and only the supervisor knows of it. Emulated devices are the process's own, and a
 spare loads the model and its programs on them; an accelerator is its island's alone, and a spare of one has done its
 imports.
+
+Emulated islands that are alike share programs too: one process compiles them while the syncer begins, and all load
+them. Compiling takes such an island several times as long as everything else before its first step, and islands that
+share cores would all do it at the same time. Real accelerators are left to their islands.
 """
 
 import contextlib
@@ -14,8 +18,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax.runtime.island.built_in import BuiltInLoop
-from diloco_jax.runtime.local.compiling import compiled_loop
+from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
+from diloco_jax.runtime.island.host import Host, Told
+from diloco_jax.runtime.local.machine import Machine, emulated_devices
 from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import HEALTH, LOGS
 from diloco_jax.settings.run import RunConfig
@@ -67,6 +72,30 @@ def _close(spare: Process, words: str = "") -> bool:
     except OSError:
         return False
     return True
+
+
+def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
+    """Name one island of each kind that has several members, all of them emulated in a process of their own."""
+    if not machine.emulates or config.islands.controller == "single" or config.islands.command:
+        return []
+    kinds: dict[str, list[str]] = {}
+    for name in config.islands.names:
+        own = config.island(name)
+        if own.hosts == 1 and not own.topology:
+            kind = own._replace(name="", zone="", devices=emulated_devices(config, name))
+            kinds.setdefault(repr(kind), []).append(name)
+    return [names[0] for names in kinds.values() if len(names) > 1]
+
+
+def compiled_loop(config: RunConfig, island: str, told: Told = lambda words: None) -> BuiltInLoop:
+    """Return the loop of an island with all that it runs compiled, and kept where `keep_programs` said."""
+    told(LOADING)
+    loop = BuiltInLoop(config, island)
+    host = Host(config, loop.island, loop.warm_up, loop.evaluate)
+    host.warm_up(told)
+    told("compiling the evaluation")
+    host.warm_up_evaluation()
+    return loop
 
 
 def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,17 @@ from diloco_jax.core.shards import fill, split
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.merge_shards import HeldCapture, RemoteShare
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, Setup
+from diloco_jax.runtime.model.usable import Mark
 
 
-class Moment:
+@dataclass(frozen=True, slots=True)
+class Capture:
     """A model at one moment, which stays as it was; any thread may read it."""
 
-    def __init__(self, setup: Setup, run: Run, parts: Sequence[HeldStates | HeldCapture]) -> None:
-        self._setup = setup
-        self._run = run
-        self._parts = parts
+    marks: tuple[Mark, ...]  # of its fragments
+    _setup: Setup
+    _run: Run
+    _parts: Sequence[HeldStates | HeldCapture]
 
     def state(self, fragment_id: int, *, value_only: bool = False) -> State:
         """Return a fragment's state, or a state of nothing but its value; for nobody to write to."""
@@ -90,8 +93,8 @@ class Arithmetic:
         for shard in self.setup.shares.holders(fragment_id):
             self._shares[shard].publish(fragment_id)
 
-    def capture(self, bounded: bool = False) -> Moment:
-        return Moment(self.setup, self._run, [share.capture(bounded) for share in self._shares])
+    def capture(self, marks: Sequence[Mark], bounded: bool = False) -> Capture:
+        return Capture(tuple(marks), self.setup, self._run, [share.capture(bounded) for share in self._shares])
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
         for shard in self.setup.shares.holders(fragment_id):

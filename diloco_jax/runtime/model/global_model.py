@@ -14,34 +14,25 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
-from diloco_jax.core.outer import Optax, Outer, OuterConfig, make_outer
 from diloco_jax.core.passes import State, norms
-from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
-from diloco_jax.runtime.model.model_share import Bytes, Setup
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture
+from diloco_jax.runtime.model.model_share import Bytes
 from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.named import make_transformation
 
 Arrays = dict[str, np.ndarray]
 Parameters = Iterable[tuple[str, np.ndarray]]  # by path
 OUTER = "outer"  # group of a snapshot
-
-
-class Capture(NamedTuple):
-    """The model at one moment."""
-
-    marks: tuple[Mark, ...]
-    moment: Moment
+PLAIN = {"versions": "version", "digests": "digest"}  # key of a snapshot -> field of each fragment's mark
+PLAIN |= {name: name for name in ("rates", "peaks", "odd", "elsewhere")}
 
 
 class Merged(NamedTuple):
@@ -141,12 +132,12 @@ class GlobalModel:
 
     def capture(self, bounded: bool = False) -> Capture:
         """Return the model as it is now, which stays so; if bounded, a merge waits while what it replaces is held."""
-        return Capture(tuple(self._marks), self._arithmetic.capture(bounded))
+        return self._arithmetic.capture(self._marks, bounded)
 
     def load(self, capture: Capture) -> None:
         """Become what `capture` returned; older versions are gone, and so are steps."""
         for number, mark in enumerate(capture.marks):
-            self._load(number, mark, capture.moment.state(number))
+            self._load(number, mark, capture.state(number))
 
     def _load(self, number: int, mark: Mark, state: State) -> None:
         self._arithmetic.load(number, mark.version, state)
@@ -196,11 +187,11 @@ class GlobalModel:
 
     def slices(self, capture: Capture, fragment_id: int) -> Arrays:
         """Return a fragment's value as the arrays of its slices, by key, for nobody to write to."""
-        return self.layout(fragment_id).views(capture.moment.value(fragment_id))
+        return self.layout(fragment_id).views(capture.value(fragment_id))
 
     def parameters(self, capture: Capture | None = None) -> Arrays:
         """Return the whole model of a capture, or as it is, as new arrays by path."""
-        moment = (capture or self.capture()).moment
+        moment = capture or self.capture()
         parameters = {path: np.zeros(shape, np.float32) for path, shape in self.plan.shapes.items()}
         for number, fragment in enumerate(self.plan.fragments):
             views = self.layout(number).views(moment.value(number))
@@ -258,7 +249,7 @@ class GlobalModel:
         The oldest version comes first: rounds replace fragments in this order.
         """
         for number in sorted(range(len(capture.marks)), key=lambda each: capture.marks[each].version):
-            state = capture.moment.state(number, value_only=value_only)
+            state = capture.state(number, value_only=value_only)
             views = self.layout(number).views(state.value)
             for where in self.plan.fragments[number].slices:
                 yield SavedPart(PARAMETERS, where, self.plan.shapes[where.path], views[where.key])
@@ -268,21 +259,14 @@ class GlobalModel:
             for name in list(kept):
                 yield SavedPart(OUTER, whole(name), kept[name].shape, kept.pop(name))
             del state, views
-            capture.moment.release(number)
+            capture.release(number)
         for path, shape in self.plan.shapes.items():
             if not math.prod(shape):
                 yield SavedPart(PARAMETERS, whole(path), shape, np.zeros(shape, np.float32))
 
     def plain(self, capture: Capture) -> dict[str, Any]:
         """Return what a snapshot of a capture says beside its arrays, as plain values."""
-        return {
-            "versions": [mark.version for mark in capture.marks],
-            "digests": [mark.digest for mark in capture.marks],
-            "rates": [list(mark.rates) for mark in capture.marks],
-            "peaks": [list(mark.peaks) for mark in capture.marks],
-            "odd": [[list(one) for one in mark.odd] for mark in capture.marks],
-            "elsewhere": [mark.elsewhere for mark in capture.marks],
-        }
+        return {key: [getattr(mark, name) for mark in capture.marks] for key, name in PLAIN.items()}
 
     def load_saved(self, read: Callable[[str, Slice], np.ndarray], plain: Mapping[str, Any]) -> None:
         """Become what a snapshot holds, fragment by fragment; older versions are gone, and so are steps.
@@ -304,25 +288,6 @@ class GlobalModel:
             odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
             mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
             self._load(number, mark, State(flat, outer, residual))
-
-
-def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
-    return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
-
-
-def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
-    """Return a run's outer optimizer, built-in or the user's own; ValueError if that cannot update these fragments."""
-    if not config.module:
-        return make_outer(config)
-    shapes = dict(each for fragment in plan.fragments for each in fragment.keys_shapes)
-    params = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
-    return Optax(make_transformation("outer", config.module, config.args, params))
-
-
-def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
-    """Return what a run's processes compute, in so many shares. Raises as `outer_of`."""
-    shares, outer = make_shares(config, plan), outer_of(config.outer, plan)
-    return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
 def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:

@@ -1,8 +1,8 @@
 """The merge shards of a syncer, as their owner sees them: processes of their own, on this host.
 
-This process starts them, says over a pipe what to do (shard_commands.py), and ends with an error when one of them ends;
-they end when the pipe does. Of learners' values and of versions that go out it knows numbers and sizes only. What waits
-in a shard for this process is freed when nobody here refers to it any more.
+This process starts them, says over a pipe what to do (the methods of ShardRun), and ends with an error when one of them
+ends; they end when the pipe does. Of learners' values and of versions that go out it knows numbers and sizes only. What
+waits in a shard for this process is freed when nobody here refers to it any more.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe as connect_pair
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
-from diloco_jax.runtime.model import shard_commands as commands
 from diloco_jax.runtime.model.model_share import Bytes, Setup
-from diloco_jax.runtime.model.shard_pipe import Pipe
+from diloco_jax.runtime.model.shard_process import Pipe, ShardAnswer, ShardEvent, ShardRun
 
 MERGE_SHARD = "merge-shard"  # the command that runs one
 END_S = 5.0
 
-Reply = tuple[Any, list[np.ndarray]]  # an answer, and the arrays beside it
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -39,12 +39,12 @@ class RemoteShare:
 
     shard: int
     config_path: Path
-    on_event: Callable[[tuple[int, commands.ShardEvent]], None]  # gets what it says unasked, on a thread of its own
+    on_event: Callable[[tuple[int, ShardEvent]], None]  # gets what it says unasked, on a thread of its own
     on_death: Callable[[Exception], None]  # gets the error when it is gone, there too
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[int, Future[Reply]] = {}
+        self._calls: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._captures = itertools.count()
         self._death: Exception | None = None
@@ -57,27 +57,27 @@ class RemoteShare:
         self._pipe = Pipe(ours, self._on_message, self._on_end)
         self._pipe.start()
 
-    def tell(self, command: NamedTuple, arrays: Sequence[np.ndarray] = ()) -> None:
+    def tell(self, command: Callable[Concatenate[ShardRun, P], None], *arguments: P.args, **_: P.kwargs) -> None:
         """Give a command without an answer; any thread."""
-        self._pipe.send((0, command), arrays)
+        self._pipe.send((0, command, arguments))
 
-    def ask(self, command: NamedTuple) -> Reply:
+    def ask(self, command: Callable[Concatenate[ShardRun, P], Future[T]], *arguments: P.args, **_: P.kwargs) -> T:
         """Give a command and wait for its answer; any thread.
 
         It raises ConnectionError if the shard is gone, and ValueError if it could not do it.
         """
-        future: Future[Reply] = Future()
+        future: Future[T] = Future()
         with self._lock:
             if self._death is not None:
                 raise self._death
             number = next(self._numbers)
             self._calls[number] = future
-        self._pipe.send((number, command))
+        self._pipe.send((number, command, arguments))
         return future.result()
 
     def end(self) -> None:
         self._ending = True
-        self.tell(commands.ShardEnd())
+        self.tell(ShardRun.end)
 
     def await_end(self) -> None:
         try:
@@ -87,8 +87,8 @@ class RemoteShare:
             self.process.wait()
         self._pipe.close(0.1)
 
-    def _on_message(self, message: commands.ShardAnswer | commands.ShardEvent, arrays: list[np.ndarray]) -> None:
-        if not isinstance(message, commands.ShardAnswer):
+    def _on_message(self, message: ShardAnswer | ShardEvent) -> None:
+        if not isinstance(message, ShardAnswer):
             self.on_event((self.shard, message))
             return
         with self._lock:
@@ -96,7 +96,7 @@ class RemoteShare:
         if message.error:
             future.set_exception(ValueError(f"merge shard {self.shard}: {message.error}"))
         else:
-            future.set_result((message.result, arrays))
+            future.set_result(message.result)
 
     def _on_end(self, reason: str) -> None:
         error = ConnectionError(
@@ -112,31 +112,27 @@ class RemoteShare:
             self.on_death(error)
 
     def inspect(self, fragment_id: int, parts: Sequence[HeldPart], bases: Sequence[int]) -> Squares:
-        command = commands.ShardInspect(fragment_id, tuple(part.number for part in parts), tuple(bases))
-        return self.ask(command)[1][0]
+        return self.ask(ShardRun.inspect, fragment_id, [part.number for part in parts], bases)
 
     def update(
         self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
     ) -> tuple[bool, list[int]]:
-        command = commands.ShardUpdate(fragment_id, version, tuple(chosen), tuple(weights.tolist()))
-        made: tuple[bool, list[int]] = self.ask(command)[0]
-        return made
+        return self.ask(ShardRun.update, fragment_id, version, chosen, weights)
 
     def forget(self, fragment_id: int) -> None:
-        self.tell(commands.ShardForget(fragment_id))
+        self.tell(ShardRun.forget, fragment_id)
 
     def publish(self, fragment_id: int) -> None:
-        self.tell(commands.ShardPublish(fragment_id))
+        self.tell(ShardRun.publish, fragment_id)
 
     def capture(self, bounded: bool = False) -> HeldCapture:
         return HeldCapture(self, next(self._captures), bounded)
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
-        names, arrays = commands.pack_state(state)
-        self.tell(commands.ShardLoad(fragment_id, version, names), arrays)
+        self.tell(ShardRun.load, fragment_id, version, state)
 
     def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        self.tell(commands.ShardRestore(fragment_id, version), [flat])
+        self.tell(ShardRun.restore, fragment_id, version, flat)
 
     def payload(self, fragment_id: int, base: int) -> Bytes:
         """Return nothing: the shard sends it itself."""
@@ -149,7 +145,7 @@ class HeldPart:
     def __init__(self, share: RemoteShare, number: int, size: int) -> None:
         self.number = number
         self.size = size
-        weakref.finalize(self, share.tell, commands.ShardFree(part=number)).atexit = False
+        weakref.finalize(self, share.tell, ShardRun.free, number).atexit = False
 
 
 class HeldCapture:
@@ -158,15 +154,14 @@ class HeldCapture:
     def __init__(self, share: RemoteShare, number: int, bounded: bool) -> None:
         self._share = share
         self._number = number
-        share.tell(commands.ShardCapture(number, bounded))
-        weakref.finalize(self, share.tell, commands.ShardFree(capture=number)).atexit = False
+        share.tell(ShardRun.capture, number, bounded)
+        weakref.finalize(self, share.tell, ShardRun.release, number, None).atexit = False
 
     def read(self, fragment_id: int, value_only: bool) -> State:
-        names, arrays = self._share.ask(commands.ShardRead(self._number, fragment_id, value_only))
-        return commands.unpack_state(names, arrays)
+        return self._share.ask(ShardRun.read, self._number, fragment_id, value_only)
 
     def release(self, fragment_id: int | None = None) -> None:
-        self._share.tell(commands.ShardFree(-1, self._number, -1 if fragment_id is None else fragment_id))
+        self._share.tell(ShardRun.release, self._number, fragment_id)
 
 
 class MergeShards:
@@ -178,14 +173,14 @@ class MergeShards:
         plan: FragmentPlan,
         config_path: Path,
         threads: int,
-        on_event: Callable[[tuple[int, commands.ShardEvent]], None],
+        on_event: Callable[[tuple[int, ShardEvent]], None],
         on_death: Callable[[Exception], None],
     ) -> None:
         self.setup = setup
         count = setup.shares.count
         self.shares = [RemoteShare(shard, config_path, on_event, on_death) for shard in range(count)]
         for share in self.shares:
-            share.tell(commands.ShardBegin(plan, max(1, threads // count)))
+            share.tell(ShardRun.begin, plan, max(1, threads // count))
 
     def end(self) -> None:
         for share in self.shares:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.outer import NOTHING, Outer
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.outer import NOTHING, Optax, Outer, OuterConfig, make_outer
 from diloco_jax.core.passes import (
     Flat,
     Merger,
@@ -31,8 +33,10 @@ from diloco_jax.core.passes import (
     subset,
     values_of,
 )
-from diloco_jax.core.shards import Shares
+from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.messages import NO_VERSION
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.named import make_transformation
 
 PATIENCE_S = 120.0  # for a disk from which nothing is heard
 FREE_MAX = 4  # arrays that wait to be written again: those of a fragment, and one for a sum of steps
@@ -151,6 +155,25 @@ class Setup(NamedTuple):
             cut = self.outer.elementwise
             outer[name] = self.shares.join(fragment_id, found) if cut else next(iter(found.values()))
         return State(value, outer, residual)
+
+
+def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
+    return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
+
+
+def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
+    """Return a run's outer optimizer, built-in or the user's own; ValueError if that cannot update these fragments."""
+    if not config.module:
+        return make_outer(config)
+    shapes = dict(each for fragment in plan.fragments for each in fragment.keys_shapes)
+    params = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
+    return Optax(make_transformation("outer", config.module, config.args, params))
+
+
+def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
+    """Return what a run's processes compute, in so many shares. Raises as `outer_of`."""
+    shares, outer = make_shares(config, plan), outer_of(config.outer, plan)
+    return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
 class FragmentState(NamedTuple):

@@ -4,48 +4,145 @@ It decides nothing: the syncer's control process, which starts it and owns it, s
 which order. When the pipe ends, so does the process. The caller's thread takes one command or delivery after the other.
 """
 
+import io
 import itertools
 import logging
 import os
 import queue
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from diloco_jax.protocol.messages import FragmentValue, Hello
-from diloco_jax.runtime.model import shard_commands as commands
-from diloco_jax.runtime.model.global_model import make_setup
-from diloco_jax.runtime.model.model_share import HeldStates, ModelShare
-from diloco_jax.runtime.model.shard_pipe import Pipe
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.passes import Flat, Squares, State
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello
+from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, make_setup
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Traffic
 
 IDLE_S = 0.5  # longest sleep, so that what was moved is told from time to time
 
-Arrays = Sequence[np.ndarray]
-Work = Callable[[], tuple[Any, Arrays]]  # returns the answer to a call, and the arrays beside it
-
 log = logging.getLogger(__name__)
 
 
+class ShardAnswer(NamedTuple):
+    """The answer to the command of this number, or the reason why it failed."""
+
+    number: int
+    result: Any = None
+    error: str = ""
+
+
+class ShardHello(NamedTuple):
+    """A learner said hello in this session."""
+
+    learner_id: str
+    session: int
+
+
+class ShardHolds(NamedTuple):
+    """A learner's value came: the shard keeps its part under this number."""
+
+    session: int
+    message: FragmentValue
+    part: int
+    size: int
+
+
+ShardEvent = ShardHello | ShardHolds | Traffic
+
+
+@dataclass(eq=False)
+class Pipe:
+    """One end of the connection between the control process and a merge shard (docs/decisions/0033-shard-commands.md).
+
+    A message is pickled as multiprocessing does it: both ends run the same program on the same host, and only a process
+    and its own child have the pipe. The bytes of arrays in it follow as they are, from memory to memory. The writer is
+    a thread of its own behind a queue that never blocks, so anybody may send, also during a garbage collection.
+    """
+
+    connection: Connection
+    on_message: Callable[[Any], None]  # gets every message, on the pipe's own thread
+    on_end: Callable[[str], None]  # is called there once, with the reason, when the other end is gone
+
+    def __post_init__(self) -> None:
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="pipe-out", daemon=True)
+
+    def start(self) -> None:
+        self._writer.start()
+        threading.Thread(target=self._read, name="pipe-in", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Queue a message; never blocks, any thread. Nobody may write to its arrays any more."""
+        self._outgoing.put(message)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued for at most so many seconds, and end the connection."""
+        self._outgoing.put(None)
+        self._writer.join(timeout_s)
+        self.connection.close()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outgoing.get()) is not None:
+                self._write_one(message)
+                del message  # and its arrays, before the next one comes
+        except OSError:
+            return  # the reader says so
+
+    def _write_one(self, message: Any) -> None:
+        head, buffers = io.BytesIO(), list[Any]()
+        ForkingPickler(head, 5, True, buffers.append).dump(message)
+        views = [buffer.raw() for buffer in buffers]
+        self.connection.send((head.getvalue(), [view.nbytes for view in views]))
+        for view in views:
+            while view:
+                view = view[os.write(self.connection.fileno(), view) :]
+
+    def _read(self) -> None:
+        try:
+            while True:
+                head, sizes = self.connection.recv()
+                arrays = [np.empty(size, np.uint8) for size in sizes]
+                for array in arrays:
+                    view = array.data
+                    while view:
+                        count = os.readv(self.connection.fileno(), [view])
+                        if not count:
+                            raise EOFError("the connection ended")
+                        view = view[count:]
+                self.on_message(ForkingPickler.loads(head, buffers=arrays))
+        except (EOFError, OSError) as error:
+            self.on_end(str(error) or "the connection ended")
+
+
 class ShardRun:
-    """One merge shard's process."""
+    """One merge shard's process.
+
+    Its public methods from `begin` on are the commands of control, obeyed in the order in which they were given; one
+    that returns a Future is a question, and is answered when that is done.
+    """
 
     def __init__(self, config: RunConfig, shard: int, connection: Connection) -> None:
         self._config = config
         self._shard = shard
-        self._commands: queue.SimpleQueue[tuple[int, Any, Arrays]] = queue.SimpleQueue()
+        self._share: ModelShare
+        self._commands: queue.SimpleQueue[tuple[int, Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
         self._listener: GrpcListener | None = None
         self._pipe = Pipe(connection, self._on_command, lambda reason: os._exit(0))
         self._merges = ThreadPoolExecutor(1, "merge")
         self._reads = ThreadPoolExecutor(1, "read")
-        self._held: dict[int, bytes | memoryview] = {}  # parts of learners' values, by the number that control knows
+        self._held: dict[int, Bytes] = {}  # parts of learners' values, by the number that control knows
         self._numbers = itertools.count()
         self._captures: dict[int, HeldStates] = {}
         self._traffic = Traffic(0, 0)
@@ -56,28 +153,25 @@ class ShardRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # control decides, and says goodbye to learners first
         self._pipe.start()
-        _, begin, _ = self._commands.get()
-        assert isinstance(begin, commands.ShardBegin), "the first command must be to begin"
-        share = ModelShare(make_setup(self._config, begin.plan), self._shard, begin.threads)
         while not self._over:
-            self._take(share)
+            self._take()
         self._pipe.close(5.0)
 
-    def _on_command(self, command: tuple[int, Any], arrays: Arrays) -> None:
-        self._commands.put((*command, arrays))
+    def _on_command(self, command: tuple[int, Callable[..., Any], tuple[Any, ...]]) -> None:
+        self._commands.put(command)
         if self._listener is not None:
             self._listener.wake()
 
-    def _take(self, share: ModelShare) -> None:
+    def _take(self) -> None:
         """Handle one delivery, if one comes in time, and all commands."""
         if self._listener is None:
-            self._execute(share, *self._commands.get())
+            self._obey(*self._commands.get())
             return
         delivery = self._listener.receive(IDLE_S)
         if delivery is not None:
             self._on_delivery(delivery)
         while not self._commands.empty() and not self._over:
-            self._execute(share, *self._commands.get())
+            self._obey(*self._commands.get())
         if self._listener.traffic != self._traffic:
             self._traffic = self._listener.traffic
             self._pipe.send(self._traffic)
@@ -87,74 +181,101 @@ class ShardRun:
         if not isinstance(message, Hello | FragmentValue) or message.learner_id != delivery.peer:
             return
         if isinstance(message, Hello):
-            self._pipe.send(commands.ShardHello(delivery.peer, delivery.session))
+            self._pipe.send(ShardHello(delivery.peer, delivery.session))
             return
         part = next(self._numbers)
         self._held[part] = delivery.payload
-        self._pipe.send(commands.ShardHolds(delivery.session, message, part, len(delivery.payload)))
+        self._pipe.send(ShardHolds(delivery.session, message, part, len(delivery.payload)))
 
-    def _execute(self, share: ModelShare, number: int, command: Any, arrays: Arrays) -> None:
-        match command:
-            case commands.ShardSend(peer, message):
-                assert self._listener is not None, "a version was to be sent before anybody could hear it"
-                self._listener.send(peer, message, share.payload(message.fragment_id, message.base))
-            case commands.ShardFree(part, capture, fragment_id):
-                self._held.pop(part, None)
-                if capture in self._captures:  # a merge may wait for it
-                    self._captures[capture].release(None if fragment_id < 0 else fragment_id)
-                    if fragment_id < 0:
-                        del self._captures[capture]
-            case commands.ShardInspect(fragment_id, numbers, bases):
-                parts = [self._held[each] for each in numbers]
-                self._submit(self._merges, number, lambda: (None, [share.inspect(fragment_id, parts, bases)]))
-            case commands.ShardUpdate(fragment_id, version, chosen, weights):
-                own = np.array(weights)
-                self._submit(self._merges, number, lambda: (share.update(fragment_id, version, chosen, own), ()))
-            case commands.ShardForget(fragment_id):
-                self._merges.submit(share.forget, fragment_id)
-            case commands.ShardPublish(fragment_id):
-                share.publish(fragment_id)
-            case commands.ShardLoad(fragment_id, version, names):
-                share.load(fragment_id, version, commands.unpack_state(names, arrays))
-            case commands.ShardRestore(fragment_id, version):
-                share.restore(fragment_id, version, arrays[0])
-            case commands.ShardCapture(capture, bounded):
-                self._captures[capture] = share.capture(bounded)
-            case commands.ShardRead(capture, fragment_id, value_only):
-                held = self._captures.get(capture)
-                if held is None:  # it was given up meanwhile
-                    self._pipe.send(commands.ShardAnswer(number, error="the capture was let go of"))
-                else:
-                    self._submit(self._reads, number, lambda: commands.pack_state(held.read(fragment_id, value_only)))
-            case commands.ShardListen():
-                self._listen(number, command)
-            case commands.ShardHangUp(grace_s):
-                assert self._listener is not None, "a listener was closed that never was"
-                self._listener.close(grace_s)
-            case commands.ShardEnd():
-                self._over = True
-            case _:
-                raise AssertionError(f"a shard has no command {command}")
+    def _obey(self, number: int, command: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        result = command(self, *arguments)
+        if isinstance(result, Future) and number:
+            result.add_done_callback(partial(self._answer, number))
 
-    def _listen(self, number: int, command: commands.ShardListen) -> None:
-        transport = replace(self._config.transport, address=command.address)
+    def _answer(self, number: int, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            self._pipe.send(ShardAnswer(number, done.result()))
+            return
+        words = str(error)
+        if not isinstance(error, ValueError):
+            log.error("a command failed", exc_info=error)
+            words = f"{type(error).__name__}: {error}"
+        self._pipe.send(ShardAnswer(number, error=words))
+
+    def begin(self, plan: FragmentPlan, threads: int) -> None:
+        """First command: make your share of this plan, for merges with so many threads."""
+        self._share = ModelShare(make_setup(self._config, plan), self._shard, threads)
+
+    def listen(self, address: str, epoch: int) -> Future[str]:
+        """Listen to learners in this life of the syncer; answer with the address and its real port."""
+        answer: Future[str] = Future()
         try:
-            self._listener = listen(transport, run_id=self._config.name, epoch=command.epoch)
+            transport = replace(self._config.transport, address=address)
+            self._listener = listen(transport, run_id=self._config.name, epoch=epoch)
+            answer.set_result(self._listener.address)
         except ValueError as error:
-            self._pipe.send(commands.ShardAnswer(number, error=str(error)))
-        else:
-            self._pipe.send(commands.ShardAnswer(number, self._listener.address))
+            answer.set_exception(error)
+        return answer
 
-    def _submit(self, worker: ThreadPoolExecutor, number: int, work: Work) -> None:
-        """Answer a call from a worker's thread, with its result or with what went wrong."""
+    def hang_up(self, grace_s: float) -> None:
+        """Send what is queued for learners for at most so long, and end their sessions."""
+        assert self._listener is not None, "a listener was closed that never was"
+        self._listener.close(grace_s)
 
-        def answer(future: Future[tuple[Any, Arrays]]) -> None:
-            error = future.exception()
-            if error is not None:
-                log.error("a command failed", exc_info=error)
-                self._pipe.send(commands.ShardAnswer(number, error=f"{type(error).__name__}: {error}"))
-                return
-            result, arrays = future.result()
-            self._pipe.send(commands.ShardAnswer(number, result), arrays)
+    def send(self, peer: str, message: GlobalFragment) -> None:
+        """Send a learner your part of the version that the message names."""
+        assert self._listener is not None, "a version was to be sent before anybody could hear it"
+        self._listener.send(peer, message, self._share.payload(message.fragment_id, message.base))
 
-        worker.submit(work).add_done_callback(answer)
+    def inspect(self, fragment_id: int, parts: Sequence[int], bases: Sequence[int]) -> Future[Squares]:
+        """Answer with the squared norms of these parts."""
+        held = [self._held[number] for number in parts]
+        return self._merges.submit(self._share.inspect, fragment_id, held, bases)
+
+    def update(
+        self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
+    ) -> Future[tuple[bool, list[int]]]:
+        """Answer with what ModelShare.update returns."""
+        return self._merges.submit(self._share.update, fragment_id, version, chosen, weights)
+
+    def forget(self, fragment_id: int) -> None:
+        self._merges.submit(self._share.forget, fragment_id)
+
+    def publish(self, fragment_id: int) -> None:
+        self._share.publish(fragment_id)
+
+    def load(self, fragment_id: int, version: int, state: State) -> None:
+        self._share.load(fragment_id, version, state)
+
+    def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
+        self._share.restore(fragment_id, version, flat)
+
+    def capture(self, number: int, bounded: bool) -> None:
+        """Capture the share as it is now, under this number."""
+        self._captures[number] = self._share.capture(bounded)
+
+    def read(self, capture: int, fragment_id: int, value_only: bool) -> Future[State]:
+        """Answer with a captured fragment's state, or its value alone."""
+        return self._reads.submit(_read, self._captures.get(capture), fragment_id, value_only)
+
+    def free(self, part: int) -> None:
+        """Drop a part of a learner's value."""
+        self._held.pop(part, None)
+
+    def release(self, capture: int, fragment_id: int | None) -> None:
+        """Drop a capture, or a fragment of one, for which a merge may wait."""
+        if capture in self._captures:
+            self._captures[capture].release(fragment_id)
+            if fragment_id is None:
+                del self._captures[capture]
+
+    def end(self) -> None:
+        """Last command: end the process."""
+        self._over = True
+
+
+def _read(held: HeldStates | None, fragment_id: int, value_only: bool) -> State:
+    if held is None:  # it was given up meanwhile
+        raise ValueError("the capture was let go of")
+    return held.read(fragment_id, value_only)

@@ -29,6 +29,7 @@ from jaxtyping import Int64
 
 from diloco_jax.core.fragments import put
 from diloco_jax.protocol.leases import Batch
+from diloco_jax.runtime.island.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die, meet
@@ -37,13 +38,10 @@ from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.metrics import own_metrics
 from diloco_jax.runtime.learner.preemption import check_source, watch
-from diloco_jax.runtime.own_loop.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopState
-from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import die_with_parent, stop_on_sigterm
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.transport.link import TransportConfig
@@ -65,12 +63,19 @@ class OwnIsland:
     """
 
     def __init__(
-        self, config: RunConfig, name: str, state: LoopState, stop: threading.Event, data: str, pulse: Pulse
+        self,
+        joining: Joining,
+        state: LoopState,
+        stop: threading.Event,
+        size: StepSize,
+        data: str,
+        flops_per_step: float,
+        evaluate: Callable[[Any], Any] | None,
     ) -> None:
-        self.name = name
-        self._pulse = pulse
-        self.config = config
+        self.name = joining.learner_id
+        self.config = config = joining.config
         self.global_step = 0
+        self._pulse = joining.pulse
         self._state = state
         self._stop = stop
         self._leased = data == "leased"
@@ -85,12 +90,22 @@ class OwnIsland:
         self._handed = False  # the state, to the loop
         self._going: bool | None = None
         self._ready_s = 0.0
-        self._side: Joined | Follower | None = None  # the first process decides, the others follow
-        self._host: Host | None = None
-        self._several = False  # processes of this island
         self._undo = ExitStack()
-        self._undo.callback(pulse.close)
-        pulse.rest()
+        self._undo.callback(self._pulse.close)
+        self._undo.callback(stop_on_sigterm(stop))
+        self._pulse.rest()
+        self._several = joining.hosts is not None  # processes of this island
+        evaluation = OwnEvaluation(evaluate, state.given_back) if evaluate is not None else None
+        self._host: Host
+        self._side: Joined | Follower | None  # the first process decides, the others follow
+        if joining.hosts is not None and joining.hosts.host:
+            self._host = Host(config, self._held, evaluate=evaluation, saves=joining.saved_states())
+            self._side = joining.follower(self._host, stop, self._take_ranges)
+        else:
+            signals, flops_per_token = Signals(stop), flops_per_step / size.tokens
+            self._host = joining.host(self._held, None, evaluation, stop)
+            metrics = own_metrics(config, self.name, state.devices, flops_per_token)
+            self._side = Joined(joining, self._host, size, signals, PayloadSender(signals.fail), metrics)
 
     def state(self) -> dict[str, Any]:
         """Return {"params", "opt_state"} with which the first step begins; waits for them.
@@ -178,7 +193,7 @@ class OwnIsland:
         Raises:
             ValueError: it holds none yet.
         """
-        if self._host is None or len(self._host.anchors) < len(self._host.fragments):
+        if len(self._host.anchors) < len(self._host.fragments):
             raise ValueError("global_params(): the island holds no global model yet; call state() first")
         values = {path: np.zeros(shape, np.float32) for path, shape in self._state.shapes.items()}
         for fragment in self._host.fragments:
@@ -225,25 +240,6 @@ class OwnIsland:
         except Exception as other:  # the loop's own error is what people need to see
             log.warning(f"{self.name}: {other!r}")
 
-    def take_part(
-        self, joining: Joining, size: StepSize, flops_per_step: float, evaluate: Callable[[Any], Any] | None
-    ) -> None:
-        """Take the place in the run that `joining` says; steps are so large, and take so many operations."""
-        hosts, signals = joining.hosts, Signals(self._stop)
-        evaluation = OwnEvaluation(evaluate, self._state.given_back) if evaluate is not None else None
-        self._several = hosts is not None
-        if hosts is not None and hosts.host:
-            self._host = host = Host(self.config, self._held, evaluate=evaluation, saves=joining.saved_states())
-            self._side = joining.follower(host, self._stop, self._take_ranges)
-            return
-        self._host = host = joining.host(self._held, None, evaluation, self._stop)
-        metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
-        self._side = Joined(joining, host, size, signals, PayloadSender(signals.fail), metrics)
-
-    def on_leaving(self, undo: Callable[[], object]) -> None:
-        """Call this once the island has left."""
-        self._undo.callback(undo)
-
     def _begin(self) -> None:
         side = self._side
         if side is None:
@@ -258,7 +254,7 @@ class OwnIsland:
     def _next(self, joined: Joined, going: bool) -> None:
         """Tell the other hosts of the next step, if there is one."""
         self._going, self._asked = going, False
-        if not going or self._host is None:
+        if not going:
             return
         self.global_step = joined.machine.schedule_step
         self._batch = joined.take_batch()
@@ -346,11 +342,9 @@ def join(
         watch(check_source(preemption), stop)
     folder = here.run_dir or Path(config.runs_dir) / config.name
     pulse = island_pulse(config, folder, here.name, 0 if hosts is None else hosts.host)
-    island = OwnIsland(config, here.name, state, stop, data, pulse)
-    island.on_leaving(stop_on_sigterm(stop))
     joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
-    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus), flops_per_step, evaluate)
-    return island
+    size = StepSize(samples_per_step, tokens_per_step, corpus)
+    return OwnIsland(joining, state, stop, size, data, flops_per_step, evaluate)
 
 
 def _check(sizes: Mapping[str, int], data: str) -> None:

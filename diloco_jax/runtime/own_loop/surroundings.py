@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.settings.text import load
-from diloco_jax.settings.watchdog import WatchdogConfig
 from diloco_jax.transport.link import TransportConfig, check_name
 
 SYNCER_ENV = "DILOCO_SYNCER"  # host:port

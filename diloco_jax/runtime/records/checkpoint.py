@@ -258,10 +258,6 @@ def each_parameter(checkpoint: Path) -> tuple[int, Iterator[tuple[str, np.ndarra
 
 
 def load_parameters(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read parameters and description back, of a full snapshot too.
-
-    Raises:
-        ValueError: this is no checkpoint with parameters, or it is damaged; names it.
-    """
+    """Read parameters and description back, of a full snapshot too; ValueError if there are none, or it is damaged."""
     reader = CheckpointReader(checkpoint)
     return {name: reader.array(PARAMETERS, name) for name in reader.names(PARAMETERS)}, reader.meta

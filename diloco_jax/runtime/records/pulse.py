@@ -2,14 +2,8 @@
 
 A collective that lost its partner, a callback that never returns or a disk that does not answer block a thread for
 ever, and nobody can interrupt it. So the process ends, with the stacks of all threads in its log, and is started again.
-The files, which the probes of `diloco launch` read, are below `health` in the run's folder:
-
-    NAME.alive    its age is the time since the loop made progress, up to a second; while that may take long, such as
-                  before the first step, the time since its watchdog looked
-    NAME.ready    exists while the loop is connected and trains, or listens
-    NAME.phase    says until then what the process does (phases.py)
-
-NAME is `syncer`, an island, or NAME-h1 for its host 1. An island that is a thread of a process takes the process along.
+An island that is a thread of a process takes the process along. The files, NAME.alive, NAME.ready and NAME.phase, which
+the probes of `diloco launch` read, are below `health` in the run's folder (docs/troubleshooting.md).
 """
 
 import contextlib
@@ -27,7 +21,7 @@ from statistics import median
 from diloco_jax.runtime.records.files import HEALTH
 from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import HUNG, end_now
-from diloco_jax.settings.watchdog import WatchdogConfig
+from diloco_jax.settings.run import WatchdogConfig
 
 MEDIAN_OF = 32  # last steps
 TICK_S = 1.0  # between two looks at a loop, and two touches of its file

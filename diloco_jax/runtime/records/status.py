@@ -33,20 +33,17 @@ def compose_status(
     *,
     stopped: bool,
     blocked: str,
-    alarms: Sequence[Mapping[str, Any]],
-    episodes: Sequence[Mapping[str, Any]],
-    eval_loss: float | None,
-    eval_scores: Mapping[str, float | None],
-    wire: Mapping[str, int],
     metrics: Mapping[str, Mapping[str, float]],
+    **told: Any,
 ) -> dict[str, Any]:
     """Return what the run does now, for `diloco status` and the live view.
 
     Args:
         stopped: whether somebody has ended it.
         blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
-        alarms: that stand, each with its remedy.
-        episodes: all that ever stood.
+        metrics: what each island measured last.
+        told: said as it is: `alarms` that stand, each with its remedy, `episodes`, all that ever stood, `wire`, and
+            what the newest evaluation found.
     """
     learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "running" if stats.tokens else "starting"
@@ -61,18 +58,14 @@ def compose_status(
         "total_steps": syncer.progress.expected_steps,
         "epoch": syncer.epoch,
         "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
-        "alarms": [*alarms],
-        "episodes": [*episodes],
         "wall_s": round(now_s, 1),
         "tokens": stats.tokens,
         "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
-        "eval_loss": eval_loss,
-        "eval_scores": dict(eval_scores),
         "contributors_per_round": round(stats.contributors_per_round, 3),
-        "wire": dict(wire),
         "samples": syncer.leases.fates._asdict(),
         "learners": learners,
         "said": signature(),
+        **told,
     }
 
 
@@ -145,8 +138,7 @@ def is_address(run: str) -> bool:
 def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
     """Return how to ask the syncer of a run, a folder or host:port; ValueError if the folder holds no address.
 
-    Args:
-        allow_plaintext: ask an address other than loopback although nothing is encrypted.
+    With `allow_plaintext` an address other than loopback is asked although nothing is encrypted.
     """
     plain = allow_plaintext or known.allow_plaintext
     path = Path(run) / ADDRESS_FILE
@@ -160,13 +152,8 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
 def read_status(run: str, *, allow_plaintext: bool = False, transport: TransportConfig | None = None) -> dict[str, Any]:
     """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
 
-    Args:
-        run, allow_plaintext: as `syncer_at`.
-        transport: certificates and token, for a syncer that asks for them.
-
-    Raises:
-        ValueError: there is no such run, it has not begun, or the address is not allowed.
-        TransportError: nobody answered at the address.
+    ValueError if there is no such run, it has not begun, or the address is not allowed; TransportError if nobody
+    answered there. `transport` has certificates and token, for a syncer that asks for them.
     """
 
     def ask() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE
-from diloco_jax.runtime.records.line_file import LineFile
+from diloco_jax.runtime.records.tape_file import LineFile
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.trackers.outlets import Outlets
@@ -77,13 +77,9 @@ def replace_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl in order, also while it is being written.
+    """Yield the records of a metrics.jsonl in order, also while it is being written; ValueError names a bad line.
 
     A last line without a line break is what a killed or a still writing process leaves; it is skipped.
-
-    Raises:
-        ValueError: a complete line is no record.
-        FileNotFoundError: there is no such file.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):

@@ -1,4 +1,12 @@
-"""One process of a run's syncer: made from its config, begun, driven (driver.py), and concluded with a summary."""
+"""One process of a run's syncer: made from its config, begun, driven, and concluded with a summary.
+
+The driver gives messages, merges and time to the machine, which asks for sends and merges. The caller's thread owns
+machine, tape, model, statistics and listener, takes one input after the other, and never computes. What the others make
+(docs/architecture.md) comes by a queue that wakes the listener, where it waits.
+
+Every input is on the tape before it is executed, so a process that takes this one's place does the same and goes on
+(begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +14,204 @@ import logging
 import math
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.member import GONE
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.global_model import make_model, make_setup
+from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
+from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
-from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
-from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
-from diloco_jax.runtime.syncer.parts import Parts, RunClock
-from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, open_listener
-from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
+from diloco_jax.runtime.syncer.parts import Merges, Parts, Results, RunClock
+from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Listener, control_of, open_listener
+from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
-from diloco_jax.runtime.syncer.workers import Merges, Results
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.link import Delivery
 
 if TYPE_CHECKING:  # which reads data: a syncer whose islands bring the model starts without
     from diloco_jax.runtime.model.evaluation import Evaluator
 
+STATUS_EVERY_S = 0.5
+BACKLOG_MAX = 10_000  # deliveries that are taken before time passes
+FAREWELL_S = 5.0  # how long learners have to hear Stop and say goodbye
+ADRIFT_S = 60.0  # whose link broke so lately may be on its way back; nobody else can tell it that the run is over
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class SyncerDriver:
+    """The loop around a machine that has begun and a listener that is open."""
+
+    parts: Parts
+    listener: Listener
+    results: Results  # of other threads
+    merges: Merges
+    snapshots: SnapshotWriter
+    watch: Watch
+
+    def __post_init__(self) -> None:
+        self._taped = self.parts.taped
+        self._machine = self.parts.machine
+        self._model = self.parts.model
+        self._now_s = self.parts.clock.now_s
+        self._adrift: dict[str, float] = {}  # when a learner's link broke without a goodbye
+        # a process before this one may have died at the very end
+        self._finished = self._machine.over
+        control_of(self.listener).on_drain = self._drain
+        self.results.wake_with(control_of(self.listener).wake)
+
+    def serve(self, effects: list[asked.Effect]) -> None:
+        """Execute the effects of the machine's first input, then serve until the last global step, or until stopped.
+
+        It raises TapeStopped if the run was stopped while the tape could not be written.
+        """
+        self._execute(effects)
+        status_at_s = 0.0
+        while not self._finished and not self.parts.stop.is_set():
+            now_s = self._now_s()
+            if now_s >= status_at_s:
+                status_at_s = now_s + STATUS_EVERY_S
+                self.watch.tell()
+            deadline_s = self._machine.next_deadline_s()
+            wake_s = status_at_s if deadline_s is None else min(status_at_s, deadline_s)
+            self._take(max(0.0, wake_s - now_s))
+            now_s = self._now_s()
+            if deadline_s is not None and now_s >= deadline_s:
+                for _ in range(BACKLOG_MAX):  # what has come counts before what has not: a disk may have held us up
+                    if not self._take(0.0):
+                        break
+                self._execute(self._taped.on_tick(self._now_s()))
+
+    def bid_farewell(self, *, lingers: bool) -> None:
+        """Let learners hear Stop until all are gone; the whole time if some may be on their way back (`lingers`)."""
+        if not self._finished:  # stopped from outside: they would train on for nobody
+            stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
+            self._execute([asked.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
+        self.watch.tell()
+        ends_s = self._now_s() + FAREWELL_S
+        lately_s = self._now_s() - ADRIFT_S
+        while self._now_s() < ends_s:
+            adrift = any(lost_s > lately_s for lost_s in self._adrift.values())
+            if not (lingers or adrift or self._machine.membership.connected()):
+                return
+            self._take(0.1)
+
+    def _take(self, timeout_s: float) -> bool:
+        """Handle one delivery, if one comes in time, and all results of the workers; False if none came."""
+        delivery = self.listener.receive(timeout_s)
+        if delivery is not None:
+            self._on_delivery(delivery, self._now_s())
+        for result in self.results.take():
+            self._on_merged(*result)
+        return delivery is not None
+
+    def _on_delivery(self, delivery: Delivery, now_s: float) -> None:
+        if delivery.kind == "disconnected":
+            member = self._machine.membership.members.get(delivery.peer)
+            if member is not None:
+                if member.state != GONE:
+                    self._adrift[delivery.peer] = now_s
+                self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
+            return
+        message: messages.LearnerMessage | messages.MetricsReport = delivery.message  # type: ignore[assignment]
+        if message.learner_id != delivery.peer:
+            log.info(f"{delivery.peer} spoke as {message.learner_id}; ignored")
+            return
+        self._adrift.pop(delivery.peer, None)
+        if isinstance(message, messages.MetricsReport):
+            self.watch.on_metrics(message, now_s)
+            return
+        if isinstance(message, messages.StepReport):
+            self.watch.on_report(message, now_s)
+        elif isinstance(message, messages.AnchorValue):
+            fragment_id = message.fragment_id
+            if not self._model.fits(fragment_id, message.digest, delivery.payload):
+                log.warning(f"{delivery.peer} sent a damaged value of fragment {fragment_id}; not used")
+                return
+        effects = self._taped.on_message(message, now_s)
+        dropped = any(isinstance(e, asked.Drop) and e.peer == delivery.peer for e in effects)
+        if isinstance(message, messages.FragmentValue) and not dropped:
+            self.merges.keep(message, delivery.payload)
+            self.watch.on_value(message, now_s)
+        self._execute(effects, delivery.payload)
+
+    def _on_merged(self, order: asked.Merge, merged: Merged) -> None:
+        for learner_id, reason in sorted(merged.left_out.items()):
+            log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
+        digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
+        self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
+        effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
+        self._execute(effects)
+
+    def _drain(self, learner_id: str) -> str:
+        """Ask a learner to leave, for `diloco drain`; on the caller's thread."""
+        self._execute(self._taped.on_drain(learner_id, self._now_s()))
+        log.info(f"{learner_id} was asked to leave")
+        return f"{learner_id} leaves after its current step; others get its unfinished data"
+
+    def _execute(self, effects: list[asked.Effect], payload: bytes | memoryview = b"") -> None:
+        """Do what the machine asks for; `payload` is that of the message that it was given."""
+        for effect in effects:
+            match effect:
+                case asked.Send(peer, message):
+                    self._send(peer, message, payload)
+                case asked.Merge():
+                    self.merges.start(effect)
+                case asked.Discard(global_step):
+                    self.merges.discard(global_step)
+                case asked.Restore(fragment_id, version):
+                    self._model.restore(fragment_id, version, payload)
+                case asked.SaveSnapshot():
+                    self.snapshots.save()
+                case asked.Evaluated(score):
+                    self.watch.on_score(score, self._now_s())
+                case asked.Note():
+                    self.watch.on_note(effect)
+                case asked.Drop(peer, reason):
+                    log.info(f"dropped a message of {peer}: {reason}")
+                case asked.Finish():
+                    self._finished = True
+                case _:
+                    raise AssertionError(f"the syncer has no effect {effect}")
+
+    def _send(self, peer: str, message: Any, payload: bytes | memoryview) -> None:
+        evaluates = isinstance(message, messages.Evaluate)
+        if evaluates:
+            self.watch.asked_tokens = self.parts.stats.tokens
+            self.listener.send(peer, message)  # it evaluates the final model while that is saved
+        ends = self._machine.finished and (evaluates or isinstance(message, messages.Stop))
+        if ends and not self.snapshots.saved:
+            # before anybody leaves: until then learners hold what this process may lose
+            self.snapshots.save_last(self.watch.tell)
+            self.watch.tell()
+        if evaluates:
+            return
+        if isinstance(message, messages.GlobalFragment):
+            payload = self._model.payload(message.fragment_id, message.base)
+        elif not isinstance(message, messages.StatePart):  # which is passed on as it came
+            payload = b""
+        self.listener.send(peer, message, payload)
 
 
 class SyncerRun:
@@ -105,11 +278,9 @@ class SyncerRun:
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
         clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.write)
         parts = Parts(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
-        writer = SnapshotWriter(run_dir / CHECKPOINTS, config.name, self._model, config.checkpoints.keep)
-
+        writer = SnapshotWriter(parts)
         exposed, earlier = Exposition(parts, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
         watch = Watch(parts, earlier, HostAlarms(parts, writer), self._pulse, exposed)
-        keeper = Keeper(parts, writer)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         try:
@@ -121,7 +292,7 @@ class SyncerRun:
             life = Life(mode, machine.epoch, stop, self._fingerprint, self._description)
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
-            driver = SyncerDriver(parts, listener, self._results, merges, keeper, watch)
+            driver = SyncerDriver(parts, listener, self._results, merges, writer, watch)
             driver.serve(effects)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)
@@ -132,14 +303,14 @@ class SyncerRun:
             if listener is not None:  # before it listens, nothing has begun that could end early
                 log.exception("the run ends early")
                 self._pulse.patient()
-                keeper.rescue()
+                writer.rescue()
             raise
         finally:
             self._pulse.patient()
             if listener is not None:
                 listener.close(FAREWELL_S)
             merges.close()
-        summary = self._conclude(watch, keeper, ended_s)
+        summary = self._conclude(watch, writer, ended_s)
         writer.close()
         tape.close()
         if self._shards is not None:
@@ -147,12 +318,12 @@ class SyncerRun:
         self._pulse.close()
         return summary
 
-    def _conclude(self, watch: Watch, keeper: Keeper, ended_s: float) -> dict[str, Any]:
+    def _conclude(self, watch: Watch, writer: SnapshotWriter, ended_s: float) -> dict[str, Any]:
         watch.tell()
         self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
-        if not keeper.saved:
-            keeper.save_last(watch.tell)
+        if not writer.saved:
+            writer.save_last(watch.tell)
         found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
         alarms = watch.alarms()
         final = self._machine.evaluations

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 from diloco_jax.protocol.membership import difference
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, SyncerMessage
 from diloco_jax.runtime.model.merge_shards import HeldPart, MergeShards
-from diloco_jax.runtime.model.shard_commands import ShardHangUp, ShardHello, ShardHolds, ShardListen, ShardSend
+from diloco_jax.runtime.model.shard_process import ShardHello, ShardHolds, ShardRun
 from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.syncer.begin import FAILOVER
-from diloco_jax.runtime.syncer.workers import Results
+from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.grpc_link import GrpcListener, listen
@@ -78,14 +78,14 @@ class ShardedListener:
         """Queue a message to a learner; a version goes out from the shards. See GrpcListener.send."""
         if isinstance(message, GlobalFragment):
             for shard in self._dealt.holders(message.fragment_id):
-                self.shards.shares[shard].tell(ShardSend(peer, message))
+                self.shards.shares[shard].tell(ShardRun.send, peer, message)
             return True
         return self.control.send(peer, message, payload)
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions."""
         for share in self.shards.shares:
-            share.tell(ShardHangUp(grace_s))
+            share.tell(ShardRun.hang_up, grace_s)
         self.control.close(grace_s)
         self._take_events()
 
@@ -145,7 +145,10 @@ class ShardedListener:
             del waiting[next(iter(waiting))]
 
 
-def control_of(listener: GrpcListener | ShardedListener) -> GrpcListener:
+Listener = GrpcListener | ShardedListener
+
+
+def control_of(listener: Listener) -> GrpcListener:
     """Return the listener whom people ask."""
     return listener.control if isinstance(listener, ShardedListener) else listener
 
@@ -162,7 +165,7 @@ class Life(NamedTuple):
 
 def open_listener(
     config: RunConfig, run_dir: Path, life: Life, shards: MergeShards | None, events: Results
-) -> GrpcListener | ShardedListener:
+) -> Listener:
     """Listen, the merge shards first; after a failover where the process before it did: learners look for it there.
 
     ValueError if an address is in use, or not allowed.
@@ -191,8 +194,8 @@ def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ..
     host, _, port = address.rpartition(":")
     found = []
     for number, share in enumerate(shards.shares, 1):
-        order = ShardListen(f"{host}:{int(port) + number if int(port) else 0}", life.epoch)
-        real, _ = patiently(partial(share.ask, order), LISTEN_PATIENCE_S, life.stop)
+        own = f"{host}:{int(port) + number if int(port) else 0}"
+        real = patiently(partial(share.ask, ShardRun.listen, own, life.epoch), LISTEN_PATIENCE_S, life.stop)
         found.append(":" + real.rpartition(":")[2])
     return tuple(found)
 

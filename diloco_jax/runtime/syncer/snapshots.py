@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.releases import STAMP, check_readable
-from diloco_jax.runtime.model.global_model import OUTER, Capture, GlobalModel
+from diloco_jax.runtime.model.arithmetic import Capture
+from diloco_jax.runtime.model.global_model import OUTER, GlobalModel
 from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
 from diloco_jax.runtime.syncer.parts import Parts
 
@@ -51,18 +53,8 @@ def write_snapshot(
 ) -> Path:
     """Write a snapshot, piece by piece, let go of its capture, and delete all but the newest `keep`."""
     state = json.loads(snapshot.machine)
-    meta = {
-        "run": run,
-        "stamp": STAMP,
-        "global_step": snapshot.global_step,
-        "tokens": snapshot.tokens,
-        "epoch": state["epoch"][0],
-        "tape_bytes": snapshot.tape_bytes,
-        "kept_s": snapshot.kept_s,
-        **model.plain(capture),
-        "machine": state,
-        "stats": dict(snapshot.stats),
-    }
+    meta = {"run": run, "stamp": STAMP, "epoch": state["epoch"][0], **model.plain(capture)}
+    meta |= {**snapshot._asdict(), "machine": state}
 
     def pieces() -> Iterator[checkpoint.SavedPart]:
         for piece in model.pieces(capture):
@@ -73,26 +65,22 @@ def write_snapshot(
     try:
         return checkpoint.save_pieces(folder, (checkpoint.PARAMETERS, OUTER), pieces(), meta)
     finally:
-        capture.moment.release()
+        capture.release()
         checkpoint.prune(folder, keep)  # what a failed one left too, which may be most of a disk
 
 
 def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapshot:
-    """Read a snapshot back into a model of the same config.
+    """Read a snapshot back into a model of the same config; OtherRelease if this release does not read such ones.
 
-    Args:
-        tape_bytes_max: size of the run's tape, which must hold what came before the snapshot.
-
-    Raises:
-        ValueError: it cannot be read, is damaged, or is of another model or tape; the model may be half of it then.
-        OtherRelease: it is of a release whose snapshots this one does not read.
+    ValueError if it cannot be read, is damaged, or is of another model, or of more than the run's tape has; the model
+    may be half of it then.
     """
     reader = checkpoint.CheckpointReader(path)
     meta = reader.meta
     check_readable(f"snapshot {path}", meta.get("stamp", STAMP))
     try:
-        step, tape_bytes, tokens = (int(meta[name]) for name in ("global_step", "tape_bytes", "tokens"))
-        snapshot = Snapshot(step, json.dumps(meta["machine"]), tape_bytes, tokens, meta["stats"], float(meta["kept_s"]))
+        found = {name: meta[name] for name in Snapshot._fields}
+        snapshot = Snapshot(**found | {"machine": json.dumps(found["machine"])})
         if snapshot.tape_bytes > tape_bytes_max:
             raise ValueError(f"it was taken at byte {snapshot.tape_bytes} of a tape that has {tape_bytes_max}")
         model.load_saved(reader.piece, meta)
@@ -104,16 +92,18 @@ def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapsh
 
 
 class SnapshotWriter:
-    """Writes snapshots one at a time, on a thread of its own. A disk that fails costs a snapshot, never the run."""
+    """Takes the snapshots of a run, while it goes on and at its end; writes one at a time, on a thread of its own.
 
-    def __init__(self, folder: Path, run: str, model: GlobalModel, keep: int) -> None:
-        self._folder = folder
-        self._run = run
-        self._model = model
-        self._keep = keep
+    A disk that fails costs a snapshot, never the run.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._folder = parts.run_dir / CHECKPOINTS
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._writing: Future[None] | None = None
         self._pieces = 0  # written so far
+        self.saved = False  # the last snapshot of the run
         self.condition = ""  # why the newest attempt failed; "" when it did not
         self.failures = 0
         self.took_s: float | None = None  # to write the newest one
@@ -122,16 +112,31 @@ class SnapshotWriter:
     def busy(self) -> bool:
         return self._writing is not None and not self._writing.done()
 
+    def save(self) -> None:
+        """Capture this moment, and begin to write it in the background, unless the one before is still written."""
+        if self.busy:
+            step = self._parts.machine.global_step
+            log.info(f"no snapshot at global step {step}: the one before is still being written")
+        else:
+            self.submit(*self._capture())
+
+    def _capture(self) -> tuple[Capture, Snapshot]:
+        parts, capture = self._parts, self._parts.model.capture(bounded=True)
+        machine, stats, tape_bytes = parts.machine, parts.stats, parts.tape.position
+        state, counted = json.dumps(machine.state()), stats.state()
+        return capture, Snapshot(machine.global_step, state, tape_bytes, stats.tokens, counted, parts.clock.now_s())
+
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:
         assert not self.busy, "one snapshot at a time"
         self._writing = self._thread.submit(self.write, capture, snapshot)
 
     def write(self, capture: Capture, snapshot: Snapshot) -> None:
         """Write now, on this thread; what goes wrong is in `condition` and in the log."""
-        began_s = time.monotonic()
+        began_s, config = time.monotonic(), self._parts.config
+        keep = config.checkpoints.keep
         try:
             path = write_snapshot(
-                self._folder, self._run, self._model, capture, snapshot, self._keep, self._count_piece
+                self._folder, config.name, self._parts.model, capture, snapshot, keep, self._count_piece
             )
         except Exception as error:  # Orbax and TensorStore raise what they like for a disk that takes nothing
             reason = " ".join(str(error).split())[:300]
@@ -148,13 +153,14 @@ class SnapshotWriter:
     def _count_piece(self) -> None:
         self._pieces += 1
 
-    def rescue(self, global_step: int, tokens: int) -> None:
+    def rescue(self) -> None:
         """Keep the model after an error that nobody thought of, but not the machine, which may be in between."""
         self.wait()
+        parts, global_step = self._parts, self._parts.machine.global_step
         if global_step in map(checkpoint.global_step_of, checkpoint.complete(self._folder)):
             return
-        meta = {"global_step": global_step, "tokens": tokens, "run": self._run}
-        pieces = self._model.pieces(self._model.capture(), value_only=True)
+        meta = {"global_step": global_step, "tokens": parts.stats.tokens, "run": parts.config.name}
+        pieces = parts.model.pieces(parts.model.capture(), value_only=True)
         try:
             checkpoint.save_pieces(self._folder, (checkpoint.PARAMETERS,), pieces, meta)
         except Exception as error:  # as above; the reason why the run ends is the one to tell
@@ -169,32 +175,6 @@ class SnapshotWriter:
                 tell()
             wait([self._writing], POLL_S)
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
-
-
-class Keeper:
-    """Takes the snapshots of a run, while it goes on and at its end."""
-
-    def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
-        self._parts = parts
-        self._writer = writer
-        self.saved = False  # the last snapshot of the run
-
-    def _capture(self) -> tuple[Capture, Snapshot]:
-        parts, capture = self._parts, self._parts.model.capture(bounded=True)
-        machine, stats, tape_bytes = parts.machine, parts.stats, parts.tape.position
-        state, counted = json.dumps(machine.state()), stats.state()
-        return capture, Snapshot(machine.global_step, state, tape_bytes, stats.tokens, counted, parts.clock.now_s())
-
-    def save(self) -> None:
-        """Capture this moment, and begin to write it in the background, unless the one before is still written."""
-        if self._writer.busy:
-            step = self._parts.machine.global_step
-            log.info(f"no snapshot at global step {step}: the one before is still being written")
-        else:
-            self._writer.submit(*self._capture())
-
     def save_last(self, tell: Callable[[], None]) -> None:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
 
@@ -203,22 +183,22 @@ class Keeper:
         if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
-        self._writer.wait(tell)
+        self.wait(tell)
         parts = self._parts
         try:  # the machine has not asked for it, so only this line tells a replay of it
             parts.taped.on_snapshot(parts.machine.global_step, parts.clock.now_s())
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
-        self._write(tell)
-        while self._writer.condition and not self._parts.stop.wait(RETRY_S):
+        self._write_now(tell)
+        while self.condition and not self._parts.stop.wait(RETRY_S):
             tell()
-            self._write(tell)
-        self.saved = not self._writer.condition
+            self._write_now(tell)
+        self.saved = not self.condition
 
-    def _write(self, tell: Callable[[], None]) -> None:
-        self._writer.submit(*self._capture())
-        self._writer.wait(tell)
+    def _write_now(self, tell: Callable[[], None]) -> None:
+        self.submit(*self._capture())
+        self.wait(tell)
 
-    def rescue(self) -> None:
-        self._writer.rescue(self._parts.machine.global_step, self._parts.stats.tokens)
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)

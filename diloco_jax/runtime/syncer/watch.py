@@ -21,9 +21,8 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts
-from diloco_jax.runtime.syncer.sharded_listener import ShardedListener, control_of
+from diloco_jax.runtime.syncer.sharded_listener import Listener, control_of
 from diloco_jax.runtime.trackers.outlets import Outlets
-from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.probe import versions
 
 SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
@@ -60,7 +59,7 @@ class Watch:
         self.eval_alarms: list[str] = []  # what was wrong with evaluations since the last good one, each once
         self.asked_tokens: int | None = None  # trained on when this process last asked for an evaluation
         self._book = AlarmBook(self.earlier.episodes)
-        self._listener: GrpcListener | ShardedListener | None = None
+        self._listener: Listener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
         self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
         self._news = False
@@ -74,7 +73,7 @@ class Watch:
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
 
-    def listens(self, listener: GrpcListener | ShardedListener) -> None:
+    def listens(self, listener: Listener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""
         self._listener = listener
         self.pulse.ready(True)

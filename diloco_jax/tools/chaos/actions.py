@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.records.files import CHECKPOINTS, CLOCK_FILE, CONFIG_FILE, METRICS_FILE, TAPE_FILE
-from diloco_jax.runtime.records.line_file import Tail
+from diloco_jax.runtime.records.tape_file import Tail
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.text import load
 from diloco_jax.tools.chaos.relay import Direction, Relay

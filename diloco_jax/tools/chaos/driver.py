@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.records.files import METRICS_FILE
-from diloco_jax.runtime.records.line_file import LineFile, Tail
+from diloco_jax.runtime.records.tape_file import LineFile, Tail
 from diloco_jax.tools.chaos.actions import CHAOS, DonorHunt, Processes, Saboteur, began_unix_s
 from diloco_jax.tools.chaos.ledger import Ledger
 from diloco_jax.tools.chaos.schedule import ChaosFault

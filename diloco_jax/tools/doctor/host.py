@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from diloco_jax.runtime.local import check_input
 from diloco_jax.runtime.local.machine import chip_of
 from diloco_jax.runtime.model.evaluation import Scorer
-from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig

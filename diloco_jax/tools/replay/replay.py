@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.runtime.model.arithmetic import local_arithmetic
+from diloco_jax.runtime.model.arithmetic import Capture, local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluator
-from diloco_jax.runtime.model.global_model import Capture, make_model, make_setup
+from diloco_jax.runtime.model.global_model import make_model
+from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import write_json

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
-from diloco_jax.runtime.records.line_file import Tail
 from diloco_jax.runtime.records.liveness import AWAY, DEAD
 from diloco_jax.runtime.records.status import read_status
+from diloco_jax.runtime.records.tape_file import Tail
 from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_values

@@ -35,8 +35,7 @@ from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import WRONG_INPUT
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.watchdog import WatchdogConfig
+from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.group.commands import HostWarmUp

@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.replay import Replay
-from tests.runtime.helpers import kill_processes, processes_of, run, start, status, trained, wait_for, write_config
+from tests.runtime.helpers import (
+    kill_processes,
+    notes,
+    processes_of,
+    run,
+    start,
+    status,
+    trained,
+    wait_for,
+    write_config,
+)
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,15 +51,8 @@ def stopped(process: Any) -> str:
 def shared(folder: Path, **changes: Any) -> Path:
     """Train to the end, with shares of both islands; returns the run's folder."""
     run_dir = trained(folder, islands=ISLANDS, timeout_s=PATIENCE_S, **changes)
-    assert min(shares(run_dir, name) for name in ("island-0", "island-1")) > 3
+    assert min(notes(run_dir, "merged", name) for name in ("island-0", "island-1")) > 3
     return run_dir
-
-
-def shares(run_dir: Path, name: str) -> int:
-    """Rounds that merged a value of this island."""
-    path = run_dir / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
-    return sum(row["kind"] == "merged" and name in row["members"] for row in rows)
 
 
 @pytest.fixture
@@ -110,13 +112,17 @@ def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(
     running: Any, host: int, how: signal.Signals, words: str
 ) -> None:
     process, run_dir = running(train={"steps": 100_000, "eval_every": 0})
-    wait_for(lambda: shares(run_dir, "island-1") > 2 and shares(run_dir, "island-0") > 2, "training", PATIENCE_S)
-    before, other = shares(run_dir, "island-1"), pid_of(run_dir, "--island island-0")
+    wait_for(
+        lambda: notes(run_dir, "merged", "island-1") > 2 and notes(run_dir, "merged", "island-0") > 2,
+        "training",
+        PATIENCE_S,
+    )
+    before, other = notes(run_dir, "merged", "island-1"), pid_of(run_dir, "--island island-0")
     own = pids_of(run_dir, "--island island-1")
     assert len(own) == 2
     os.kill(pid_of(run_dir, f"--island island-1 .*--host {host}"), how)
     wait_for(lambda: not own & pids_of(run_dir, "--island island-1"), "the island's end", PATIENCE_S)
-    wait_for(lambda: shares(run_dir, "island-1") > before + 2, "the return of island-1", PATIENCE_S)
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > before + 2, "the return of island-1", PATIENCE_S)
     now = pids_of(run_dir, "--island island-1")
     assert len(now) == 2 and not own & now and other in processes_of(run_dir)
     assert "took over the state of" in (run_dir / "logs" / "island-1.log").read_text()
@@ -141,8 +147,8 @@ def test_a_killed_island_goes_on_with_its_own_moments_bit_for_bit(
     for pid in pids_of(run_dir, "--island island-0"):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: list(tmp_path.glob("island-0.restored.*.npz")), "a restart", PATIENCE_S)
-    before = shares(run_dir, "island-0")
-    wait_for(lambda: shares(run_dir, "island-0") > before + 2, "shares after the restart", PATIENCE_S)
+    before = notes(run_dir, "merged", "island-0")
+    wait_for(lambda: notes(run_dir, "merged", "island-0") > before + 2, "shares after the restart", PATIENCE_S)
     first, second = (
         [json.loads(line) for line in path.read_text().splitlines()[:-1]]
         for path in sorted((run_dir / "tapes").glob("island-0.*.jsonl"))
@@ -164,20 +170,20 @@ def test_a_killed_island_goes_on_with_its_own_moments_bit_for_bit(
 def test_all_hosts_find_a_syncer_that_was_started_again(running: Any) -> None:
     process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"snapshot_every": 6})
     names = ("island-0", "island-1")
-    wait_for(lambda: min(shares(run_dir, name) for name in names) > 2, "training", PATIENCE_S)
+    wait_for(lambda: min(notes(run_dir, "merged", name) for name in names) > 2, "training", PATIENCE_S)
     hosts = pids_of(run_dir, " learner ")
     os.kill(pid_of(run_dir, "diloco_jax syncer"), signal.SIGKILL)
     wait_for(lambda: status(run_dir)["epoch"] == 2, "another syncer", PATIENCE_S)
-    before = [shares(run_dir, name) for name in names]
+    before = [notes(run_dir, "merged", name) for name in names]
     for name, count in zip(names, before, strict=True):
-        wait_for(lambda: shares(run_dir, name) > count + 2, f"shares of {name}", PATIENCE_S)  # noqa: B023
+        wait_for(lambda: notes(run_dir, "merged", name) > count + 2, f"shares of {name}", PATIENCE_S)  # noqa: B023
     assert hosts == pids_of(run_dir, " learner ")
     stopped(process)
 
 
 def test_a_host_that_is_asked_to_end_ends_its_island_politely(running: Any) -> None:
     process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"quorum": 1})
-    wait_for(lambda: shares(run_dir, "island-1") > 1, "training", PATIENCE_S)
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > 1, "training", PATIENCE_S)
     leader, follower = (pid_of(run_dir, f"--island island-1 .*--host {host}") for host in (0, 1))
     os.kill(follower, signal.SIGTERM)
     words = run_dir / "logs" / "syncer.log"

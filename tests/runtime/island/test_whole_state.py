@@ -1,6 +1,5 @@
 """A learner's state off its island: parts from a donor, what is sent first, and the tape."""
 
-import json
 import logging
 import os
 import threading
@@ -22,6 +21,7 @@ from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.transport.link import LinkClosed
+from tests.runtime.helpers import json_lines
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -147,10 +147,6 @@ def test_a_lost_link_is_no_failure_and_a_value_that_does_not_fit_is_an_empty_ans
     assert len(wire.sent) == 2
 
 
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_tape_has_a_line_for_everything_at_once(tmp_path: Path) -> None:
     tape = LearnerTape(tmp_path, "island-0", 17, 8)
     path = learner_tape_path(tmp_path, "island-0", 17)
@@ -170,9 +166,9 @@ def test_the_tape_has_a_line_for_everything_at_once(tmp_path: Path) -> None:
         ["saved", 1, 24],
         ["sent", 2, 10, 1],
     ]
-    assert lines(path) == want  # nothing waits for a flush
+    assert json_lines(path) == want  # nothing waits for a flush
     tape.end("the run is complete", [5, 6])
-    assert lines(path) == [*want, ["end", "the run is complete", [5, 6]]]
+    assert json_lines(path) == [*want, ["end", "the run is complete", [5, 6]]]
 
 
 def test_a_full_disk_costs_lines_that_are_counted(
@@ -192,7 +188,7 @@ def test_a_full_disk_costs_lines_that_are_counted(
         monkeypatch.setattr(os, "pwrite", write)
         tape.note("step", 5, 0, ((0, 8),), 1.0)
         tape.note("step", 6, 0, ((0, 8),), 1.0)
-    found = lines(learner_tape_path(tmp_path, "x", 1))
+    found = json_lines(learner_tape_path(tmp_path, "x", 1))
     assert [line[:2] for line in found] == [["begin", "x"], ["step", 1], ["lost", 3], ["step", 5], ["step", 6]]
     assert len([r for r in caplog.records if r.name == learner_tape.__name__]) == 1
 
@@ -203,4 +199,4 @@ def test_a_tape_that_cannot_even_begin_does_not_stop_a_learner(tmp_path: Path) -
     tape.note("step", 1, 0, ((0, 8),), 1.0)
     (tmp_path / "tapes").unlink()
     tape.end("stopped", [])
-    assert lines(learner_tape_path(tmp_path, "x", 1)) == [["lost", 2], ["end", "stopped", []]]
+    assert json_lines(learner_tape_path(tmp_path, "x", 1)) == [["lost", 2], ["end", "stopped", []]]

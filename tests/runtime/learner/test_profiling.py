@@ -54,7 +54,6 @@ def test_a_learner_that_leaves_ends_its_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("island", "steps", "words"),
     [
-        (NAME, 0, "--steps is 0; use 1 to 1000"),
         (NAME, 1001, "use 1 to 1000"),
         ("island-9", 1, "no island 'island-9'; there are: island-0"),
         (NAME, 1, "is being profiled already"),

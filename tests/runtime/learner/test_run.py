@@ -22,8 +22,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island import adoptions, payloads
-from diloco_jax.runtime.learner.effects import Signals
-from diloco_jax.runtime.learner.inbox import LinkKeeper
+from diloco_jax.runtime.learner.effects import LinkKeeper, Signals
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
@@ -357,13 +356,13 @@ def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_is_refused_for_good_says_why() -> None:
-    decisions, outbox, dialler = MagicMock(over=False), MagicMock(), MagicMock()
-    outbox.link.receive.return_value.kind = "disconnected"
-    outbox.close_link.side_effect = lambda _: setattr(outbox, "link", None)
-    decisions.ask.side_effect = lambda _: (None, outbox.link)
+    signals, dialler = Signals(threading.Event()), MagicMock()
+    decisions = MagicMock(over=False, signals=signals)
+    decisions.link.receive.return_value.kind = "disconnected"
+    decisions.close_link.side_effect = lambda _: setattr(decisions, "link", None)
+    decisions.ask.side_effect = lambda _: (None, decisions.link)
     dialler.connect.side_effect = Rejected("a newer process has this name")
-    signals, other = Signals(threading.Event()), MagicMock()
-    link: Any = LinkKeeper(other, decisions, other, outbox, dialler, signals)
+    link: Any = LinkKeeper(decisions, MagicMock(), dialler)
     link.run()
     with pytest.raises(Rejected, match="a newer process"):
         signals.check()

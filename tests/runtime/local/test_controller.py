@@ -60,7 +60,6 @@ def test_emulated_islands_may_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("islands", "message"),
     [
-        ({"controller": "many"}, "controller"),
         ({"pathways": True}, "islands.controller is 'processes'; set it to single"),
         ({**ONE, "devices": 2, "hosts": 2}, "part of one process, not of 2; set islands.hosts to 1"),
         ({**ONE, "devices": "auto", "topology": "v6e:4x4"}, "v6e:4x4 has several hosts, whose chips"),

@@ -16,10 +16,10 @@ import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.local import processes
-from diloco_jax.runtime.local.compiling import shared_by_several
 from diloco_jax.runtime.local.machine import Machine
 from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, Child, Process
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
+from diloco_jax.runtime.local.standby import shared_by_several
 from diloco_jax.settings.islands import IslandOverride
 from diloco_jax.settings.run import IslandsConfig, RunConfig, SyncerConfig, TrainConfig
 

@@ -21,7 +21,7 @@ from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
-from tests.runtime.helpers import SLOW_STEP_S, call, run, wait_for, write_config
+from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, run, wait_for
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
 
@@ -39,7 +39,7 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     status_of_the_dead(job.run_dir)
     snapshots = [path.name for path in complete(job.run_dir / "checkpoints")]
     damage(job.run_dir / "checkpoints" / snapshots[0])
-    before = tape_of_killed(job.run_dir)
+    before = json_lines(job.run_dir / "tape.jsonl")
     other = call("train", job.config, "--run-dir", job.run_dir, "--resume", "--outer.learning_rate", "0.5")
     assert other.returncode == 2 and "outer.learning_rate is 0.5, but the run" in other.stderr
     again = call("train", job.config, "--run-dir", job.run_dir)
@@ -139,12 +139,6 @@ def test_a_tape_that_ends_in_no_line_of_a_tape_is_named(tmp_path: Path) -> None:
         mode_of(tmp_path, rewind=True)
 
 
-def tape_of_killed(run_dir: Path) -> list[list[object]]:
-    """The whole lines of a tape whose writer was killed."""
-    lines = (run_dir / "tape.jsonl").read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     began = RunConfig()
     check_same_run(began, replace(began, trackers=(), syncer=SyncerConfig(restarts_max=3)), tmp_path)
@@ -155,18 +149,10 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
 
 
 def test_only_a_run_that_ended_early_can_go_on(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run"):
-        check_resumable(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ValueError, match="data-parallel"):
-        check_resumable(tmp_path)
     (tmp_path / "tape.jsonl").touch()
     check_resumable(tmp_path)
     (tmp_path / "summary.json").write_text('{"complete": false}')
-    check_resumable(tmp_path)
-    (tmp_path / "summary.json").write_text('{"complete": true}')
-    with pytest.raises(ValueError, match="complete"):
-        check_resumable(tmp_path)
+    check_resumable(tmp_path)  # what cannot is in tests/cli/words.txt
 
 
 def test_the_run_that_was_active_last_goes_on(tmp_path: Path) -> None:
@@ -180,12 +166,6 @@ def test_the_run_that_was_active_last_goes_on(tmp_path: Path) -> None:
     assert newest_run_dir(tmp_path, "small").name == "small-2"
     os.utime(tmp_path / "small-10" / "tape.jsonl", (2000, 2000))
     assert newest_run_dir(tmp_path, "small").name == "small-10"
-
-
-def test_without_a_run_to_resume_the_command_says_so(tmp_path: Path) -> None:
-    result = call("train", write_config(tmp_path, runs_dir=str(tmp_path / "runs")), "--resume")
-    assert result.returncode == 2
-    assert "holds no run named small that could go on" in result.stderr
 
 
 def test_incarnations_never_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.runtime.model import model_share
 from diloco_jax.runtime.model.global_model import GlobalModel
+from diloco_jax.runtime.model.model_share import FREE_MAX, Buffers
 from diloco_jax.runtime.model.usable import RATES_KEPT, RATES_MIN
 from diloco_jax.settings.text import load
 from diloco_jax.training.blueprint import Blueprint
@@ -72,21 +73,6 @@ def test_a_capture_stays_as_it_was_and_can_be_gone_back_to() -> None:
     assert [m.state.digest for m in first if m.state] == [m.state.digest for m in again if m.state]
 
 
-@pytest.mark.parametrize(
-    "outer", [OuterConfig(), OuterConfig(momentum=0.9), OuterConfig(optimizer="adam"), OuterConfig(module=OWN)]
-)
-def test_what_is_packed_goes_on_bit_for_bit(outer: OuterConfig) -> None:
-    model, other = make_model(outer), make_model(outer)
-    step = settle(model, RATES_MIN)
-    go_on(other, saved(model))
-    assert other.versions == model.versions and other.digests == model.digests
-    wild = {"a": gradient(model, 0, 1, norm=500.0)}
-    assert merge(model, step, wild).left_out.keys() == merge(other, step, wild).left_out.keys() == {"a"}, "medians too"
-    for one in (model, other):
-        merge(one, step + 1, {"a": gradient(model, 0, 2), "b": gradient(model, 0, 3)})
-    assert other.payload(0) == model.payload(0)
-
-
 def test_values_of_another_model_are_refused() -> None:
     model = make_model()
     pieces, plain = saved(model)
@@ -107,7 +93,7 @@ def test_a_restored_value_replaces_the_newest_and_keeps_the_outer_state() -> Non
     model.restore(0, 4, ahead.payload(0))
     assert model.versions == [4, 0] and model.digests == ahead.digests and model.payload(0) == ahead.payload(0)
     assert model.capture().marks[0].rates == before.capture().marks[0].rates
-    kept, was = model.capture().moment.state(0), before.capture().moment.state(0)
+    kept, was = model.capture().state(0), before.capture().state(0)
     pairs = zip(jax.tree.leaves(kept.outer), jax.tree.leaves(was.outer), strict=True)
     assert all(np.array_equal(ours, theirs) for ours, theirs in pairs)
 
@@ -293,12 +279,12 @@ def test_a_restored_value_reaches_every_share() -> None:
 def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, down: codec.Format) -> None:
     plain = OuterConfig(learning_rate=1.0, momentum=0.0)
     models = [model_of(LEAFY_PLAN, drawn(LEAFY), plain, down=down, shards=shards, anchor_history=3) for _ in range(2)]
-    was, moved = models[0].capture().moment.value(0), np.zeros(models[0].layout(0).size, np.float32)
+    was, moved = models[0].capture().value(0), np.zeros(models[0].layout(0).size, np.float32)
     for step in (1, 2):
         for model in models:
             order = Merge(step, 0, (Part("a", 1, 1, 64, step - 1, 4),))
             model.publish(model.merge(order, {"a": leafy_payload(0, step, "float32", 1.0)}))
-        now = models[0].capture().moment.value(0)
+        now = models[0].capture().value(0)
         if down == "float32":
             moved, was = moved + (now - was), now
         else:  # the steps as learners decode them, the oldest first: no value of an older version is needed
@@ -307,7 +293,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
     value = np.frombuffer(leafy_payload(0, 3, "float32", 1.0), np.float32)
     for model, base, sent in zip(models, (0, 2), (value, value + moved), strict=True):
         model.publish(model.merge(Merge(3, 0, (Part("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
-    ours, theirs = (model.capture().moment.value(0) for model in models)
+    ours, theirs = (model.capture().value(0) for model in models)
     assert np.abs(moved).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     if down != "float32":
@@ -334,3 +320,23 @@ def test_a_bounded_capture_holds_up_whoever_replaces_it_until_it_is_read(monkeyp
     assert merge(model, 9, {"a": gradient(model, 0, 7)}).state is not None, "it was given up"
     with pytest.raises(ValueError, match="no fragment was written; the disk is too slow, or hangs"):
         list(model.pieces(late))
+
+
+def test_buffers_are_written_again_and_bounded() -> None:
+    buffers = Buffers(3000)
+    arrays = [buffers.take(2000) for _ in range(FREE_MAX + 1)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    kept = [array[7:9].reshape(2, 1) for array in arrays[:2]]  # a view of a view
+    del arrays, array
+    found = [buffers.take(3000)[:2000] for _ in range(FREE_MAX + 1)]
+    assert {int(array[1]) for array in found} == {0, 2, 3, 4}, (
+        "what a view shows is not written again, fresh memory is 0"
+    )
+    assert all((view == number).all() for number, view in enumerate(kept))
+    del kept, found
+    assert len(buffers._free) == FREE_MAX, "and no more of it waits"
+    one = buffers.take(3000)
+    one[:] = 8
+    del one
+    assert buffers.take(1000)[0] == 8 and (buffers.take(3000)[1024:] == 0).sum() > 900, "a shorter one frees the rest"

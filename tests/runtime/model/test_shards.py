@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import pytest
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Heartbeat, Hello
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
+from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.model.shard_commands import ShardFree
+from diloco_jax.runtime.model.model_share import make_setup
+from diloco_jax.runtime.model.shard_process import ShardRun
+from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
-from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.transport.greeting import Description
@@ -182,10 +183,10 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     holder = bench.model.setup.shares.holders(0)[0]
     share, tell = bench.shards.shares[holder], bench.shards.shares[holder].tell
 
-    def watched(command: Any, arrays: Sequence[np.ndarray] = ()) -> None:
-        if isinstance(command, ShardFree):
-            freed.append(command.part)
-        tell(command, arrays)
+    def watched(command: Any, *arguments: Any) -> None:
+        if command is ShardRun.free:
+            freed.append(arguments[0])
+        tell(command, *arguments)
 
     share.tell = watched  # type: ignore[method-assign]
     for step in range(10):

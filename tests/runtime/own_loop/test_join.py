@@ -19,17 +19,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.core.kinds import kind_of
+from diloco_jax.runtime.island.evaluation import scalars
 from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
 from diloco_jax.runtime.own_loop import introduce as subject
-from diloco_jax.runtime.own_loop.evaluation import scalars
 from diloco_jax.runtime.own_loop.trees import LoopState
-from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig, TransportError
-from tests.runtime.helpers import ROOT, call, kill_processes, merged, processes_of, run, start, status, wait_for
+from tests.runtime.helpers import ROOT, call, kill_processes, merged, notes, processes_of, run, start, status, wait_for
 
 LOOP = Path(__file__).with_name("loop.py")
 OWN: dict[str, Any] = {
@@ -64,13 +63,6 @@ def island_pid(run_dir: Path, name: str) -> int:
         if f"DILOCO_ISLAND={name}".encode() in told and f"DILOCO_RUN_DIR={run_dir}".encode() in told:
             return int(entry.name)
     return 0
-
-
-def notes(run_dir: Path, kind: str, name: str) -> int:
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    return sum(r["kind"] == kind and name in r.get("members", ()) for r in read_metrics(path))
 
 
 @pytest.mark.long

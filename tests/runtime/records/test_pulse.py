@@ -13,7 +13,7 @@ import pytest
 from diloco_jax.runtime.records.phases import read_phases
 from diloco_jax.runtime.records.pulse import MEDIAN_OF, TICK_S, Patience, Pulse
 from diloco_jax.runtime.records.signals import HUNG
-from diloco_jax.settings.watchdog import WatchdogConfig
+from diloco_jax.settings.run import WatchdogConfig
 from tests.runtime.helpers import SLOW_STEP_S, kill_processes, start, status, wait_for, write_config
 
 CONFIG = WatchdogConfig(least_s=30.0, median_factor=4.0, start_s=100.0)
@@ -81,7 +81,7 @@ import sys, threading
 from pathlib import Path
 from diloco_jax.runtime.records.phases import read_phases
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.settings.watchdog import WatchdogConfig
+from diloco_jax.settings.run import WatchdogConfig
 pulse = Pulse(WatchdogConfig(least_s=0.5, start_s=0.5), "the loop of a", (Path(sys.argv[1]), "a"))
 pulse.last_word = lambda reason: (print("last word:", reason, flush=True), threading.Event().wait())
 def waits_for_ever(): threading.Event().wait()

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.status import read_earlier, read_status, start_again
-from tests.runtime.helpers import write_config
 
 
 def folder(tmp_path: Path, *files: str) -> Path:
@@ -105,12 +103,6 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     (tmp_path / "status.json").unlink()
     start_again(tmp_path)
     assert not (tmp_path / "status.json").exists()
-
-
-def test_a_folder_in_which_nobody_has_spoken_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(tmp_path)
-    assert cli.main(["status", str(tmp_path)]) == 2
-    assert "has said nothing yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "5", "null", '{"name": 1}', "{"])

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.runtime.records import tape_file
-from diloco_jax.runtime.records.line_file import LineFile
-from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s, read_lines
+from diloco_jax.runtime.records.tape_file import LineFile, TapeFile, TapeStopped, last_time_s, read_lines
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, read_metrics, write_json
 
 
@@ -25,7 +24,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
         self._pwrite = os.pwrite
-        monkeypatch.setattr("diloco_jax.runtime.records.line_file.os.pwrite", self.pwrite)
+        monkeypatch.setattr("diloco_jax.runtime.records.tape_file.os.pwrite", self.pwrite)
 
     def pwrite(self, file: int, data: memoryview, offset: int) -> int:
         taken = min(len(data), self.room)

@@ -19,7 +19,7 @@ from diloco_jax.protocol.messages import MetricsReport
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.runtime.syncer.driver import ADRIFT_S, FAREWELL_S, SyncerDriver
+from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
 from tests.runtime.helpers import STEP_S, kill_processes, processes_of, start, status, wait_for, write_config
 
@@ -175,7 +175,7 @@ class Scene:
         listener.receive, results.take.return_value = self.receive, []
         parts.stop.is_set.side_effect = lambda: not self._deliveries
         other: Any = MagicMock()
-        self.driver = SyncerDriver(parts, listener, results=results, merges=other, keeper=other, watch=other)
+        self.driver = SyncerDriver(parts, listener, results=results, merges=other, snapshots=other, watch=other)
 
     def connected(self) -> list[Any]:
         return [] if self.member.state == GONE else [self.member]

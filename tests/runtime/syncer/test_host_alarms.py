@@ -38,17 +38,9 @@ class Machine:
 
 
 def snapshot(folder: Path, step: int, size: int = 1000) -> None:
-    path = folder / "checkpoints" / f"step-{step:09d}"
+    path = folder / "checkpoints" / f"step_{step:08d}"
     path.mkdir(parents=True)
-    (path / "COMPLETE").touch()
     (path / "values").write_bytes(bytes(size))
-
-
-@pytest.fixture
-def names_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of this test count as complete snapshots."""
-    monkeypatch.setattr(host_alarms.checkpoint, "complete", lambda folder: sorted(folder.glob("*"), reverse=True))
-    monkeypatch.setattr(host_alarms.checkpoint, "global_step_of", lambda path: int(path.name.split("-")[1]))
 
 
 def test_a_healthy_machine_has_no_alarm(tmp_path: Path) -> None:
@@ -62,7 +54,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     assert machine.alarms.blocked == "the tape cannot be written: x"
 
 
-def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names_of_snapshots: None) -> None:
+def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, free = Machine(tmp_path), 64 << 20
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(1 << 30, 0, free))
     assert machine.told() == []
@@ -72,7 +64,7 @@ def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert machine.told() == []
 
 
-def test_no_snapshot_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names_of_snapshots: None) -> None:
+def test_no_snapshot_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, began_s = Machine(tmp_path), time.time()
     machine.machine.global_step = 21
     assert machine.told() == [], "a short run is over before"

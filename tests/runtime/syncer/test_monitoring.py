@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco_jax.runtime.syncer.exposition import ISLAND
+from diloco_jax.runtime.syncer.exposition import METRICS
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.text import parse
 from diloco_jax.transport.trust.certificates import make as make_certificates
@@ -43,7 +43,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     transport = certificate_settings(folder / "certs")
     config = parse({"islands": {"count": 2}, "syncer": {"metrics": where}, "transport": transport}, "a test")
     scraped = Scraped(folder, config, new(quorum=2))
-    scraped.metrics = {"island-0": {key: 0.5 for _, _, key in ISLAND}}
+    scraped.metrics = {"island-0": {key: 0.5 for _, key in METRICS["island"].values()}}
     one_round(scraped)
     with served(scraped.exposed):
         scraped.tell(9.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.runtime.records.line_file import Tail
+from diloco_jax.runtime.records.tape_file import Tail
 from diloco_jax.tools.chaos.actions import DonorHunt, Saboteur, order_file
 from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.ledger import WAITS_FILE, longest_waits
