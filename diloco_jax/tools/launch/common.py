@@ -8,12 +8,10 @@ from typing import NamedTuple
 from diloco_jax.settings.cloud import PORT_MAX, CloudConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.launch.files import IN_PROJECT, command
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
 
 CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
-MEMBER = "--member=serviceAccount:$SERVICE_ACCOUNT"
 CERTIFICATES_PATH = "/etc/diloco/certs"
 VOLUME = "/var/diloco"  # outlives the container
 RUN_DIR = f"{VOLUME}/run"
@@ -209,9 +207,14 @@ def remote(config: RunConfig) -> RunConfig:
     return replace(config, transport=transport, data=data, checkpoints=checkpoints)
 
 
-def allow(group: Sequence[str], name: str, role: str, member: str = MEMBER) -> str:
-    """Write the command that gives a member, by default the machines' account, a role at something."""
-    return command(*group, "add-iam-policy-binding", name, *IN_PROJECT, member, f"--role={role}", "--format=none")
+def flags(*words: str) -> str:
+    """Write flags of a command behind others; those that are empty are none."""
+    return "".join(f" {word}" for word in words if word)
+
+
+def make_certificates(config: RunConfig) -> str:
+    """Write the command that makes all certificates; those that are there stay."""
+    return f"diloco certs certs --learners {','.join(config.islands.names)}"
 
 
 def certificate_files(name: str) -> list[str]:

@@ -11,12 +11,10 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of
-from diloco_jax.tools.launch.files import Plan, Resource, command, piece, script, sequence_files, verbs
+from diloco_jax.tools.launch.files import Plan, piece, script, sequence_files
 from diloco_jax.tools.launch.needs import Needs, with_host
 
 README, GUIDES = Path(__file__).with_name("readme.md"), Path(__file__).with_name("guides.toml")
-BUCKET_USER = "roles/storage.objectUser"
-WORKLOAD_USER = "roles/iam.workloadIdentityUser"
 POD_ACCOUNT = "diloco"  # Kubernetes service account
 
 
@@ -36,9 +34,7 @@ class Launcher(NamedTuple):
         """Write all files and commands, with what machines need if that is known; ValueError names a wrong setting."""
         slices, config = self.slices(config), with_host(config, needs)
         own = self.parts(config, slices, needs)
-        # certificates that are there stay
-        certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
-        create = (certificates, "./project.sh create", *own.create)
+        create = (common.make_certificates(config), "./project.sh create", *own.create)
         delete = (*own.delete, "./project.sh delete")
         regions = common.regions_of(config, slices)
         files = {
@@ -117,30 +113,15 @@ def variables(config: RunConfig) -> str:
 
 def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
     """Write what is done once for all machines; NAT and permissions stay when the run is deleted."""
-    create = [common.allow(("gcloud", "storage", "buckets"), "gs://$BUCKET", BUCKET_USER)]
-    delete = [":"]
-    if way == "gke":  # pods are this account in Google Cloud
-        member = f"--member=serviceAccount:$PROJECT.svc.id.goog[$NAMESPACE/{POD_ACCOUNT}]"
-        create.append(common.allow(("gcloud", "iam", "service-accounts"), "$SERVICE_ACCOUNT", WORKLOAD_USER, member))
+    if way == "gke":
+        create, delete = piece("pod_account", account=POD_ACCOUNT), "  :\n"
     else:  # GKE makes the rules for its nodes itself
-        rule = Resource(("gcloud", "compute", "firewall-rules"), "$RUN-hosts")
-        tags = ("--source-tags", "$RUN-hosts", "--target-tags", "$RUN-hosts")
-        # JAX's coordinator and TPU runtime have ports that are known, the leader's own is any that is free
-        create.append(rule.make("--network", "$NETWORK", "--direction=INGRESS", "--allow=tcp", *tags))
-        delete = [rule.delete()]
-    for region in regions if config.cloud.nat else []:
-        where = ("--region", region)
-        router = Resource(("gcloud", "compute", "routers"), "$NAT", where)
-        nat = Resource(("gcloud", "compute", "routers", "nats"), "$NAT", ("--router", "$NAT", *where))
-        create += [
-            router.make("--network", "$NETWORK"),
-            nat.make("--auto-allocate-nat-external-ips", "--nat-all-subnet-ip-ranges"),
-        ]
-    return script("What all machines of the run share.", verbs({"create": create, "delete": delete}))
+        create, delete = piece("hosts_rule"), piece("no_hosts_rule")
+    nat = [piece("nat", region=region) for region in regions if config.cloud.nat]
+    return script("What all machines of the run share.", piece("project", create=[create, *nat], delete=[delete]))
 
 
-def slice_policy(each: IslandMachines) -> tuple[Resource, str]:
-    """Return the workload policy by which hosts become one slice, and the command that makes it."""
-    policy = Resource(("gcloud", "compute", "resource-policies"), each.resource, ("--region", each.region))
-    shape = f"--accelerator-topology={each.topology.dims}"
-    return policy, policy.make("--type=HIGH_THROUGHPUT", shape, kind=("workload-policy",))
+def slice_policy(each: IslandMachines) -> tuple[str, str]:
+    """Write how the workload policy is made by which hosts become one slice, and how it is taken away."""
+    values = {"name": each.resource, "region": each.region, "dims": each.topology.dims}
+    return piece("policy", **values), piece("no_policy", **values)
