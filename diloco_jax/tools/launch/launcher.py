@@ -3,7 +3,7 @@
 import shlex
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,23 +92,11 @@ def local(config: RunConfig) -> RunConfig:
 
 def variables(config: RunConfig) -> str:
     """Write variables.sh, which all scripts read."""
-    cloud = config.cloud
-    values = {
-        "RUN": config.name,
-        "PROJECT": cloud.project,
-        "IMAGE": cloud.image,
-        "NETWORK": cloud.network,
-        "SUBNETWORK": cloud.subnetwork or cloud.network,
-        "SERVICE_ACCOUNT": cloud.service_account,
-        "BUCKET": cloud.bucket,
-        "NAT": cloud.nat,
-        "CLUSTER": cloud.cluster,
-        "NAMESPACE": cloud.namespace,
-        "PORT": str(cloud.port),
-        "SYNCER_ZONE": common.syncer_zone(config),
-        "SYNCER_REGION": common.syncer_region(config),
-    }
-    return piece("variables", values="\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items()))
+    cloud = asdict(config.cloud)
+    cloud["subnetwork"] = config.cloud.subnetwork or config.cloud.network
+    words = {name: shlex.quote(value) for name, value in cloud.items() if isinstance(value, str)}
+    zone, region = common.syncer_zone(config), common.syncer_region(config)
+    return piece("variables", **words | {"run": config.name, "port": cloud["port"], "zone": zone, "region": region})
 
 
 def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
