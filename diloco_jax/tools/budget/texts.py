@@ -31,9 +31,13 @@ class Texts(Formatter):
     def __init__(self, path: Path) -> None:
         self._texts: dict[str, str] = tomllib.loads(path.read_text(encoding="utf-8"))
 
+    def text(self, name: str, /, **values: Any) -> str:
+        """Return a text with these figures."""
+        return self.vformat(self._texts[name], (), values)
+
     def lines(self, name: str, /, **values: Any) -> list[str]:
         """Return the lines of a text with these figures."""
-        return self.vformat(self._texts[name], (), values).splitlines()
+        return self.text(name, **values).splitlines()
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         form = FORMS.get(conversion)

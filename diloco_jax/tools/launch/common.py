@@ -1,8 +1,10 @@
 """The common ground of all ways of launching: checks of the config, names, and commands of learner and syncer."""
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from diloco_jax.settings.cloud import PORT_MAX, CloudConfig
@@ -22,7 +24,7 @@ BUCKET = "{bucket}"  # in data.path: the name of the bucket
 ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
 NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-LONGEST = "7d"  # of flex-start
+CAPACITY = tomllib.loads(Path(__file__).with_name("capacity.toml").read_text(encoding="utf-8"))
 _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
 
 
@@ -30,27 +32,8 @@ class Asked(NamedTuple):
     """A request for machines."""
 
     flags: tuple[str, ...] = ()  # of the command that makes them
-    selector: tuple[str, str] | None = None  # label that their nodes have, on GKE
+    selector: tuple[str, ...] = ()  # label that their nodes have, and its value, on GKE
     alpha: bool = False  # only the alpha version of the command knows these flags
-
-
-RESERVED = ("--reservation-affinity=specific", "--reservation")
-FLEXIBLE = ("--flex-start", "--enable-autoscaling", "--min-nodes=0", "--location-policy=ANY")
-# Flags: `gcloud help` of 528; core/capacity.py of AI-Hypercomputer/xpk; below docs.cloud.google.com
-# /tpu/docs/request-using-flex-start and /kubernetes-engine/docs/concepts/dws. Compute Engine has none for slices.
-CAPACITY = {
-    ("gke", "spot"): Asked(("--spot",), ("cloud.google.com/gke-spot", "true")),
-    ("gke", "reservation"): Asked(RESERVED, ("cloud.google.com/reservation-name", "")),
-    ("gke", "flex-start"): Asked(
-        (*FLEXIBLE, "--reservation-affinity=none", "--no-enable-autorepair"),
-        ("cloud.google.com/gke-flex-start", "true"),
-    ),
-    ("gce", "spot"): Asked(("--provisioning-model=SPOT", "--instance-termination-action=STOP")),
-    ("gce", "reservation"): Asked(RESERVED),
-    ("tpu-vm", "spot"): Asked(("--spot",)),
-    ("tpu-vm", "reservation"): Asked(("--reserved",)),
-    ("tpu-vm", "flex-start"): Asked(("--provisioning-model=flex-start", f"--max-run-duration={LONGEST}"), alpha=True),
-}
 
 
 class IslandMachines(NamedTuple):
@@ -240,12 +223,10 @@ def asked_of(cloud: CloudConfig, way: str) -> Asked:
         )
     if cloud.capacity == "on-demand":
         return Asked()
-    asked = CAPACITY.get((way, cloud.capacity))
+    asked = CAPACITY[way].get(cloud.capacity)
     if asked is None:
-        able = " and ".join(name for name, capacity in CAPACITY if capacity == cloud.capacity)
+        able = " and ".join(name for name, known in CAPACITY.items() if cloud.capacity in known)
         raise ValueError(f"cloud.capacity is {cloud.capacity}, which launch {way} cannot ask for; only {able} can")
-    flags = asked.flags
-    if flags[-1] == "--reservation":
-        flags = (*flags, cloud.reservation)
-    selector = asked.selector and (asked.selector[0], asked.selector[1] or cloud.reservation.rpartition("/")[2])
-    return asked._replace(flags=flags, selector=selector)
+    names = {"reservation": cloud.reservation, "name": cloud.reservation.rpartition("/")[2]}
+    words, label = (tuple(word.format(**names) for word in asked.get(part, ())) for part in ("flags", "selector"))
+    return Asked(words, label, asked.get("alpha", False))

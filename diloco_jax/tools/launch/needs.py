@@ -42,21 +42,6 @@ def allocatable(gib: float) -> float:
     return (gib - kept) * GIB
 
 
-def host_for(machine_type: str, need_bytes: float) -> SyncerMachine:
-    """Choose the host of a syncer that takes so many bytes (0: unknown), or the named one; ValueError if none does."""
-    request = need_bytes * MARGIN
-    if machine_type:
-        gib = MACHINE_GIB.get(machine_type, 0)
-        return SyncerMachine(machine_type, request, allocatable(gib) if gib else 0.0)
-    for name, gib in MACHINE_GIB.items():
-        if allocatable(gib) >= request:
-            return SyncerMachine(name, request, allocatable(gib))
-    raise ValueError(
-        f"the syncer needs {request / GIB:.0f} GiB of memory, more than {name} has; lower protocol.anchor_history, or "
-        "name a larger machine in cloud.syncer_machine_type"
-    )
-
-
 def needs_of(config: RunConfig) -> dict[str, Any]:
     """Work out what hosts, chips, disks and links must carry; ValueError if the model cannot be loaded here."""
     found = list(outlines(config))
@@ -69,14 +54,23 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
 
 
 def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
-    """Return the syncer's host: the config's, or the smallest that does; ValueError if nobody knows what it needs."""
-    machine = config.cloud.syncer_machine_type
-    if machine == AUTO and needs is None:
+    """Return the syncer's host: the config's, or the smallest that does; ValueError if none does, or nobody knows."""
+    machine, request = config.cloud.syncer_machine_type, MARGIN * syncer_bytes(needs)
+    if machine and machine != AUTO:
+        gib = MACHINE_GIB.get(machine, 0)
+        return SyncerMachine(machine, request, allocatable(gib) if gib else 0.0)
+    if machine and needs is None:
         raise ValueError(
             "cloud.syncer_machine_type is auto, but the model cannot be loaded here, so nobody knows its size; name a "
             "machine type"
         )
-    return host_for("" if machine == AUTO else machine, syncer_bytes(needs))
+    for name, gib in MACHINE_GIB.items():
+        if allocatable(gib) >= request:
+            return SyncerMachine(name, request, allocatable(gib))
+    raise ValueError(
+        f"the syncer needs {request / GIB:.0f} GiB of memory, more than {name} has; lower protocol.anchor_history, or "
+        "name a larger machine in cloud.syncer_machine_type"
+    )
 
 
 def syncer_bytes(needs: Needs) -> float:
