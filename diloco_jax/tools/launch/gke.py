@@ -17,8 +17,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import IslandMachines, asked_of, flags
-from diloco_jax.tools.launch.files import Plan, piece, script
-from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, slice_policy
+from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, Plan, piece, script, slice_policy
 from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_host
 
 Manifest: TypeAlias = dict[str, Any]

@@ -17,8 +17,7 @@ from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.files import HEADER, Plan, piece
-from diloco_jax.tools.launch.launcher import local
+from diloco_jax.tools.launch.launcher import HEADER, Plan, local, piece
 from diloco_jax.tools.launch.needs import GIB, MARGIN, Needs, island_bytes, syncer_bytes
 
 COORDINATOR_PORT = 8482

@@ -1,9 +1,10 @@
-"""A way of launching, and the files that all of them write."""
+"""A way of launching: its result, files and the commands that use them, and those files that all ways write."""
 
+import re
 import shlex
 import tomllib
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +12,57 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of
-from diloco_jax.tools.launch.files import Plan, piece, script, sequence_files
 from diloco_jax.tools.launch.needs import Needs, with_host
 
-README, GUIDES = Path(__file__).with_name("readme.md"), Path(__file__).with_name("guides.toml")
+HEADER = "#!/usr/bin/env bash\n"
+PIECES, README, GUIDES = (Path(__file__).with_name(name) for name in ("pieces.txt", "readme.md", "guides.toml"))
 POD_ACCOUNT = "diloco"  # Kubernetes service account
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run's launch, as data."""
+
+    files: dict[str, str]  # relative path -> text. Those that begin with "#!" are made executable.
+    create: tuple[str, ...]  # command lines of bash, run in the folder of the files, one by one
+    delete: tuple[str, ...]  # the same, to take away what they made
+
+
+def piece(name: str, /, **values: object) -> str:
+    """Return a part of a script from pieces.txt, with values in place of their names between two @.
+
+    A list has other parts, which take the place of a line.
+    """
+    text = re.split(rf"(?m)^#= {name}\n", PIECES.read_text(encoding="utf-8"))[1].partition("\n#= ")[0].rstrip() + "\n"
+    for key, value in values.items():
+        if isinstance(value, list):
+            text = text.replace(f"@{key}@\n", "".join(value))
+        text = text.replace(f"@{key}@", str(value))
+    return text
+
+
+def script(comment: str, body: str, *, depth: int = 0) -> str:
+    """Write a script that runs in the folder of the files and stops at the first failure.
+
+    One that has functions is called as SCRIPT VERB, and the verb is one of them.
+    """
+    names = " | ".join(re.findall(r"(?m)^(\w+)\(\) \{$", body))
+    about = "".join(f"# {line}\n" for line in comment.splitlines())
+    choice = piece("choice", names=names) if names else ""
+    return HEADER + piece("script", about=[about], up="/.." * depth, body=[body.rstrip() + "\n"], choice=[choice])
+
+
+def sequence_files(create: Sequence[str], delete: Sequence[str]) -> dict[str, str]:
+    """Write create.sh and delete.sh, which run a plan's commands."""
+    keeps = "Takes away what create.sh made, but for the disk with the run's folder, clusters and certificates.\n"
+    return {
+        "create.sh": script("Makes and starts everything. May be run again: what is there stays.", "\n".join(create)),
+        # one that cannot be deleted must not keep the others
+        "delete.sh": script(
+            keeps + "Goes on after a failure, and ends with status 1 if there was one.",
+            "failed=0\n" + "\n".join(f"{{ {line}; }} || failed=1" for line in delete) + '\nexit "$failed"',
+        ),
+    }
 
 
 class Launcher(NamedTuple):

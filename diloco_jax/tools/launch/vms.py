@@ -12,8 +12,7 @@ from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import VOLUME, IslandMachines, asked_of, flags
-from diloco_jax.tools.launch.files import HEADER, Plan, piece, script
-from diloco_jax.tools.launch.launcher import Launcher, slice_policy
+from diloco_jax.tools.launch.launcher import HEADER, Launcher, Plan, piece, script, slice_policy
 from diloco_jax.tools.launch.needs import Needs
 
 USER = 10001  # of the image
