@@ -60,7 +60,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
             "collectives": "unknown: does not fit" if refused else spelled,
             **{taken: sum(row[taken] for row in same) for taken in ("compile_s", "cpu_s")},
         }
-        lines += _say("table", **worst | told)
+        lines += _say("table", **{**worst, **told})
     return lines
 
 
