@@ -7,6 +7,7 @@ the JobSet starts all hosts of the island again; the other islands are JobSets o
 import json
 import math
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any, TypeAlias
 
 import yaml
@@ -246,8 +247,9 @@ def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[str, str]:
 
 def _pool(name: str, zone: str, machine: str, count: int, *more: str) -> tuple[str, str]:
     """Write how a pool of nodes is made, and taken away."""
-    values = {"name": name, "region": common.region_of(zone), "zone": zone, "machine": machine, "count": count}
-    return piece("pool", **values, flags=flags(*more)), piece("no_pool", **values)
+    where = {"name": name, "region": common.region_of(zone), "zone": zone}
+    made = piece("pool", **where, machine=quote(machine), count=count, flags=flags(*more))
+    return made, piece("no_pool", **where)
 
 
 def _context(region: str) -> str:

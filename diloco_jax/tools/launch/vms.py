@@ -7,6 +7,7 @@ island). Nothing secret is among them; certificates come from Secret Manager, to
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from shlex import quote
 
 from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
@@ -108,7 +109,7 @@ def group_script(config: RunConfig, each: IslandMachines) -> str:
         "group",
         **_certificates(each.name),
         name=name,
-        machine=each.topology.machine_type,
+        machine=quote(each.topology.machine_type),
         kind=flags(*asked_of(config.cloud, "gce").flags),
         image=config.cloud.tpu_image_family,
         disk_gb=config.cloud.host_disk_gb,
@@ -144,8 +145,8 @@ def resource_script(config: RunConfig, each: IslandMachines) -> str:
         resources=f"gcloud{' alpha' * asked.alpha} compute tpus queued-resources",
         name=each.resource,
         zone=each.zone,
-        accelerator=each.topology.accelerator_type,
-        runtime=each.topology.generation.runtime_version,
+        accelerator=quote(each.topology.accelerator_type),
+        runtime=quote(each.topology.generation.runtime_version),
         private=flags("--internal-ips" * private),
         kind=flags(*asked.flags),
         island=each.name,
