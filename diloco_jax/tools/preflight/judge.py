@@ -37,7 +37,7 @@ ROOM = 0.9  # of a chip's memory, at most, that is planned to be taken
 SAVES = {"dtype": ("float32", "bfloat16"), "scan_layers": (False, "true"), "remat": ("none", "full")}
 WASTE = 1.5  # anchors over parameters, both float32, from which cutting elsewhere is worth a try
 CHUNK_FROM = 32_768  # token ids from which logits deserve to be computed in chunks
-_say = Texts(Path(__file__).with_name("advice.toml")).text
+words_of = Texts(Path(__file__).with_name("advice.toml")).text
 
 
 class Misfit(NamedTuple):
@@ -66,7 +66,7 @@ def advise_anchors(hbm: Hbm, mesh: Mapping[str, int]) -> list[str]:
     if hbm.anchors < WASTE * hbm.parameters or hbm.anchors < GB / 10:
         return []
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
-    return [_say("anchors", anchors=hbm.anchors / GB, parameters=hbm.parameters / GB, axes=axes)]
+    return [words_of("anchors", anchors=hbm.anchors / GB, parameters=hbm.parameters / GB, axes=axes)]
 
 
 def _share_state(case: Misfit, limit: float) -> list[str]:
@@ -74,7 +74,7 @@ def _share_state(case: Misfit, limit: float) -> list[str]:
     hbm, data = case.hbm, case.mesh["data"]
     if data > 1:
         fsdp, fixed = case.mesh["fsdp"] * data, hbm.fixed / GB
-        return [_say("share", fixed=fixed, data=data, fsdp=fsdp, left=fixed / data)]
+        return [words_of("share", fixed=fixed, data=data, fsdp=fsdp, left=fixed / data)]
     return [_larger(case, limit, hbm.fixed)]
 
 
@@ -85,15 +85,15 @@ def _larger(case: Misfit, limit: float, needed: float) -> str:
         shape[shape.index(min(shape))] *= 2
         chips *= 2
     text = "none_larger" if chips > generation.chips_max else "larger"
-    return _say(text, needed=needed / GB, name=case.topology.name, shape="x".join(map(str, sorted(shape))))
+    return words_of(text, needed=needed / GB, name=case.topology.name, shape="x".join(map(str, sorted(shape))))
 
 
 def _less_activations(case: Misfit) -> list[str]:
     """Advise fewer sequences per chip, and to keep less of each layer: activations grow with both."""
     advice = _kept_less(case.model)
     text = "batch" if case.sequences > 1 else "tensor"
-    advice.append(_say(text, sequences=case.sequences, tensor=2 * case.mesh["tensor"]))
-    return [_say("activations", temporaries=case.hbm.temporaries / GB, settings=", or ".join(advice))]
+    advice.append(words_of(text, sequences=case.sequences, tensor=2 * case.mesh["tensor"]))
+    return [words_of("activations", temporaries=case.hbm.temporaries / GB, settings=", or ".join(advice))]
 
 
 def _kept_less(model: ModelConfig) -> list[str]:
@@ -207,11 +207,11 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
     result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
     if gathers.waited_for:
-        result["advice"].append(f"{topology}: {_say('waits', gathers=gathers.waited_for)}")
+        result["advice"].append(f"{topology}: {words_of('waits', gathers=gathers.waited_for)}")
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
-        problems.append(_say("whole_model"))
+        problems.append(words_of("whole_model"))
     if gathers.stacked_elements >= ALL_LAYERS * parameters:
-        problems.append(_say("all_layers"))
+        problems.append(words_of("all_layers"))
     result["problems"] += [f"{topology}: {problem}" for problem in problems]
 
 
@@ -254,9 +254,9 @@ def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> 
         if not row["fits"]:
             refused = "; the compiler refuses it" if row["flops"] is None else ""
             sizes = {"needed": row["hbm_bytes"] / GB, "limit": row["hbm_limit_bytes"] / GB}
-            problems.append(_say("chip", program=row["program"], **sizes, refused=refused))
+            problems.append(words_of("chip", program=row["program"], **sizes, refused=refused))
     needed, limit = island["host_bytes"], island["host_limit_bytes"]
-    return problems + ([_say("host", needed=needed / GB, limit=limit / GB)] if needed > limit else [])
+    return problems + ([words_of("host", needed=needed / GB, limit=limit / GB)] if needed > limit else [])
 
 
 def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]:
@@ -268,9 +268,9 @@ def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]
             continue
         if built.fragments and program.collectives:
             kinds = ", ".join(f"{n} {kind}" for kind, n in program.collective_counts.items())
-            problems.append(_say("collectives", program=name, kinds=kinds))
+            problems.append(words_of("collectives", program=name, kinds=kinds))
         if program.host_transfers:
-            problems.append(_say("transfers", program=name, first=program.host_transfers[0]))
+            problems.append(words_of("transfers", program=name, first=program.host_transfers[0]))
         if program.devices != topology.devices:
-            problems.append(_say("devices", program=name, devices=program.devices, expected=topology.devices))
+            problems.append(words_of("devices", program=name, devices=program.devices, expected=topology.devices))
     return problems
