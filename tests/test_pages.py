@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.settings.text import config_schema, setting_names
+from tests.sockets import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -70,12 +70,6 @@ def blocks(page: str, kept: str = "") -> list[tuple[str, str]]:
         assert said in text, f"{page} does not say {said!r} any more"
         text = text.replace(said, run)
     return [((MACHINE.match(block) or "AA")[1], block) for block in BLOCK.findall(text)]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -5,14 +5,17 @@ Sizes are CSS pixels of the drawing's own coordinate system.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 
 from diloco_jax.tools.live.words import format_count
-from diloco_jax.tools.view.colours import DARK, IN_THE_DARK, LIGHT
+from diloco_jax.tools.view.page import FOLDER
 
 NUM_COLOURS = 8
+STYLE = (FOLDER / "page.css").read_text(encoding="utf-8")  # of the page of a run, by daylight and in the dark
+LIGHT, DARK = (dict(re.findall(r"--(\w+):(#\w+)", block)) for block in re.findall(r":root\{([^}]*)\}", STYLE))
 WIDE, HALF = 1040, 504  # drawing widths: the whole column, and two side by side
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40  # room around the plotting area
 
@@ -164,5 +167,5 @@ SVG_STYLE = (
     'text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif}.title{font-size:16px;font-weight:620}'
     ".grid,.axis,.line{fill:none}.line{stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}"
     f".line.dashed{{stroke-dasharray:7 5}}"
-    f"{_svg_rules(LIGHT)}{IN_THE_DARK}{{{_svg_rules(DARK)}}}"
+    f"{_svg_rules(LIGHT)}@media(prefers-color-scheme:dark){{{_svg_rules(DARK)}}}"
 )

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.tools.view.colours import DARK, LIGHT
 from plotting import charts
-from plotting.charts import NUM_COLOURS, settings_axis
+from plotting.charts import DARK, LIGHT, NUM_COLOURS, settings_axis
 
 
 def luminance(colour: str) -> float:

@@ -16,50 +16,12 @@ from diloco_jax.settings.text import load
 from diloco_jax.tools.doctor import examine
 from diloco_jax.tools.doctor.host import ProcessPart, part_of
 from diloco_jax.transport.trust import certificates
-from tests.cli.catalogue import FIRST, FOUND, SETTINGS, WORDS, Wrong
+from tests.cli.catalogue import CONFIGS, FIRST, FOUND, SETTINGS, WORDS, Wrong
 from tests.runtime.helpers import call, write_config
 
 pytestmark = pytest.mark.net
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
-WRONG_MODELS = """
-from flax import nnx
-from diloco_jax.training.models.decoder import Decoder
-
-
-class NoArgs(Decoder):
-    @classmethod
-    def from_config(cls, args, *, rngs):
-        return super().from_config({"dim": args["width"]}, rngs=rngs)
-
-
-class BadLoss(Decoder):
-    def loss(self, batch):
-        return batch["tokens"] @ batch["tokens"], {}
-
-
-class BadValue(Decoder):
-    def loss(self, batch):
-        raise ValueError("not ours")
-"""
-FILES = {
-    "wrong_models.py": WRONG_MODELS,
-    "broken_model.py": "class Thing(\n",
-    "file": "x",
-    "nil": "",
-    "short.txt": "x" * 400,
-    "some.txt": "x" * 10000,
-    "damaged/tape.jsonl": "garbage\n",
-    "damaged/metrics.jsonl": "garbage\n",
-    "damaged/status.json": "{",
-    "damaged/syncer.address": "nonsense",
-    "damaged/tokenizer.json": "{}",
-    "cut/tape.jsonl": '["Hello"]\n',
-    "parallel/metrics.jsonl": "{}\n",
-    "ended/tape.jsonl": "",
-    "ended/summary.json": '{"complete": true}',
-    "old/store.json": '{"version": 0, "finished": true, "made_from": {}, "files": []}',
-    "public/config.json": '{"model_type": "gpt2"}',
-}
+FILES = {"short.txt": "x" * 400, "some.txt": "x" * 10000, **CONFIGS["files"]}
 
 
 @pytest.fixture(scope="module")

@@ -229,35 +229,23 @@ def longest_waits(run_dir: Path, recoveries: Sequence[Recovery]) -> dict[str, fl
 
 
 def table(result: Mapping[str, Any]) -> str:
+    told = _told(result)
     lines = [f"{'kind':<12} {'faults':>6} {'recovered':>10} {'median s':>9} {'max s':>8}"]
-    for kind, row in result["by_kind"].items():
-        times = row["recovery_s"]
-        lines.append(
-            f"{kind:<12} {row['faults']:>6} {row['recovered']:>5} of {row['recoveries']:<2}"
-            f" {_number(times['median']):>8} {_number(times['max']):>8}"
-        )
-    gap, rejoin, wait = result["survivor_gap_s"], result["rejoin_s"], result["step_wait_s"]
-    participation = ", ".join(f"{name} {share:.2f}" for name, share in result["participation"].items())
-    samples = ", ".join(f"{key} {value}" for key, value in result["samples"].items())
-    lines += [
-        "",
-        f"faults                {result['faults']}, {result['recovered']} of {result['recoveries']} recovered",
-        f"goodput, uptime       {_number(result['goodput'])}, {_number(result['uptime'])}",
-        f"after a death, gap between merged rounds   median {_number(gap['median'])} s, max {_number(gap['max'])} s",
-        f"killed island merged again after           median {_number(rejoin['median'])} s,"
-        f" max {_number(rejoin['max'])} s",
-        f"longest pause of rounds, syncer being well {_number(result['longest_pause_s'])} s",
-        f"longest time between two steps of an island median {_number(wait['median'])} s, max {_number(wait['max'])} s",
-        f"participation         {participation or 'unknown'}",
-        f"samples               {samples or 'unknown'}",
-        f"evaluation loss       {_number(result['eval_loss'])} after {result['global_steps']} global steps,"
-        f" {result['rounds']} rounds",
-    ]
+    for kind, row in told["by_kind"].items():
+        recovered, times = f"{row['recovered']:>5} of {row['recoveries']:<2}", row["recovery_s"]
+        lines.append(f"{kind:<12} {row['faults']:>6} {recovered} {times['median']:>8} {times['max']:>8}")
+    shares = ", ".join(f"{name} {share:.2f}" for name, share in result["participation"].items())
+    told["participation"] = shares or "unknown"
+    told["samples"] = ", ".join(f"{key} {value}" for key, value in result["samples"].items()) or "unknown"
+    lines += Path(__file__).with_name("verdict.txt").read_text(encoding="utf-8").format(**told).splitlines()
     if result["skipped"]:
         lines.append(f"{result['skipped']} more faults did not fit: raise train.steps, or lower --faults")
     lines += [f"PROBLEM  {problem}" for problem in result["problems"]]
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _told(value: Any) -> Any:
+    """Write numbers as people read them; those that are not known as a dash."""
+    if isinstance(value, dict):
+        return {key: _told(one) for key, one in value.items()}
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value

@@ -43,23 +43,16 @@ FAULTS_MAX = 10_000
 class ChaosFault:
     """One fault of the schedule."""
 
-    number: int
-    """From 1, in the order in which they are due."""
-    kind: str
-    """One of KINDS."""
-    target: str
-    """An island, or the syncer."""
+    number: int  # from 1, in the order in which they are due
+    kind: str  # one of KINDS or SIGNS
+    target: str  # an island, or the syncer
+    # The global step of the run at which it is due. It waits while its target has not recovered from another.
     at_step: int
-    """The global step of the run at which it is due. It waits while its target has not recovered from another."""
-    duration_s: float = 0.0
-    """Seconds until it is taken back; 0 for what is over at once."""
-    direction: Direction = "both"
-    """Of the link: towards the syncer, from it, or both."""
-    how: str = ""
-    """cut: rst or fin. nan: nan or huge."""
+    duration_s: float = 0.0  # until it is taken back; 0 for what is over at once
+    direction: Direction = "both"  # of the link: towards the syncer, from it, or both
+    how: str = ""  # cut: rst or fin. nan: nan or huge.
+    # corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second. wrong-clock: seconds.
     amount: int = 0
-    """corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second. wrong-clock: seconds.
-    """
 
     @property
     def kills(self) -> bool:

@@ -1,19 +1,19 @@
 """The common ground of all ways of launching: checks of the config, names, and commands of learner and syncer."""
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from diloco_jax.settings.cloud import PORT_MAX, CloudConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.launch.files import IN_PROJECT, command
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
 
 CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
-MEMBER = "--member=serviceAccount:$SERVICE_ACCOUNT"
 CERTIFICATES_PATH = "/etc/diloco/certs"
 VOLUME = "/var/diloco"  # outlives the container
 RUN_DIR = f"{VOLUME}/run"
@@ -24,7 +24,7 @@ BUCKET = "{bucket}"  # in data.path: the name of the bucket
 ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
 NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-LONGEST = "7d"  # of flex-start
+CAPACITY = tomllib.loads(Path(__file__).with_name("capacity.toml").read_text(encoding="utf-8"))
 _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
 
 
@@ -32,27 +32,8 @@ class Asked(NamedTuple):
     """A request for machines."""
 
     flags: tuple[str, ...] = ()  # of the command that makes them
-    selector: tuple[str, str] | None = None  # label that their nodes have, on GKE
+    selector: tuple[str, ...] = ()  # label that their nodes have, and its value, on GKE
     alpha: bool = False  # only the alpha version of the command knows these flags
-
-
-RESERVED = ("--reservation-affinity=specific", "--reservation")
-FLEXIBLE = ("--flex-start", "--enable-autoscaling", "--min-nodes=0", "--location-policy=ANY")
-# Flags: `gcloud help` of 528; core/capacity.py of AI-Hypercomputer/xpk; below docs.cloud.google.com
-# /tpu/docs/request-using-flex-start and /kubernetes-engine/docs/concepts/dws. Compute Engine has none for slices.
-CAPACITY = {
-    ("gke", "spot"): Asked(("--spot",), ("cloud.google.com/gke-spot", "true")),
-    ("gke", "reservation"): Asked(RESERVED, ("cloud.google.com/reservation-name", "")),
-    ("gke", "flex-start"): Asked(
-        (*FLEXIBLE, "--reservation-affinity=none", "--no-enable-autorepair"),
-        ("cloud.google.com/gke-flex-start", "true"),
-    ),
-    ("gce", "spot"): Asked(("--provisioning-model=SPOT", "--instance-termination-action=STOP")),
-    ("gce", "reservation"): Asked(RESERVED),
-    ("tpu-vm", "spot"): Asked(("--spot",)),
-    ("tpu-vm", "reservation"): Asked(("--reserved",)),
-    ("tpu-vm", "flex-start"): Asked(("--provisioning-model=flex-start", f"--max-run-duration={LONGEST}"), alpha=True),
-}
 
 
 class IslandMachines(NamedTuple):
@@ -209,9 +190,14 @@ def remote(config: RunConfig) -> RunConfig:
     return replace(config, transport=transport, data=data, checkpoints=checkpoints)
 
 
-def allow(group: Sequence[str], name: str, role: str, member: str = MEMBER) -> str:
-    """Write the command that gives a member, by default the machines' account, a role at something."""
-    return command(*group, "add-iam-policy-binding", name, *IN_PROJECT, member, f"--role={role}", "--format=none")
+def flags(*words: str) -> str:
+    """Write flags of a command behind others; those that are empty are none."""
+    return "".join(f" {word}" for word in words if word)
+
+
+def make_certificates(config: RunConfig) -> str:
+    """Write the command that makes all certificates; those that are there stay."""
+    return f"diloco certs certs --learners {','.join(config.islands.names)}"
 
 
 def certificate_files(name: str) -> list[str]:
@@ -237,12 +223,10 @@ def asked_of(cloud: CloudConfig, way: str) -> Asked:
         )
     if cloud.capacity == "on-demand":
         return Asked()
-    asked = CAPACITY.get((way, cloud.capacity))
+    asked = CAPACITY[way].get(cloud.capacity)
     if asked is None:
-        able = " and ".join(name for name, capacity in CAPACITY if capacity == cloud.capacity)
+        able = " and ".join(name for name, known in CAPACITY.items() if cloud.capacity in known)
         raise ValueError(f"cloud.capacity is {cloud.capacity}, which launch {way} cannot ask for; only {able} can")
-    flags = asked.flags
-    if flags[-1] == "--reservation":
-        flags = (*flags, cloud.reservation)
-    selector = asked.selector and (asked.selector[0], asked.selector[1] or cloud.reservation.rpartition("/")[2])
-    return asked._replace(flags=flags, selector=selector)
+    names = {"reservation": cloud.reservation, "name": cloud.reservation.rpartition("/")[2]}
+    words, label = (tuple(word.format(**names) for word in asked.get(part, ())) for part in ("flags", "selector"))
+    return Asked(words, label, asked.get("alpha", False))

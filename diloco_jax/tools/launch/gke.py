@@ -7,6 +7,7 @@ the JobSet starts all hosts of the island again; the other islands are JobSets o
 import json
 import math
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any, TypeAlias
 
 import yaml
@@ -16,9 +17,8 @@ from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.common import IslandMachines, asked_of
-from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, piece, script, verbs
-from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, slice_policy
+from diloco_jax.tools.launch.common import IslandMachines, asked_of, flags
+from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, Plan, piece, script, slice_policy
 from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_host
 
 Manifest: TypeAlias = dict[str, Any]
@@ -38,7 +38,6 @@ INTERNAL = {
     "networking.gke.io/internal-load-balancer-allow-global-access": "true",  # for islands of other regions
 }
 JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"
-CONTROLLER = "deployment/jobset-controller-manager"
 CONTROLLER_MACHINE = "e2-standard-4"  # JobSet's controller asks for half a processor, which small nodes have not left
 
 
@@ -203,54 +202,39 @@ LAUNCHER = Launcher("gke", (), parts)
 
 def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines]) -> str:
     """Write what is done in one region's cluster."""
-    files = [f"clusters/{region}/{each.name}.yaml" for each in slices]
-    names = [each.name for each in slices]
+    names, context = [each.name for each in slices], _context(region)
     pools = [_island_pool(config, each) for each in slices]
     policies = [slice_policy(each) for each in slices if _by_policy(each)]
     if region == common.syncer_region(config):
         names.append("syncer")
         where = common.syncer_name(config), common.syncer_zone(config)
-        pools.append(_node_pool(*where, config.cloud.syncer_machine_type, 1))
-    where = ("--location", region)
-    cluster = Resource(("gcloud", "container", "clusters"), "$CLUSTER", where)
-    create = [
-        cluster.make(
-            *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK"),
-            *("--enable-ip-alias", "--num-nodes", "1", "--release-channel", "regular"),
-            *("--machine-type", CONTROLLER_MACHINE, "--service-account", "$SERVICE_ACCOUNT"),
-            "--workload-pool=$PROJECT.svc.id.goog",
-            *(("--enable-private-nodes",) if config.cloud.private else ()),
-        ),
-        command(*cluster.group, "get-credentials", "$CLUSTER", *where, *IN_PROJECT),
-        _kubectl(region, "apply", "--server-side", "-f", JOBSET),
-        # it is ready when its webhook answers, without which no JobSet is taken
-        _kubectl(region, *("--namespace", "jobset-system", "rollout", "status", "--timeout=10m"), CONTROLLER),
-        *(make for _, make in policies),
-        *(pool.make(*flags) for pool, flags in pools),
-    ]
-    address = 'address="$(./syncer.sh address)"'
-    mapping = ("create", "configmap", "$RUN-syncer", "--from-literal=address=$address:$PORT")
-    apply = [_kubectl(region, "apply", "-f", file) for file in files]
-    stop = [_kubectl(region, "delete", "--ignore-not-found", "-f", file) for file in files]
-    functions = {
-        "create": create,
-        "configure": [
-            _kubectl(region, "apply", "-f", f"clusters/{region}/common.yaml"),
-            *(_secret(region, name) for name in names),
-        ],
-        "start": [address, _applied(region, *mapping), *apply] if slices else [":"],
-        "stop": stop or [":"],
-        "delete": [each.delete() for each, _ in (*pools, *policies)],
-    }
+        pools.append(_pool(*where, config.cloud.syncer_machine_type, 1))
+    files = [f"clusters/{region}/{each.name}.yaml" for each in slices]
+    body = piece(
+        "cluster",
+        region=region,
+        context=context,
+        machine=CONTROLLER_MACHINE,
+        private=flags("--enable-private-nodes" * config.cloud.private),
+        jobset=JOBSET,
+        policies=[policy for policy, _ in policies],
+        pools=[pool for pool, _ in pools],
+        secrets=[_certificates(context, name) for name in names],
+        start=[piece("pod_address", context=context) if files else "  :\n"]
+        + [f'  kubectl --context "{context}" apply -f {file}\n' for file in files],
+        stop=[f'  kubectl --context "{context}" delete --ignore-not-found -f {file}\n' for file in files] or ["  :\n"],
+        no_pools=[pool for _, pool in pools],
+        no_policies=[policy for _, policy in policies],
+    )
     about = "\n".join(map(str, slices)) or "the syncer alone"
-    return script(f"The cluster in {region}. In it:\n{about}", verbs(functions), depth=2)
+    return script(f"The cluster in {region}. In it:\n{about}", body, depth=2)
 
 
 def _by_policy(each: IslandMachines) -> bool:
     return each.topology.generation.gke_policy and each.topology.hosts > 1
 
 
-def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[Resource, tuple[str, ...]]:
+def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[str, str]:
     topology = each.topology
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()  # one host: its machine type says it
     shape = ("--placement-policy", each.resource) if _by_policy(each) else shape
@@ -258,46 +242,27 @@ def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[Resource, tup
     if "--flex-start" in asked:  # machines come when a pod waits for them
         asked, count = (*asked, "--max-nodes", str(count)), 0
     more = (*shape, *asked, "--disk-size", str(config.cloud.host_disk_gb))
-    return _node_pool(each.resource, each.zone, topology.machine_type, count, *more)
+    return _pool(each.resource, each.zone, topology.machine_type, count, *more)
 
 
-def _node_pool(name: str, zone: str, machine: str, count: int, *more: str) -> tuple[Resource, tuple[str, ...]]:
-    """Return a pool, and the flags that make it."""
-    where = ("--cluster", "$CLUSTER", "--location", common.region_of(zone))
-    flags = ("--node-locations", zone, "--machine-type", machine, "--num-nodes", str(count), *more)
-    flags += ("--service-account", "$SERVICE_ACCOUNT", "--workload-metadata=GKE_METADATA")
-    return Resource(("gcloud", "container", "node-pools"), name, where), flags
+def _pool(name: str, zone: str, machine: str, count: int, *more: str) -> tuple[str, str]:
+    """Write how a pool of nodes is made, and taken away."""
+    where = {"name": name, "region": common.region_of(zone), "zone": zone}
+    made = piece("pool", **where, machine=quote(machine), count=count, flags=flags(*more))
+    return made, piece("no_pool", **where)
 
 
-def _kubectl(region: str, *words: str) -> str:
-    context = f"gke_${{PROJECT}}_{region}_${{CLUSTER}}"  # as `clusters get-credentials` names it
-    return command("kubectl", "--context", context, *words)
+def _context(region: str) -> str:
+    return f"gke_${{PROJECT}}_{region}_${{CLUSTER}}"  # as `clusters get-credentials` names it
 
 
-def _applied(region: str, *create: str) -> str:
-    """Write a command of `kubectl create`, but one that also changes what is there."""
-    made = _kubectl(region, "--namespace", "$NAMESPACE", *create, "--dry-run=client", "-o", "yaml")
-    return f"{made} |\n  {_kubectl(region, 'apply', '-f', '-')}"
-
-
-def _secret(region: str, name: str) -> str:
-    files = [f"--from-file=certs/{file}" for file in common.certificate_files(name)]
-    return _applied(region, "create", "secret", "generic", f"$RUN-{name}", *files)
+def _certificates(context: str, name: str) -> str:
+    files = " ".join(f"--from-file=certs/{file}" for file in common.certificate_files(name))
+    return piece("pod_certificates", context=context, name=name, files=files)
 
 
 def syncer_script(config: RunConfig) -> str:
     """Write what is done for the syncer, once its cluster is there."""
     region = common.syncer_region(config)
-    path = f"clusters/{region}/syncer.yaml"
-    inside = ("--namespace", "$NAMESPACE")
-    ip = ("-o", "jsonpath={.status.loadBalancer.ingress[0].ip}")
-    look = _kubectl(region, *inside, "get", "service", "$RUN-syncer", *ip)
-    functions = {
-        "create": [
-            _kubectl(region, "apply", "-f", path),
-            _kubectl(region, *inside, "rollout", "status", "statefulset/$RUN-syncer", "--timeout=30m"),
-        ],
-        "address": [f'until address="$({look})" && [ -n "$address" ]; do', "  sleep 5", "done", 'echo "$address"'],
-        "delete": [_kubectl(region, "delete", "--ignore-not-found", "-f", path)],
-    }
-    return script(common.ABOUT_SYNCER, verbs(functions))
+    body = piece("pod_syncer", context=_context(region), file=f"clusters/{region}/syncer.yaml")
+    return script(common.ABOUT_SYNCER, body)

@@ -17,8 +17,7 @@ from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.files import HEADER, Plan, command, piece
-from diloco_jax.tools.launch.launcher import local
+from diloco_jax.tools.launch.launcher import HEADER, Plan, local, piece
 from diloco_jax.tools.launch.needs import GIB, MARGIN, Needs, island_bytes, syncer_bytes
 
 COORDINATOR_PORT = 8482
@@ -48,8 +47,7 @@ class GpuLauncher(NamedTuple):
         """Write all files and commands. Raises as `slices` does."""
         self.slices(config)
         own = self.parts(config, needs)
-        certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
-        create = (certificates, *own.create)
+        create = (common.make_certificates(config), *own.create)
         told = {"way": self.name, "name": config.name, "port": config.cloud.port, "create": "\n".join(create)}
         exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in config.cloud.env.items())
         restarts = {"restarts": config.cloud.restarts_max, "wrong": WRONG_INPUT}

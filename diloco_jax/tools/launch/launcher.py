@@ -1,9 +1,10 @@
-"""A way of launching, and the files that all of them write."""
+"""A way of launching: its result, files and the commands that use them, and those files that all ways write."""
 
+import re
 import shlex
 import tomllib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +12,57 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of
-from diloco_jax.tools.launch.files import Plan, Resource, command, piece, script, sequence_files, verbs
 from diloco_jax.tools.launch.needs import Needs, with_host
 
-README, GUIDES = Path(__file__).with_name("readme.md"), Path(__file__).with_name("guides.toml")
-BUCKET_USER = "roles/storage.objectUser"
-WORKLOAD_USER = "roles/iam.workloadIdentityUser"
+HEADER = "#!/usr/bin/env bash\n"
+PIECES, README, GUIDES = (Path(__file__).with_name(name) for name in ("pieces.txt", "readme.md", "guides.toml"))
 POD_ACCOUNT = "diloco"  # Kubernetes service account
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run's launch, as data."""
+
+    files: dict[str, str]  # relative path -> text. Those that begin with "#!" are made executable.
+    create: tuple[str, ...]  # command lines of bash, run in the folder of the files, one by one
+    delete: tuple[str, ...]  # the same, to take away what they made
+
+
+def piece(name: str, /, **values: object) -> str:
+    """Return a part of a script from pieces.txt, with values in place of their names between two @.
+
+    A list has other parts, which take the place of a line.
+    """
+    text = re.split(rf"(?m)^#= {name}\n", PIECES.read_text(encoding="utf-8"))[1].partition("\n#= ")[0].rstrip() + "\n"
+    for key, value in values.items():
+        if isinstance(value, list):
+            text = text.replace(f"@{key}@\n", "".join(value))
+        text = text.replace(f"@{key}@", str(value))
+    return text
+
+
+def script(comment: str, body: str, *, depth: int = 0) -> str:
+    """Write a script that runs in the folder of the files and stops at the first failure.
+
+    One that has functions is called as SCRIPT VERB, and the verb is one of them.
+    """
+    names = " | ".join(re.findall(r"(?m)^(\w+)\(\) \{$", body))
+    about = "".join(f"# {line}\n" for line in comment.splitlines())
+    choice = piece("choice", names=names) if names else ""
+    return HEADER + piece("script", about=[about], up="/.." * depth, body=[body.rstrip() + "\n"], choice=[choice])
+
+
+def sequence_files(create: Sequence[str], delete: Sequence[str]) -> dict[str, str]:
+    """Write create.sh and delete.sh, which run a plan's commands."""
+    keeps = "Takes away what create.sh made, but for the disk with the run's folder, clusters and certificates.\n"
+    return {
+        "create.sh": script("Makes and starts everything. May be run again: what is there stays.", "\n".join(create)),
+        # one that cannot be deleted must not keep the others
+        "delete.sh": script(
+            keeps + "Goes on after a failure, and ends with status 1 if there was one.",
+            "failed=0\n" + "\n".join(f"{{ {line}; }} || failed=1" for line in delete) + '\nexit "$failed"',
+        ),
+    }
 
 
 class Launcher(NamedTuple):
@@ -36,9 +81,7 @@ class Launcher(NamedTuple):
         """Write all files and commands, with what machines need if that is known; ValueError names a wrong setting."""
         slices, config = self.slices(config), with_host(config, needs)
         own = self.parts(config, slices, needs)
-        # certificates that are there stay
-        certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
-        create = (certificates, "./project.sh create", *own.create)
+        create = (common.make_certificates(config), "./project.sh create", *own.create)
         delete = (*own.delete, "./project.sh delete")
         regions = common.regions_of(config, slices)
         files = {
@@ -96,51 +139,24 @@ def local(config: RunConfig) -> RunConfig:
 
 def variables(config: RunConfig) -> str:
     """Write variables.sh, which all scripts read."""
-    cloud = config.cloud
-    values = {
-        "RUN": config.name,
-        "PROJECT": cloud.project,
-        "IMAGE": cloud.image,
-        "NETWORK": cloud.network,
-        "SUBNETWORK": cloud.subnetwork or cloud.network,
-        "SERVICE_ACCOUNT": cloud.service_account,
-        "BUCKET": cloud.bucket,
-        "NAT": cloud.nat,
-        "CLUSTER": cloud.cluster,
-        "NAMESPACE": cloud.namespace,
-        "PORT": str(cloud.port),
-        "SYNCER_ZONE": common.syncer_zone(config),
-        "SYNCER_REGION": common.syncer_region(config),
-    }
-    return piece("variables", values="\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items()))
+    cloud = asdict(config.cloud)
+    cloud["subnetwork"] = config.cloud.subnetwork or config.cloud.network
+    words = {name: shlex.quote(value) for name, value in cloud.items() if isinstance(value, str)}
+    zone, region = common.syncer_zone(config), common.syncer_region(config)
+    return piece("variables", **words | {"run": config.name, "port": cloud["port"], "zone": zone, "region": region})
 
 
 def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
     """Write what is done once for all machines; NAT and permissions stay when the run is deleted."""
-    create = [common.allow(("gcloud", "storage", "buckets"), "gs://$BUCKET", BUCKET_USER)]
-    delete = [":"]
-    if way == "gke":  # pods are this account in Google Cloud
-        member = f"--member=serviceAccount:$PROJECT.svc.id.goog[$NAMESPACE/{POD_ACCOUNT}]"
-        create.append(common.allow(("gcloud", "iam", "service-accounts"), "$SERVICE_ACCOUNT", WORKLOAD_USER, member))
+    if way == "gke":
+        create, delete = piece("pod_account", account=POD_ACCOUNT), "  :\n"
     else:  # GKE makes the rules for its nodes itself
-        rule = Resource(("gcloud", "compute", "firewall-rules"), "$RUN-hosts")
-        tags = ("--source-tags", "$RUN-hosts", "--target-tags", "$RUN-hosts")
-        # JAX's coordinator and TPU runtime have ports that are known, the leader's own is any that is free
-        create.append(rule.make("--network", "$NETWORK", "--direction=INGRESS", "--allow=tcp", *tags))
-        delete = [rule.delete()]
-    for region in regions if config.cloud.nat else []:
-        where = ("--region", region)
-        router = Resource(("gcloud", "compute", "routers"), "$NAT", where)
-        nat = Resource(("gcloud", "compute", "routers", "nats"), "$NAT", ("--router", "$NAT", *where))
-        create += [
-            router.make("--network", "$NETWORK"),
-            nat.make("--auto-allocate-nat-external-ips", "--nat-all-subnet-ip-ranges"),
-        ]
-    return script("What all machines of the run share.", verbs({"create": create, "delete": delete}))
+        create, delete = piece("hosts_rule"), piece("no_hosts_rule")
+    nat = [piece("nat", region=region) for region in regions if config.cloud.nat]
+    return script("What all machines of the run share.", piece("project", create=[create, *nat], delete=[delete]))
 
 
-def slice_policy(each: IslandMachines) -> tuple[Resource, str]:
-    """Return the workload policy by which hosts become one slice, and the command that makes it."""
-    policy = Resource(("gcloud", "compute", "resource-policies"), each.resource, ("--region", each.region))
-    shape = f"--accelerator-topology={each.topology.dims}"
-    return policy, policy.make("--type=HIGH_THROUGHPUT", shape, kind=("workload-policy",))
+def slice_policy(each: IslandMachines) -> tuple[str, str]:
+    """Write how the workload policy is made by which hosts become one slice, and how it is taken away."""
+    values = {"name": each.resource, "region": each.region, "dims": each.topology.dims}
+    return piece("policy", **values), piece("no_policy", **values)

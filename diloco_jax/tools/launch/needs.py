@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from diloco_jax.settings.cloud import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.tools.budget.needs import outlines, syncer_needs
+from diloco_jax.tools.budget.texts import Texts
 
 GB, GIB = 1e9, 2.0**30
+_say = Texts(Path(__file__).with_suffix(".toml")).text
 Needs: TypeAlias = Mapping[str, Any] | None  # as needs_of returns them; None if the model cannot be loaded here
 MARGIN = 1.1  # the forecast of a process's memory is right to 10 %
 
@@ -42,21 +45,6 @@ def allocatable(gib: float) -> float:
     return (gib - kept) * GIB
 
 
-def host_for(machine_type: str, need_bytes: float) -> SyncerMachine:
-    """Choose the host of a syncer that takes so many bytes (0: unknown), or the named one; ValueError if none does."""
-    request = need_bytes * MARGIN
-    if machine_type:
-        gib = MACHINE_GIB.get(machine_type, 0)
-        return SyncerMachine(machine_type, request, allocatable(gib) if gib else 0.0)
-    for name, gib in MACHINE_GIB.items():
-        if allocatable(gib) >= request:
-            return SyncerMachine(name, request, allocatable(gib))
-    raise ValueError(
-        f"the syncer needs {request / GIB:.0f} GiB of memory, more than {name} has; lower protocol.anchor_history, or "
-        "name a larger machine in cloud.syncer_machine_type"
-    )
-
-
 def needs_of(config: RunConfig) -> dict[str, Any]:
     """Work out what hosts, chips, disks and links must carry; ValueError if the model cannot be loaded here."""
     found = list(outlines(config))
@@ -69,14 +57,23 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
 
 
 def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
-    """Return the syncer's host: the config's, or the smallest that does; ValueError if nobody knows what it needs."""
-    machine = config.cloud.syncer_machine_type
-    if machine == AUTO and needs is None:
+    """Return the syncer's host: the config's, or the smallest that does; ValueError if none does, or nobody knows."""
+    machine, request = config.cloud.syncer_machine_type, MARGIN * syncer_bytes(needs)
+    if machine and machine != AUTO:
+        gib = MACHINE_GIB.get(machine, 0)
+        return SyncerMachine(machine, request, allocatable(gib) if gib else 0.0)
+    if machine and needs is None:
         raise ValueError(
             "cloud.syncer_machine_type is auto, but the model cannot be loaded here, so nobody knows its size; name a "
             "machine type"
         )
-    return host_for("" if machine == AUTO else machine, syncer_bytes(needs))
+    for name, gib in MACHINE_GIB.items():
+        if allocatable(gib) >= request:
+            return SyncerMachine(name, request, allocatable(gib))
+    raise ValueError(
+        f"the syncer needs {request / GIB:.0f} GiB of memory, more than {name} has; lower protocol.anchor_history, or "
+        "name a larger machine in cloud.syncer_machine_type"
+    )
 
 
 def syncer_bytes(needs: Needs) -> float:
@@ -109,30 +106,20 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
     for each in needs["islands"]:
         names = each["islands"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
-        on_host, on_chip = (
-            f" of {size(limit)}" if (limit := each[f"{of}_limit_bytes"]) else "" for of in ("host", "hbm")
-        )
-        yield (
-            f"{whose}: {size(_on_host(each))}{on_host} on each host, "
-            f"{size(each['hbm_held_bytes'])} and activations{on_chip} on each chip"
-        )
+        limits = {f"of_{of}": each[f"{of}_limit_bytes"] for of in ("host", "hbm")}
+        of = {name: f" of {size(limit)}" if limit else "" for name, limit in limits.items()}
+        yield _say("island", **each, **of, whose=whose, on_host=_on_host(each))
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
-    yield (
-        f"syncer ({host.machine_type}): {size(sum(syncer['memory'].values()))} of memory, "
-        f"{size(syncer['disk_bytes'])} on a disk of {cloud.syncer_disk_gb} GB"
-    )
+    told = {"memory": sum(syncer["memory"].values()), "disk": syncer["disk_bytes"], "disk_gb": cloud.syncer_disk_gb}
+    yield _say("syncer", **told, **host._asdict())
     if 0 < host.limit_bytes < host.request_bytes:
-        yield (
-            f"warning: the syncer's process may take {size(host.request_bytes)}, but {host.machine_type} leaves it "
-            f"{size(host.limit_bytes)}; leave cloud.syncer_machine_type out"
-        )
+        yield _say("too_small", **host._asdict())
     yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
     if not config.protocol.snapshot_every:
-        yield "warning: protocol.snapshot_every is 0, so nothing is saved before the end; set it, such as to 250"
-    up, down = (size(needs["link"][f"{way}_bytes_per_step"]) for way in ("up", "down"))
-    yield f"links: each learner moves {up} up and {down} down per global step"
+        yield _say("unsaved")
+    yield _say("links", **needs["link"])
 
 
 def _too_small(setting: str, have_gb: int, need: float) -> Iterator[str]:
     if need > have_gb * GB:
-        yield f"warning: what is kept takes {size(need)}, but cloud.{setting} is {have_gb}; raise it"
+        yield _say("disk", need=need, setting=setting, have_gb=have_gb)

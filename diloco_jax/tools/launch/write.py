@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco_jax.tools.launch import gke, gpu, vms
-from diloco_jax.tools.launch.files import HEADER, Plan
-from diloco_jax.tools.launch.launcher import Launcher
+from diloco_jax.tools.launch.launcher import HEADER, Launcher, Plan
 
 GOOGLE = (gke.LAUNCHER, vms.GCE, vms.TPU_VM)
 WAYS: dict[str, Launcher | gpu.GpuLauncher] = {way.name: way for way in (*GOOGLE, gpu.SLURM, gpu.SKY)}

@@ -96,27 +96,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 WIDE = 120  # columns from which a row says more
 NARROW_BARS, WIDE_BARS = 36, 24
 BAR = 16  # columns of the progress
-CONDITION_STYLES = {
-    "joining": "cyan",
-    "recovering": "cyan",
-    "training": "green",
-    "slow": "yellow",
-    "unmerged": "yellow",
-    "evaluating": "green",
-    "striking": "yellow",
-    "silent": "yellow",
-    "left": "dim",
-    "gone": "red",
-    "expelled": "red",
+STYLES = {  # of conditions of islands, and of states of runs
+    "cyan": ("joining", "recovering", "starting"),
+    "green": ("training", "evaluating", "running", "complete"),
+    "yellow": ("slow", "unmerged", "striking", SILENT, "stopped"),
+    "dim": ("left",),
+    "red": ("gone", "expelled"),
 }
-RUN_STYLES = {
-    "starting": "cyan",
-    "running": "green",
-    "evaluating": "green",
-    "complete": "green",
-    "stopped": "yellow",
-    SILENT: "yellow",
-}
+STYLE_OF = {name: style for style, names in STYLES.items() for name in names}
 Row = Mapping[str, Any]
 BOUND = "\N{NO-BREAK SPACE}"
 
@@ -141,7 +128,7 @@ def _key(header: str, name: str, form: Callable[[Any], str]) -> Column:
 
 
 def _condition(row: Row) -> Text:
-    state = Text(row["condition"], style=CONDITION_STYLES.get(row["condition"], ""))
+    state = Text(row["condition"], style=STYLE_OF.get(row["condition"], ""))
     if row["condition"] != "training":
         number, unit, *_ = format_duration(row["since_s"]).split()
         state.append(f" {number}{unit[0]}", style="dim")  # 80 columns are few
@@ -236,7 +223,7 @@ def draw_phases(phases: Sequence[StartPhase]) -> RenderableType:
     """Draw what processes do that do not train yet, and for how long they have said nothing else."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for phase in phases:
-        style = CONDITION_STYLES["joining"]
+        style = STYLE_OF["joining"]
         grid.add_row(Text(phase.name), Text(phase.words, style=style), Text(format_duration(phase.ago_s), style="dim"))
     return grid
 
@@ -250,7 +237,7 @@ def render(
     phases: Sequence[StartPhase] = (),
 ) -> RenderableType:
     """Draw a run, so many columns wide; curves have the oldest value first, `steps_per_s` is for the time left."""
-    state = Text(status["state"], style=f"bold {RUN_STYLES.get(status['state'], '')}")
+    state = Text(status["state"], style=f"bold {STYLE_OF.get(status['state'], '')}")
     steps = f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}"
     times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status, steps_per_s))))
     progress = Table.grid(padding=(0, 2, 0, 0))

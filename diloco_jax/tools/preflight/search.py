@@ -26,7 +26,7 @@ from diloco_jax.settings.text import dump
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.budget.needs import IslandKind, outline
 from diloco_jax.tools.preflight.compile import Compiled, Say, compile_island, needed_flops, step_hbm
-from diloco_jax.tools.preflight.judge import GB, ROOM, Misfit, advise_hbm
+from diloco_jax.tools.preflight.judge import GB, ROOM, Misfit, advise_hbm, words_of
 from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import SPLASH_BLOCKS
 from diloco_jax.training.models.layers import KEPT
@@ -240,27 +240,16 @@ def _spell(setting: Found) -> str:
 
 def describe_search(result: Mapping[str, Any]) -> str:
     """Write the result of `search` as text."""
-    head = f"{'per device':>14}{'FLOPs':>11}{'needed':>8}{'waited for':>12}{'estimate':>11}"
-    lines = [f"  {'remat, mesh, micro-batches':<50}{head}"]
+    limit, best, lines = result["limit_bytes"], result["best"], [words_of("head")]
     for each in result["tried"]:
-        fits, compiled = each["hbm_bytes"] <= result["limit_bytes"], bool(each["flops"])
-        told = (
-            f"{each['flops']:>11.3g}{each['needed']:>8.0%}{each['waited_bytes'] / GB:>9.2f} GB"
-            if compiled
-            else " " * 31
-        )
-        verdict = f"{each['seconds']:.3g} s" if fits else "too large"
-        size = f"{'' if compiled else '>= '}{each['hbm_bytes'] / GB:.1f} GB"
-        lines.append(f"  {_spell(each):<50}{size:>14}{told}{verdict:>11}")
-    best, limit = result["best"], f"{result['limit_bytes'] / GB:.1f} GB"
+        text, size = ("tried", "") if each["flops"] else ("not_tried", ">= ")
+        told = {"what": _spell(each), "held": f"{size}{each['hbm_bytes'] / GB:.1f} GB"}
+        told["verdict"] = f"{each['seconds']:.3g} s" if each["hbm_bytes"] <= limit else "too large"
+        lines.append(words_of(text, **each, **told, waited=each["waited_bytes"] / GB))
     if best:
         lines += ["", f"cheapest: {_spell(best)}, splash_block {best['splash_block']}"]
     elif not result["left"]:
-        lines += [
-            "",
-            f"nothing fits into {limit}, 90 % of a chip's memory:",
-            *(f"  {line}" for line in result["advice"]),
-        ]
+        lines += ["", words_of("nothing", limit=limit / GB), *(f"  {line}" for line in result["advice"])]
     if result["left"]:
-        lines += ["", f"up to {result['left']} candidates are left: run it again, or with a larger --compiles"]
+        lines += ["", words_of("left", left=result["left"])]
     return "\n".join(lines)

@@ -8,7 +8,6 @@ from typing import Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
 from diloco_jax.runtime.records.telemetry import replace_text
-from diloco_jax.tools.view.colours import VARIABLES
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.story import against
 
@@ -18,7 +17,6 @@ FOLDER = Path(__file__).parent
 def compose_page(data: Any = None) -> tuple[str, str]:
     """Return the page, with data for one without a server, and the policy that lets it run its own script alone."""
     parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    parts["css"] = VARIABLES + parts["css"]
     page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
     page = page.replace("/*data*/", json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
     hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}

@@ -28,6 +28,7 @@ from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.trust import certificates, security
 from tests.runtime.helpers import start, write_config
+from tests.sockets import free_port
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -94,11 +95,6 @@ def look(config: RunConfig, need: ProcessPart, listener: GrpcListener) -> Look:
         return {check.name: check for check in doctor_link.check_link(own, side, need, 0.3)}
 
     return run
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def test_a_good_link_is_good_in_all_points(look: Look) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from diloco_jax.cli import main as cli
 from diloco_jax.runtime.model.evaluation import Evaluator
@@ -20,25 +21,7 @@ from tests.runtime.helpers import SMALL, merged
 CONTEXT = 40
 SIZES = {**SMALL["model"]["args"], "seq_len_max": 80}
 BUILT_IN = {"module": "diloco_jax.training.models.decoder:Decoder", "args": SIZES}
-ASKED: dict[str, dict[str, Any]] = {
-    "sums": {
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{right}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    },
-    "answers": {
-        "output_type": "generate_until",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["~"], "max_gen_toks": 5},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    },
-    "texts": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_target": "{{long}}",
-        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
-    },
-}
+ASKED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text())
 
 
 class Known:

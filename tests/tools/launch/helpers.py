@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from diloco_jax.settings.text import load
-from diloco_jax.tools.launch.files import Plan
+from diloco_jax.tools.launch.launcher import Plan
 from diloco_jax.tools.launch.write import WAYS, write
 
 TESTDATA = Path(__file__).parent / "testdata"

@@ -108,30 +108,7 @@ def test_run_stops_and_says_how_to_undo(
     assert "small-island-1\0--zone" not in calls.read_text(encoding="utf-8")
 
 
-WRONG = {
-    "--cloud.project= --cloud.image=": "launch gke needs cloud.project, cloud.image",
-    "--cloud.network=": "launch gke needs cloud.network",
-    "--name=My_Run": "name is 'My_Run'",
-    f"--name={'a' * 33}": "at most 40 characters",
-    "--cloud.namespace=Team": "cloud.namespace is 'Team'",
-    "--cloud.cluster=-c": "cloud.cluster is '-c'",
-    "--cloud.syncer_zone=us": "cloud.syncer_zone is 'us'",
-    "--cloud.port=65533 --syncer.shards=3": "65535 is the last port",
-    "--algorithm=data_parallel": "algorithm is data_parallel",
-    "--cloud.port=0": "cloud.port is 0",
-    "--cloud.syncer_disk_gb=1": "cloud.syncer_disk_gb is 1",
-    "--cloud.syncer_disk_gb=70000": "cloud.syncer_disk_gb is 70000; use 50 to 65536",
-    "--cloud.host_disk_gb=1": "cloud.host_disk_gb is 1",
-    "--cloud.restarts_max=-1": "cloud.restarts_max is -1",
-    "--cloud.source_ranges=everybody": "cloud.source_ranges has 'everybody'",
-    "--cloud.external=True": "nobody on the internet has",
-    "--cloud.image=a,b": "cloud.image is 'a,b'",
-    "--cloud.project=$(reboot)": "cloud.project is '$(reboot)'",
-    "--cloud.service_account=--x": "cloud.service_account is '--x'",
-    "--cloud.syncer_machine_type=n$(reboot)": "cloud.syncer_machine_type is 'n$(reboot)'",
-}
-
-
+WRONG = dict(line.split(" | ") for line in (TESTDATA / "wrong.txt").read_text(encoding="utf-8").splitlines())
 ALIKE = ("--islands.each", "{}")
 
 

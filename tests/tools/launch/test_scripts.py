@@ -104,14 +104,6 @@ def test_tpu_vm_says_how_to_replace_what_was_preempted(tmp_path: Path) -> None:
     assert result.returncode == 1 and "island-0 is SUSPENDED" in result.stderr and "delete && " in result.stderr
 
 
-def test_gce_one_host_has_no_workload_policy(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, plan("gce"))
-    stage.run("./create.sh")
-    policies = [words for words in stage.calls if "workload-policy" in words]
-    assert [words[5] for words in policies] == ["small-island-0"]  # island-1 is one host
-    assert "--accelerator-topology=2x2x2" in policies[0]
-
-
 def test_wrong_verb_says_which_there_are(stage: Stage) -> None:
     result = stage.run("./syncer.sh", "creat")
     assert result.returncode == 2 and "create" in result.stderr

@@ -1,38 +1,12 @@
 """Reading compiled programs: loops, matrix products, collectives and transfers, each against a count made by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from diloco_jax.tools.preflight.hlo import read_program
 
-LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=4
-
-%inner (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
-  %p = (s32[]{:T(128)}, f32[8,16]{1,0:T(8,128)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
-  %x = f32[8,16]{1,0:T(8,128)} get-tuple-element(%p), index=1
-  %w = f32[16,16]{1,0} constant({...})
-  %y = f32[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="a(b)/c"}
-  %by = s32[] constant(STEP)
-  %next = s32[] add(%i, %by)
-  ROOT %out = (s32[], f32[8,16]) tuple(%next, %y)
-}
-
-%condition (q: (s32[], f32[8,16])) -> pred[] {
-  %q = (s32[], f32[8,16]) parameter(0)
-  %end = s32[]{:T(128)} constant(END)
-  %j = s32[]{:T(128)} get-tuple-element(%q), index=0
-  ROOT %lt = pred[]{:T(512)} compare(%j, %end), direction=DIRECTION
-}
-
-ENTRY %main (a: f32[8,16]) -> f32[8,16] {
-  %a = f32[8,16]{1,0} parameter(0)
-  %zero = s32[] constant(START)
-  %begin = s32[] copy(%zero)
-  %all = (s32[], f32[8,16]) tuple(%begin, %a)
-  %loop = (s32[], /*index=1*/f32[8,16]) while(%all), condition=%condition, body=%inner
-  ROOT %result = f32[8,16]{1,0} get-tuple-element(%loop), index=1
-}
-"""
+LOOP = Path(__file__).with_name("loop.hlo").read_text(encoding="utf-8")
 ONCE = 2 * 8 * 16 * 16
 
 

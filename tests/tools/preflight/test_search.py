@@ -19,11 +19,8 @@ from diloco_jax.tools.preflight.hlo import Collective, Program, Tensor
 from diloco_jax.tools.preflight.judge import cases_of
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.models.options import DecoderConfig
+from tests.tools.preflight.test_judge import DECODER
 
-DECODER = {
-    "dim": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "mlp_dim": 256, "vocab_size": 512,
-    "seq_len_max": 128, "scan_layers": True, "dtype": "bfloat16",
-}  # fmt: skip
 # 128 sequences of 128 tokens on each island, 8 sequences on a chip
 SETTINGS: dict[str, Any] = {
     "name": "tiny",
