@@ -30,7 +30,7 @@ from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay import script
-from diloco_jax.tools.replay.auditor import Moments
+from diloco_jax.tools.replay.audit import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, same_loss
 from diloco_jax.training.whole_state.layout import HostState
