@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.releases import check_readable
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.runtime.records.tape_file import read_lines
@@ -196,7 +195,12 @@ class NeededLives:
         self._queue: list[LearnerLife] = []
         for event in script.events:
             if isinstance(event, MergedRound):
-                self._require_values(event.order, event.lives)
+                order = event.order
+                for part, life in zip(order.parts, event.lives, strict=True):
+                    need = self._need(life)
+                    line = need.line_of(part.local_step, f"its value in round {order.global_step}")
+                    need.stop = max(need.stop, line)
+                    need.values[order.fragment_id, part.local_step] += 1
         while self._queue:
             receiver = self._queue.pop()
             what = f"{receiver.learner_id} (incarnation {receiver.incarnation})"
@@ -214,10 +218,3 @@ class NeededLives:
             self.lives[life] = outline(learner_tape_path(self._run_dir, *life))
             self._queue.append(life)
         return self.lives[life]
-
-    def _require_values(self, order: Merge, lives: tuple[LearnerLife, ...]) -> None:
-        for part, life in zip(order.parts, lives, strict=True):
-            need = self._need(life)
-            line = need.line_of(part.local_step, f"its value in round {order.global_step}")
-            need.stop = max(need.stop, line)
-            need.values[order.fragment_id, part.local_step] += 1
