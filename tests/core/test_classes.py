@@ -8,7 +8,7 @@ from tests.tables import rows
 CLASSES = ("mlp", "attention", "embedding", "norm")
 
 
-@pytest.mark.parametrize(("path", "found"), rows("classes"))
+@pytest.mark.parametrize(("path", "found"), rows("training.classes"))
 def test_a_path_tells_the_class(path: str, found: str) -> None:
     assert class_of(path, CLASSES) == found
 

@@ -105,7 +105,7 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
     assert replayed["identical"] and replayed["sha256"] == replayed["expected_sha256"], replayed
 
 
-@pytest.mark.parametrize(("settings", "words"), rows("own_modules"))
+@pytest.mark.parametrize(("settings", "words"), rows("training.own"))
 def test_what_is_wrong_is_said_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], words: list[str]
 ) -> None:

@@ -46,25 +46,7 @@ def test_ema_starts_at_its_first_sample() -> None:
     assert ema(1.0, 3.0, 0.0) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "step_s", "quorum_s", "sync_s", "expected_s"),
-    [
-        # slack = 2 * 1 - (0.25 + 0.75) = 1; gamma 0.5 gives 0.5, below the cap of 1 step
-        ({"grace_safety": 0.5}, 1.0, 0.25, 0.75, 0.5),
-        # slack = 4 * 2 - (1 + 1) = 6, gamma 1; the cap is 1.5 steps of 2 s
-        ({"grace_safety": 1.0, "overlap_steps": 4, "grace_steps_max": 1.5}, 2.0, 1.0, 1.0, 3.0),
-        # slack = 2 * 1 - (1.5 + 1) < 0: the round is late already
-        ({}, 1.0, 1.5, 1.0, 0.0),
-        # nothing measured of the round yet: slack = 2 * 0.5, gamma 0.25
-        ({"grace_safety": 0.25}, 0.5, None, None, 0.25),
-        # no step was measured
-        ({}, None, 0.1, 0.1, 0.0),
-        # the window is off
-        ({"grace_steps_max": 0.0}, 1.0, 0.0, 0.0, 0.0),
-        # lockstep: there is no slack
-        ({"overlap_steps": 0}, 1.0, 0.0, 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("settings", "step_s", "quorum_s", "sync_s", "expected_s"), rows("pacing.grace"))
 def test_grace_window_by_hand(
     settings: dict[str, Any], step_s: float | None, quorum_s: float | None, sync_s: float | None, expected_s: float
 ) -> None:
@@ -85,7 +67,7 @@ def test_quorum_grace_and_sync_fit_into_tau_steps(
     assert grace_s == 0.0 or quorum_s + grace_s + sync_s <= tau * step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("fresh", "live", "quorum", "closes_s", "now_s", "state", "reason"), rows("closing"))
+@pytest.mark.parametrize(("fresh", "live", "quorum", "closes_s", "now_s", "state", "reason"), rows("pacing.closing"))
 def test_closing(
     fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float, state: str, reason: str
 ) -> None:
@@ -99,7 +81,7 @@ def test_closing_tells_what_is_left_of_the_window() -> None:
     assert closing(1, 2, 1, 7.5, 9.0).waits_s == 0.0
 
 
-@pytest.mark.parametrize(("settings", "name", "value", "limit"), rows("pacing_limits"))
+@pytest.mark.parametrize(("settings", "name", "value", "limit"), rows("pacing.limits"))
 def test_config_errors_name_value_limit_and_remedy(settings: dict[str, Any], name: str, value: str, limit: str) -> None:
     with pytest.raises(ValueError) as caught:
         ProtocolConfig(**settings)
@@ -108,20 +90,7 @@ def test_config_errors_name_value_limit_and_remedy(settings: dict[str, Any], nam
     assert "change it in the config" in text
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"sync_every": 1, "num_fragments": 1},
-        {"num_fragments": 24},
-        {"overlap_steps": 0},
-        {"quorum": 64},
-        {"grace_safety": 1.0},
-        {"ema_decay": 0.0},
-        {"lease_s": 4.0},
-        {"anchor_history": 16},
-        {"learners_max": 4096},
-    ],
-)
+@pytest.mark.parametrize("settings", rows("pacing.allowed"))
 def test_config_limits_themselves_are_allowed(settings: dict[str, Any]) -> None:
     ProtocolConfig(**settings)
 

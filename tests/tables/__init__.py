@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 
-def rows(name: str) -> list[Any]:
-    """Read the table of this name; each row is as long as the names that its test gives to the columns."""
-    return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
+def rows(table: str) -> list[Any]:
+    """Read a table, FILE.TABLE; each row has a value for each name that its test gives to the columns."""
+    file, _, name = table.partition(".")
+    return yaml.safe_load((Path(__file__).parent / f"{file}.yaml").read_text(encoding="utf-8"))[name]

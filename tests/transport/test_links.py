@@ -249,7 +249,7 @@ def test_wake_ends_a_wait(listener: GrpcListener) -> None:
     assert listener.receive(60.0) is None  # at once: the suite's time limit would tell
 
 
-@pytest.mark.parametrize(("field", "value", "reason"), rows("link_settings"))
+@pytest.mark.parametrize(("field", "value", "reason"), rows("transport.settings"))
 def test_bad_setting(field: str, value: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         dataclasses.replace(TransportConfig(), **{field: value})

@@ -68,7 +68,7 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
     assert "--wan.delay-s" in text and "--protocol.quorum" in text
 
 
-@pytest.mark.parametrize(("words", "said"), rows("simulate"))
+@pytest.mark.parametrize(("words", "said"), rows("commands.simulate"))
 def test_wrong_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--workers", "1", *words]) == 2
     err = capsys.readouterr().err
