@@ -28,6 +28,15 @@ def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> No
     assert syncer.on_disconnect("a", 1, "again", 3.0) == []
 
 
+def test_whoever_goes_while_a_round_collects_takes_its_report_along() -> None:
+    syncer = running("a", "b", "c", quorum=3)
+    for name in ("a", "b"):
+        syncer.on_message(report(name, 2), 2.0)
+    syncer.on_disconnect("a", 1, "broke", 2.0)
+    syncer.on_message(report("c", 2), 2.0)
+    assert syncer.global_step == 1, "b and c are two, K is three"
+
+
 def test_a_disconnect_of_an_older_incarnation_is_history() -> None:
     syncer = running("a")
     syncer.on_message(hello("a", 2), 2.0)
