@@ -8,7 +8,7 @@ from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.leases import BOOK
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.sim.node import Effects, LearnerProcess
-from diloco_jax.tools.replay.auditor import Auditor
+from diloco_jax.tools.replay.audit import Auditor
 from diloco_jax.tools.replay.sample_book import Life, RangeMap, joined
 from invariants.checker import Checker
 

@@ -27,6 +27,7 @@ from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.sharding import MeshConfig
 from tests.runtime.helpers import ROOT, SMALL, environment, merged, write_config
+from tests.tables import rows
 from tests.training.conftest import TINY
 
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("own_*.py"))
@@ -104,35 +105,7 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
     assert replayed["identical"] and replayed["sha256"] == replayed["expected_sha256"], replayed
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"data": {"module": "nowhere:Thing"}}, ["data.module 'nowhere:Thing' cannot be imported", "install or"]),
-        ({"data": {"module": "Thing"}}, ["data.module is 'Thing'; write it as package.module:Name"]),
-        ({"data": {"args": {"count": 5}}}, ["data.module is ''; write it as package.module:Name"]),
-        ({"data": {"module": "tests:Thing", "path": "."}}, ["data.path is '.'", "takes its place; remove one"]),
-        ({"data": {"module": f"{HERE}:Ids", "args": {"size": 5}}}, ["TypeError", "'size'", "or data.args"]),
-        ({"data": {"module": f"{HERE}:Ids", "args": {"length": 32}}}, ["uint8 of shape (32,)", "33 integers"]),
-        ({"data": {"module": f"{HERE}:Ids", "args": {"dtype": "float32"}}}, ["float32 of shape (33,)"]),
-        ({"data": {"module": f"{HERE}:Ids", "vocab_size": 99}}, ["data.vocab_size is 99, correct one"]),
-        ({"data": {"module": f"{HERE}:Ids", "args": {"count": 2}}}, ["has 2 samples", "data.held_out_fraction"]),
-        ({"data": {"module": f"{HERE}:Ids", "args": {"count": 100}}}, ["make no batch of 16"]),
-        ({"data": {"module": "builtins:object"}}, ["has no len()", "correct it"]),
-        ({"data": {"module": "sys:exit"}}, ["data.module 'sys:exit' fails: SystemExit", "correct it"]),
-        ({"data": {"module": f"{HERE}:Raising", "args": {"dtype": "script"}}}, ["SystemExit: 0", "test_own.py, line"]),
-        ({"data": {"module": f"{HERE}:Raising"}}, ["KeyError: 'shard-7'", "test_own.py, line"]),
-        ({"optimizer": {"module": "builtins:dict"}}, ["returns a dict without init and update"]),
-        ({"optimizer": {"module": f"{HERE}:forgetful"}}, ["optimizer.module", "another updates structure"]),
-        (
-            {"optimizer": {"module": "optax:add_noise", "args": {"eta": 0.1, "gamma": 0.5, "key": 0}}},
-            ["typed random key", "jax.random.key_data"],
-        ),
-        ({"outer": {"module": "Thing"}}, ["outer.module is 'Thing'; write it as"]),
-        ({"outer": {"module": "optax.contrib:reduce_on_plateau"}}, ["outer.module", "'value'", "or outer.args"]),
-        ({"outer": {"module": f"{HERE}:gone"}}, ["outer.module", "has no attribute 'gone'"]),
-        ({"evaluation": {"module": "builtins:dict"}}, ["makes a dict without __call__(self, model, step)"]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), rows("training.own"))
 def test_what_is_wrong_is_said_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], words: list[str]
 ) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.effects import Effect, Note, Send
-from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT
-from diloco_jax.protocol.messages import ON_PURPOSE, Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
+from diloco_jax.protocol.member import ACTIVE, JOINING, SILENT
+from diloco_jax.protocol.messages import ON_PURPOSE, Adopted, Heartbeat, Leave, StateRequest, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch import health
 from diloco_jax.protocol.watch.health import conditions
@@ -183,21 +183,6 @@ def test_a_strike_is_a_condition_until_a_value_can_be_used() -> None:
     assert pair.syncer.membership.members["b"].credit.strikes == 0
 
 
-def test_an_expelled_learner_stops_and_its_next_incarnation_may_join() -> None:
-    pair = Pair(quorum=2, strikes_max=2)
-    pair.join("a", "b")
-    pair.poisoned = {"b"}
-    pair.rounds(2, "a", "b")
-    (expel,) = pair.messages(Expel, "b")
-    assert "2 values in a row" in expel.reason and pair.learners["b"].state == "stopped"
-    assert [c.condition for c in conditions(pair.syncer, pair.now_s)] == ["training", "expelled"]
-    assert pair.syncer.membership.members["b"].state == GONE
-    pair.poisoned = set()
-    pair.join("b", incarnation=2)
-    pair.rounds(1, "a", "b")
-    assert pair.contributors()[-1] == ("a", "b")
-
-
 def test_drain_asks_one_learner_to_leave() -> None:
     syncer = running("a", "b")
     assert syncer.on_drain("b", 2.0) == [Send("b", Stop(1, "drained"))]
@@ -220,16 +205,6 @@ def test_a_silent_learner_can_be_drained() -> None:
     syncer.on_tick(20.0)
     assert syncer.membership.members["a"].state == SILENT
     assert sent(syncer.on_drain("a", 21.0), "a") == [Stop(1, "drained")]
-
-
-def test_a_drained_learner_leaves_and_stays_away() -> None:
-    pair = Pair()
-    pair.join("a", "b")
-    pair.step("a", "b")
-    pair.drain("b")
-    assert pair.messages(Leave, "b")[-1].reason == "drained" and pair.learners["b"].state == "stopped"
-    assert pair.syncer.membership.members["b"].state == GONE
-    assert pair.syncer.leases.fates.released > 0
 
 
 NAMES = ["a", "b", "c", "d"]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, ema, grace_window_s
 from tests.protocol.steady import STEADY
+from tests.tables import rows
 
 
 def test_one_fragment_in_every_step_when_p_equals_h() -> None:
@@ -45,25 +46,7 @@ def test_ema_starts_at_its_first_sample() -> None:
     assert ema(1.0, 3.0, 0.0) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "step_s", "quorum_s", "sync_s", "expected_s"),
-    [
-        # slack = 2 * 1 - (0.25 + 0.75) = 1; gamma 0.5 gives 0.5, below the cap of 1 step
-        ({"grace_safety": 0.5}, 1.0, 0.25, 0.75, 0.5),
-        # slack = 4 * 2 - (1 + 1) = 6, gamma 1; the cap is 1.5 steps of 2 s
-        ({"grace_safety": 1.0, "overlap_steps": 4, "grace_steps_max": 1.5}, 2.0, 1.0, 1.0, 3.0),
-        # slack = 2 * 1 - (1.5 + 1) < 0: the round is late already
-        ({}, 1.0, 1.5, 1.0, 0.0),
-        # nothing measured of the round yet: slack = 2 * 0.5, gamma 0.25
-        ({"grace_safety": 0.25}, 0.5, None, None, 0.25),
-        # no step was measured
-        ({}, None, 0.1, 0.1, 0.0),
-        # the window is off
-        ({"grace_steps_max": 0.0}, 1.0, 0.0, 0.0, 0.0),
-        # lockstep: there is no slack
-        ({"overlap_steps": 0}, 1.0, 0.0, 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("settings", "step_s", "quorum_s", "sync_s", "expected_s"), rows("pacing.grace"))
 def test_grace_window_by_hand(
     settings: dict[str, Any], step_s: float | None, quorum_s: float | None, sync_s: float | None, expected_s: float
 ) -> None:
@@ -84,18 +67,7 @@ def test_quorum_grace_and_sync_fit_into_tau_steps(
     assert grace_s == 0.0 or quorum_s + grace_s + sync_s <= tau * step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("fresh", "live", "quorum", "closes_s", "now_s", "state", "reason"),
-    [
-        (0, 0, 2, None, 5.0, "below quorum", "no learner is live, the quorum is 2"),
-        (1, 1, 2, None, 5.0, "below quorum", "1 live learners are fewer than the quorum of 2: training goes on"),
-        (0, 2, 2, None, 5.0, "collecting", "0 of 2 learners reported a step, 2 live"),
-        (1, 2, 2, 6.0, 7.0, "collecting", "1 of 2 learners reported a step, 2 live"),
-        (2, 3, 2, 6.0, 5.0, "grace", "quorum met, 2 of 3 live learners reported, grace 1.000 s left"),
-        (2, 3, 2, 6.0, 6.0, "closed", "2 of 3 live learners reported, grace window over"),
-        (3, 3, 2, 6.0, 5.0, "closed", "all 3 live learners reported"),
-    ],
-)
+@pytest.mark.parametrize(("fresh", "live", "quorum", "closes_s", "now_s", "state", "reason"), rows("pacing.closing"))
 def test_closing(
     fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float, state: str, reason: str
 ) -> None:
@@ -109,30 +81,7 @@ def test_closing_tells_what_is_left_of_the_window() -> None:
     assert closing(1, 2, 1, 7.5, 9.0).waits_s == 0.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "name", "value", "limit"),
-    [
-        ({"sync_every": 0}, "sync_every", "0", "at least 1"),
-        ({"num_fragments": 0}, "num_fragments", "0", "at least 1"),
-        ({"num_fragments": 25}, "num_fragments", "25", "at most sync_every = 24"),
-        ({"overlap_steps": -1}, "overlap_steps", "-1", "0 to 10000"),
-        ({"quorum": 0}, "quorum", "0", "1 to learners_max = 64"),
-        ({"quorum": 65}, "quorum", "65", "1 to learners_max = 64"),
-        ({"grace_steps_max": -0.5}, "grace_steps_max", "-0.5", "at least 0"),
-        ({"grace_safety": 0.0}, "grace_safety", "0.0", "above 0 and at most 1"),
-        ({"grace_safety": 1.1}, "grace_safety", "1.1", "above 0 and at most 1"),
-        ({"ema_decay": 1.0}, "ema_decay", "1.0", "at least 0 and below 1"),
-        ({"ema_decay": -0.1}, "ema_decay", "-0.1", "at least 0 and below 1"),
-        ({"heartbeat_s": 0.0}, "heartbeat_s", "0.0", "above 0"),
-        ({"lease_s": 3.9}, "lease_s", "3.9", "at least 2 heartbeats, 4.0"),
-        ({"lease_s": float("nan")}, "lease_s", "nan", "at least 2 heartbeats, 4.0"),
-        ({"resend_s": 0.0}, "resend_s", "0.0", "above 0"),
-        ({"pull_timeout_s": 0.0}, "pull_timeout_s", "0.0", "above 0"),
-        ({"anchor_history": 0}, "anchor_history", "0", "1 to 16"),
-        ({"anchor_history": 17}, "anchor_history", "17", "1 to 16"),
-        ({"learners_max": 5000}, "learners_max", "5000", "1 to 4096"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "name", "value", "limit"), rows("pacing.limits"))
 def test_config_errors_name_value_limit_and_remedy(settings: dict[str, Any], name: str, value: str, limit: str) -> None:
     with pytest.raises(ValueError) as caught:
         ProtocolConfig(**settings)
@@ -141,20 +90,7 @@ def test_config_errors_name_value_limit_and_remedy(settings: dict[str, Any], nam
     assert "change it in the config" in text
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"sync_every": 1, "num_fragments": 1},
-        {"num_fragments": 24},
-        {"overlap_steps": 0},
-        {"quorum": 64},
-        {"grace_safety": 1.0},
-        {"ema_decay": 0.0},
-        {"lease_s": 4.0},
-        {"anchor_history": 16},
-        {"learners_max": 4096},
-    ],
-)
+@pytest.mark.parametrize("settings", rows("pacing.allowed"))
 def test_config_limits_themselves_are_allowed(settings: dict[str, Any]) -> None:
     ProtocolConfig(**settings)
 

@@ -120,6 +120,13 @@ def anchor(name: str, fragment_id: int, version: int, bits: int | None = None) -
     return AnchorValue(name, 1, fragment_id, version, digest(fragment_id, version) if bits is None else bits, 0)
 
 
+def restarted() -> Syncer:
+    """The same after a restart at 5.0 that lost every value."""
+    syncer = lived()
+    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    return syncer
+
+
 def test_a_restart_forgets_links_and_rounds_and_counts_the_life() -> None:
     syncer = lived()
     effects = syncer.on_restart(**HELD_ALL, now_s=5.0)
@@ -147,8 +154,7 @@ def test_values_that_came_before_the_death_count_again() -> None:
 
 
 def test_while_values_are_missing_no_round_opens() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     assert syncer.restoring
     assert syncer.waiting_for(5.0) == "learners to bring what the syncer lost: a, b"
     effects = syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
@@ -160,8 +166,7 @@ def test_while_values_are_missing_no_round_opens() -> None:
 
 
 def test_nothing_is_sent_of_a_fragment_that_is_being_restored() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     effects = syncer.on_message(hello("c", versions=(-1,) * 4), 6.0)
     assert [m.fragment_id for m in sent(effects, "c")[1:]] == [0, 2, 3]
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 7.0)
@@ -171,8 +176,7 @@ def test_nothing_is_sent_of_a_fragment_that_is_being_restored() -> None:
 
 
 def test_the_first_by_name_of_those_who_hold_the_newest_is_asked() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     assert sent(syncer.on_message(hello("b", versions=(0, 1, 0, 0), epoch=1), 6.0), "b")[1:] == [AnchorRequest(1, 1)]
     assert sent(syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0), "a")[1:] == [], "b was asked"
     effects = syncer.on_disconnect("b", 1, "broke", 6.5)
@@ -180,8 +184,7 @@ def test_the_first_by_name_of_those_who_hold_the_newest_is_asked() -> None:
 
 
 def test_a_version_with_other_bits_than_were_made_is_not_taken() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     for name in ("a", "b"):
         syncer.on_message(hello(name, versions=(0, 1, 0, 0), epoch=1), 6.0)
     effects = syncer.on_message(anchor("a", 1, 1, bits=666), 6.5)
@@ -192,16 +195,14 @@ def test_a_version_with_other_bits_than_were_made_is_not_taken() -> None:
 
 @pytest.mark.parametrize("message", [anchor("a", 0, 0), anchor("a", 1, 0), anchor("a", 7, 1), anchor("z", 1, 1)])
 def test_an_anchor_that_is_not_needed_is_dropped(message: AnchorValue) -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     effects = syncer.on_message(message, 6.5)
     assert only(effects, Drop) and not only(effects, Restore)
 
 
 def test_a_version_that_nobody_holds_is_lost_when_all_are_back() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     syncer.on_message(hello("a", epoch=1), 6.0)
     assert syncer.restoring, "b may hold it"
     effects = syncer.on_message(hello("b", epoch=1), 7.0)
@@ -225,8 +226,7 @@ def test_what_a_lost_version_had_merged_is_not_merged() -> None:
 
 
 def test_it_waits_for_those_who_were_connected_also_after_a_second_death() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     syncer.on_message(hello("a", epoch=1), 6.0)
     syncer.on_restart(**HELD_NONE, now_s=7.0)
     assert syncer.epoch == 3

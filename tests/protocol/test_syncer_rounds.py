@@ -11,7 +11,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.rounds import MERGING, PULLING, Pace, Round
 from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
-from tests.protocol.test_snapshot import HELD_NONE, anchor, lived
+from tests.protocol.test_snapshot import HELD_NONE, anchor, restarted
 
 
 @pytest.mark.parametrize("goes", ["disconnect", "leave"])
@@ -226,8 +226,7 @@ def beat(syncer: Syncer, now_s: float, *names: str) -> list[Effect]:
 
 
 def test_an_unanswered_request_is_repeated_to_another_holder() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     for name in ("a", "b"):
         syncer.on_message(hello(name, versions=(0, 1, 0, 0), epoch=1), 6.0)
     asked = {}
@@ -238,8 +237,7 @@ def test_an_unanswered_request_is_repeated_to_another_holder() -> None:
 
 
 def test_the_wait_ends_restore_s_after_the_first_is_back() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     for now_s in range(6, 60):
         syncer.on_tick(float(now_s))
     assert syncer.restoring, "nobody is back, so there is nothing to go on with"
@@ -252,8 +250,7 @@ def test_the_wait_ends_restore_s_after_the_first_is_back() -> None:
 
 
 def test_what_somebody_who_is_back_holds_is_asked_for_behind_the_deadline_but_not_for_ever() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     asked = []
     for tenth in range(60, 270):
@@ -288,8 +285,7 @@ def test_what_a_learner_holds_that_greeted_and_is_not_heard_then_is_not_given_up
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_who_is_back_and_lost_again_is_waited_for_as_the_others_are(silent: bool) -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer = restarted()
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     if silent:
         syncer.on_tick(14.0)

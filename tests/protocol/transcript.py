@@ -92,20 +92,10 @@ def _execute(pair: Pair, command: str, words: list[str]) -> None:
     names = [word for word in words if "=" not in word]
     settings = _settings([word for word in words if "=" in word])
     match command:
-        case "join":
-            pair.join(*names, **settings)
-        case "step":
-            pair.step(*names, **settings)
+        case "join" | "step" | "cut" | "connect" | "crash" | "leave" | "drain" | "rewind" | "merge" | "restart-syncer":
+            getattr(pair, command.replace("-", "_"))(*names, **settings)
         case "wait":
             pair.wait(float(names[0]))
-        case "cut":
-            pair.cut(*names)
-        case "connect":
-            pair.connect(*names)
-        case "crash":
-            pair.crash(*names)
-        case "leave":
-            pair.leave(*names)
         case "hold":
             pair.held.update(names)
         case "release":
@@ -118,16 +108,8 @@ def _execute(pair: Pair, command: str, words: list[str]) -> None:
                 pair.lose_wire(name)
         case "hold-merges":
             pair.holds_merges = True
-        case "merge":
-            pair.merge()
-        case "drain":
-            pair.drain(*names)
-        case "restart-syncer":
-            pair.restart_syncer(**settings)
         case "die-in":
             pair.dies_in = int(names[0])
-        case "rewind":
-            pair.rewind(*names)
         case "poison":
             pair.poisoned.update(names)
         case "cure":

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.core.kinds import Kind
 from diloco_jax.training.optimizers import OptimizerConfig, learning_rate, make_inner
+from tests.tables import rows
 
 
 def test_wsd_warms_up_stays_and_decays() -> None:
@@ -91,20 +92,7 @@ def test_large_gradients_are_clipped_to_the_norm() -> None:
     np.testing.assert_allclose(optax.tree.norm(states[0]), optax.tree.norm(states[1]), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("learning_rate", 0.0, "must be positive and finite"),
-        ("adam_learning_rate", float("inf"), "must be positive and finite"),
-        ("accumulate_steps", 0, "must be at least 1"),
-        ("b1", 1.0, r"must be in \[0, 1\)"),
-        ("weight_decay", float("nan"), "must not be negative"),
-        ("warmup_steps", -1, "must not be negative"),
-        ("decay_fraction", 1.5, "must be between 0 and 1"),
-        ("name", "sgdx", "choose from adamw, muon"),
-        ("schedule", "linear", "choose from wsd, cosine, constant"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "rule"), rows("training.optimizers"))
 def test_impossible_settings_are_named(name: str, value: float | str, rule: str) -> None:
     config = OptimizerConfig()
     object.__setattr__(config, name, value)  # under test the types would refuse some earlier

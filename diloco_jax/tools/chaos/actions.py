@@ -110,7 +110,7 @@ class Saboteur:
         self._run_dir = run_dir
         self._processes = processes
         self._relays = relays
-        self._undo: dict[int, Callable[[], object]] = {}  # number of a fault -> how to take it back
+        self._undo: dict[int, Undo] = {}  # number of a fault -> how to take it back
         (run_dir / CHAOS).mkdir(parents=True, exist_ok=True)
 
     def inflict(self, fault: ChaosFault) -> bool:
@@ -149,17 +149,15 @@ class Saboteur:
                 self._change_link(fault, "both", bytes_per_s=float(fault.amount), delay_s=0.1)
         return True
 
-    def take_back(self, fault: ChaosFault) -> None:
+    def take_back(self, number: int) -> None:
         """End a fault that lasts; nothing if it is over already."""
         with contextlib.suppress(ProcessLookupError):  # it died meanwhile
-            self._undo.pop(fault.number, lambda: None)()
+            self._undo.pop(number, lambda: None)()
 
     def take_back_all(self) -> None:
         """End all faults: the run is over, and a stopped process could not hear of it."""
-        for undo in list(self._undo.values()):
-            with contextlib.suppress(ProcessLookupError):
-                undo()
-        self._undo.clear()
+        for number in list(self._undo):
+            self.take_back(number)
 
     def _order(self, target: str, **order: Any) -> bool:
         write_json(order_file(self._run_dir, target), order)
@@ -218,18 +216,11 @@ class Saboteur:
         return True
 
 
-class DonorHunt:
-    """The search for the one that gives a learner its state."""
-
-    def __init__(self, run_dir: Path, receiver: str) -> None:
-        self._tape = Tail(run_dir / TAPE_FILE, from_end=True)
-        self._receiver = receiver
-
-    def donor(self) -> str:
-        """Return who has sent the first part of its state by now; an empty string while nobody has."""
-        for line in self._tape.lines():
-            if line.startswith(b'["StatePart"'):
-                _, _, donor, _, receiver, *_ = json.loads(line)
-                if receiver == self._receiver:
-                    return str(donor)
-        return ""
+def next_donor(tape: Tail, learner: str) -> str:
+    """Return who has sent this learner a part of a state, by what is new on the tape; an empty string if nobody has."""
+    for line in tape.lines():
+        if line.startswith(b'["StatePart"'):
+            _, _, donor, _, receiver, *_ = json.loads(line)
+            if receiver == learner:
+                return str(donor)
+    return ""

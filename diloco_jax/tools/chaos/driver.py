@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.records.files import METRICS_FILE
+from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.tape_file import LineFile, Tail
-from diloco_jax.tools.chaos.actions import CHAOS, DonorHunt, Processes, Saboteur, began_unix_s
+from diloco_jax.tools.chaos.actions import CHAOS, Processes, Saboteur, began_unix_s, next_donor
 from diloco_jax.tools.chaos.ledger import Ledger
 from diloco_jax.tools.chaos.schedule import ChaosFault
 
@@ -40,6 +40,7 @@ class Driver:
         saboteur: Saboteur,
         say: Callable[[str], None],
     ) -> None:
+        self._schedule = schedule
         self._waiting = list(schedule)
         self._islands = islands
         self._steps = steps
@@ -49,11 +50,10 @@ class Driver:
         self._say = say
         self.ledger = Ledger(lease_s)
         self.inflicted = 0
-        self._too_late = 0
         self._metrics = Tail(run_dir / METRICS_FILE)
         self._book = LineFile(run_dir / CHAOS / FAULTS_FILE)
         self._lasting: list[tuple[float, ChaosFault]] = []  # when to take it back
-        self._hunts: list[tuple[float, ChaosFault, DonorHunt]] = []  # when to give up
+        self._hunts: list[tuple[float, ChaosFault, Tail]] = []  # when to give up, where its donor will be told
         self._told: set[int] = set()  # recoveries that were announced
         self._began_unix_s = 0.0  # unknown yet
         self._slowest_s = 0.0  # of all recoveries, and of the start of the run
@@ -62,7 +62,7 @@ class Driver:
     @property
     def skipped(self) -> int:
         """Faults for which the run was too short."""
-        return len(self._waiting) + self._too_late
+        return len(self._schedule) - self.inflicted
 
     def run(self, stop: threading.Event) -> None:
         """Work until the run is over or `stop` is set; leaves no fault in place."""
@@ -95,7 +95,7 @@ class Driver:
             return
         for due_s, fault in self._lasting:
             if now_s >= due_s:
-                self._saboteur.take_back(fault)
+                self._saboteur.take_back(fault.number)
                 self.ledger.end(fault, now_s)
                 self._write("end", now_s, fault, fault.target)
         self._lasting = [each for each in self._lasting if each[0] > now_s]
@@ -125,26 +125,25 @@ class Driver:
         if left_s > heal_s + fault.duration_s:
             return True
         self._waiting.remove(fault)
-        self._too_late += 1
         return False
 
     def _begin(self, fault: ChaosFault) -> None:
-        hunt = DonorHunt(self._run_dir, fault.target) if fault.kind == "kill-donor" else None
+        tape = Tail(self._run_dir / TAPE_FILE, from_end=True) if fault.kind == "kill-donor" else None
         if not self._saboteur.inflict(fault):
             return  # its process is just being started again; later
         self._waiting.remove(fault)
         self.inflicted += 1
         now_s = self._enter(fault, fault.target, killed=fault.kills)
         self._say(f"{now_s:7.1f} s  {fault}")
-        if hunt is not None:
-            self._hunts.append((now_s + HUNT_S, fault, hunt))
+        if tape is not None:
+            self._hunts.append((now_s + HUNT_S, fault, tape))
         elif fault.duration_s:
             self._lasting.append((now_s + fault.duration_s, fault))
 
-    def _follow(self, hunt: tuple[float, ChaosFault, DonorHunt], now_s: float) -> None:
+    def _follow(self, hunt: tuple[float, ChaosFault, Tail], now_s: float) -> None:
         """Kill the donor once there is one; give up when the learner is well without."""
-        until_s, fault, tracks = hunt
-        donor = tracks.donor()
+        until_s, fault, tape = hunt
+        donor = next_donor(tape, fault.target)
         recovered = fault.target not in self.ledger.unwell
         if not donor and not recovered and now_s < until_s:
             return
@@ -154,7 +153,7 @@ class Driver:
             self._say(f"{now_s:7.1f} s  #{fault.number} kill {donor}, the donor of {fault.target}")
         else:
             self._say(f"{now_s:7.1f} s  #{fault.number} {fault.target} had no donor that could be killed")
-        self._saboteur.take_back(fault)
+        self._saboteur.take_back(fault.number)
 
     def _enter(self, fault: ChaosFault, target: str, *, killed: bool) -> float:
         """Write down that a fault has hit its target, and return when: what came before tells nothing of it."""

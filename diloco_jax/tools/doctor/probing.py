@@ -48,15 +48,13 @@ def greet(config: TransportConfig, name: str) -> Greeting:
     TransportError if nobody answers, or our credentials do not do; ValueError if they or the address cannot be used.
     """
     own = credentials(config, name)
-    ping = pb.ProbeRequest(kind=pb.PROBE_PING).SerializeToString()
-    best = (math.inf, 0.0)
+    ping, timeout_s = pb.ProbeRequest(kind=pb.PROBE_PING).SerializeToString(), config.connect_timeout_s
+    best = (math.inf, 0.0)  # shortest round trip, and the clock's lead then
     with open_channel(config, own) as channel:
         method = _method(channel)
         try:
             for number in range(PINGS + 1):
-                timeout_s = config.connect_timeout_s
-                before_s = time.time()
-                began_s = time.monotonic()
+                before_s, began_s = time.time(), time.monotonic()
                 reply = next(method(iter([ping]), timeout=timeout_s, wait_for_ready=True, metadata=own.metadata))
                 rtt_s = time.monotonic() - began_s
                 if number:  # the first one also opened the connection
@@ -67,15 +65,7 @@ def greet(config: TransportConfig, name: str) -> Greeting:
         shards = read_shards(reply.shards, config.address)
     except ValueError as error:
         raise TransportError(f"the syncer at {config.address} names unusable shards: {error}") from None
-    return Greeting(
-        run_id=reply.run_id,
-        versions=dict(reply.versions),
-        settings=dict(reply.settings),
-        sessions=reply.sessions,
-        shards=shards,
-        rtt_s=best[0],
-        skew_s=best[1],
-    )
+    return Greeting(reply.run_id, dict(reply.versions), dict(reply.settings), reply.sessions, shards, *best)
 
 
 def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:

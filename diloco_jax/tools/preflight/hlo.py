@@ -254,41 +254,29 @@ def _called(instruction: Instruction) -> Iterator[str]:
 
 def trip_count(loop: Instruction, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
     """Count the runs of a `while` body: as the compiler notes, or as its condition says; None if neither does."""
-    known = _KNOWN_TRIPS.search(loop.attributes)
-    if known:
+    if known := _KNOWN_TRIPS.search(loop.attributes):
         return int(known[1])
-    parts = [re.search(rf"\b{part}=%?([\w.\-]+)", loop.attributes) for part in ("condition", "body")]
-    if parts[0] is None or parts[1] is None:
-        return None
-    condition, body = computations[parts[0][1]], computations[parts[1][1]]
-    before = computation.get(loop.inputs[0]) if loop.inputs else None
+    parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.attributes))
+    condition, body = computations[parts["condition"]], computations[parts["body"]]
+    before = computation.get(loop.inputs[0])
     compare = next((each for each in condition.values() if each.opcode == "compare"), None)
     if compare is None or before is None or before.opcode != "tuple":
         return None
-    direction = re.search(r"\bdirection=(\w+)", compare.attributes)
-    sides = [_element_or_number(condition, name) for name in compare.inputs]
-    index = next((index for index, _ in sides if index is not None), None)
-    if index is None or direction is None or direction[1] not in ("LT", "LE", "GT", "GE"):
-        return None
-
-    def value(side: tuple[int | None, int | None]) -> int | None:
-        return _number(computation, before.inputs[side[0]]) if side[0] is not None else side[1]
-
-    first, last = (value(side) for side in sides)
-    step = _step(body, index)
-    if first is None or last is None or not step:
+    bounds, counters = [], []  # the compared numbers, and the positions in the loop's tuple of those that are there
+    for name in compare.inputs:
+        side = _source(condition, name)
+        if side is not None and side.opcode == "get-tuple-element":
+            counters.append(int(side.attributes.partition("index=")[2].partition(",")[0]))
+            bounds.append(_number(computation, before.inputs[counters[-1]]))
+        else:
+            bounds.append(_number(condition, name))
+    direction = re.search(r"\bdirection=(LT|LE|GT|GE)\b", compare.attributes)
+    first, last = bounds
+    step = _step(body, counters[0]) if counters else None
+    if direction is None or first is None or last is None or not step:
         return None
     inclusive = direction[1] in ("LE", "GE")
     return max(0, math.ceil((abs(last - first) + inclusive) / abs(step)))
-
-
-def _element_or_number(computation: Computation, name: str) -> tuple[int | None, int | None]:
-    """Return (position in the loop's tuple, None) or (None, constant)."""
-    instruction = _source(computation, name)
-    if instruction is None or instruction.opcode != "get-tuple-element":
-        return None, _number(computation, name)
-    found = re.search(r"\bindex=(\d+)", instruction.attributes)
-    return int(found[1]) if found else None, None
 
 
 def _source(computation: Computation, name: str) -> Instruction | None:

@@ -67,7 +67,7 @@ def search(config: RunConfig, kind: IslandKind, compiles_max: int, record: Path,
     limit, known, made, left = ROOM * topology.generation.hbm_bytes, _read(record), 0, 0
     tried: list[Found] = []
     fewest: dict[str, int] = {}  # by mesh: the policy that fits with fewer micro-batches
-    for candidate in _candidates(config, kind, decoder):
+    for candidate in _candidates(config, kind, topology, decoder):
         setting, at = candidate.setting, POLICIES.index(candidate.setting["remat"])
         mesh = str(setting["mesh"])
         if at >= fewest.get(mesh, len(POLICIES)) or not _may_be_best(setting, tried, limit, topology):
@@ -110,12 +110,10 @@ def _read(record: Path) -> dict[str, Found]:
         raise ValueError(f"--search: {record} is no file of results of a search; name another one") from error
 
 
-def _candidates(config: RunConfig, kind: IslandKind, decoder: DecoderConfig) -> Iterator[Trial]:
+def _candidates(config: RunConfig, kind: IslandKind, topology: Topology, decoder: DecoderConfig) -> Iterator[Trial]:
     """List the candidates in the order in which they are tried: the config's mesh, few micro-batches, few FLOPs."""
-    topology = kind.topology
-    assert topology is not None, "search checks it"
     block = best_block(decoder, config.train.seq_len, topology) if decoder.attention == "splash" else 0
-    for mesh in _meshes(kind):
+    for mesh in _meshes(kind, topology):
         on_mesh = kind._replace(island=kind.island._replace(mesh=mesh))
         needs = outline(config, on_mesh)
         parts = needs.blueprint.layout.batch_parts
@@ -192,13 +190,11 @@ def best_block(decoder: DecoderConfig, seq_len: int, topology: Topology) -> int:
     return min((size for size in SPLASH_BLOCKS if seq_len % size == 0), key=seconds, default=0)
 
 
-def _meshes(kind: IslandKind) -> list[MeshConfig]:
+def _meshes(kind: IslandKind, topology: Topology) -> list[MeshConfig]:
     """List ways to share the mesh between `data` and `fsdp`: the config's own, then those that are most like it.
 
     Each lies along whole dimensions of the slice: where an axis cuts one, chips reach only a part of their links.
     """
-    topology = kind.topology
-    assert topology is not None, "search checks it"
     data, fsdp, expert, tensor = kind.island.mesh.sizes(kind.chips)
     dims = (*topology.shape, topology.generation.devices_per_chip)
     along = {math.prod(some) for count in range(len(dims) + 1) for some in combinations(dims, count)}

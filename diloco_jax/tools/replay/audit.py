@@ -1,25 +1,161 @@
 """The fate of every sample index that a run handed out, found from its tapes alone (`diloco audit`).
 
 The syncer's machine takes its decisions again. Leases, reports, merges and releases among them are entered in a second
-book (auditor.py), which is compared with the machine's. The learners' tapes, where they are, must not read
+book (sample_book.py), which is compared with the machine's. The learners' tapes, where they are, must not read
 what was never leased to them.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections import ChainMap, deque
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from diloco_jax.protocol.effects import Drop, Effect, Merge, Note, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.leases import LeaseBook
+from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
+from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.telemetry import read_object
-from diloco_jax.tools.replay.auditor import Auditor
 from diloco_jax.tools.replay.lives import Begin, TapedStep, read_entries
-from diloco_jax.tools.replay.sample_book import Findings, Range, joined
+from diloco_jax.tools.replay.sample_book import Book, Findings, Life, Range, SampleShare, joined
 from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of
 
 COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
+KEPT_MAX = 8  # snapshots that a run may go back to, and some
+
+T = TypeVar("T")
+
+
+class Moments(Generic[T]):
+    """The values of the newest snapshots, by global step, as protocol/syncer/tape.py remembers them."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, T] = {}
+        self._taken: dict[int, T] = {}
+
+    def keep(self, global_step: int, taken: bool, value: T) -> None:
+        moments = self._taken if taken else self._asked
+        moments.pop(global_step, None)
+        moments[global_step] = value
+        while len(moments) > SNAPSHOTS_MAX:
+            del moments[next(iter(moments))]
+
+    def at(self, global_step: int) -> T:
+        """Return what was then. The machine, which remembers as many, has refused a tape that goes back further."""
+        return ChainMap(self._taken, self._asked)[global_step]
+
+    def __iter__(self) -> Iterator[T]:
+        return chain(self._taken.values(), self._asked.values())
+
+
+class Auditor:
+    """The keeper of the book of one run: reads the syncer's tape, and what each input led to, and enters it."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self.findings = Findings()
+        self.book = Book(num_fragments)
+        self.rounds = 0
+        self.void = 0  # handed out in a history that the run went back behind
+        self._lives: dict[str, Life] = {}  # the newest of each learner
+        self._steps: dict[Life, int] = {}
+        self._values: dict[tuple[int, str], Life] = {}
+        self._orders: dict[int, tuple[Merge, tuple[Life, ...]]] = {}
+        self._held: list[int] = []  # after a restart: what the syncer has
+        self._snapshots: Moments[Book] = Moments()
+        self._old_versions: deque[list[int]] = deque(maxlen=KEPT_MAX)
+        self._number = 0
+
+    def take(self, line: list[Any], effects: list[Effect]) -> None:
+        self._number += 1
+        kind = line[0]
+        dropped = len(line) > 2 and any(isinstance(e, Drop) and e.peer == line[2] for e in effects)
+        if kind == "Hello" and not dropped:
+            self._lives[line[2]] = (line[2], line[3])
+        elif kind == "StepReport" and not dropped:
+            self._report((line[2], line[3]), line[4], line[7])
+        elif kind == "FragmentValue" and not dropped:
+            self._values[line[4], line[2]] = (line[2], line[3])
+        elif kind == "restart":
+            self._held = list(line[2])
+            self._values.clear()
+        elif kind == "rewind":
+            self._go_back(line[2])
+        elif kind == "snapshot":
+            self._snapshot(line[2], True)
+        elif kind == "merged":
+            self._version(line[2], line[4])
+        for effect in effects:
+            self._effect(effect, kind)
+
+    def _report(self, life: Life, local_step: int, adopted: list[list[int]]) -> None:
+        if local_step <= self._steps.get(life, 0) or self._lives.get(life[0]) != life:
+            return
+        self._steps[life] = local_step
+        for fragment_id, (version, *_) in enumerate(adopted):
+            self.book.on_held(fragment_id, version)
+
+    def _version(self, global_step: int, left_out: list[str]) -> None:
+        order, lives = self._orders.pop(global_step)
+        shares = {
+            life: SampleShare(part.since, part.samples)
+            for life, part in zip(lives, order.parts, strict=True)
+            if part.learner_id not in left_out
+        }
+        if shares:
+            self.rounds += 1
+            self.book.on_version(order.fragment_id, global_step, shares)
+
+    def _effect(self, effect: Effect, kind: str) -> None:
+        if isinstance(effect, Send) and isinstance(effect.message, Lease):
+            self.book.lease(self._lives[effect.peer], *effect.message, self.findings)
+        elif isinstance(effect, Merge):
+            lives = tuple(self._values.pop((effect.global_step, part.learner_id)) for part in effect.parts)
+            self._orders[effect.global_step] = (effect, lives)
+        elif isinstance(effect, Restore):
+            self._held[effect.fragment_id] = effect.version
+        elif isinstance(effect, SaveSnapshot):
+            self._snapshot(effect.global_step, False)
+        elif isinstance(effect, Note):
+            self._note(effect, kind)
+
+    def _note(self, note: Note, kind: str) -> None:
+        if note.kind == "released":
+            self.book.release(note.members[0])
+        elif note.kind in ("lost", "restored"):
+            version = self._held[note.fragment_id]
+            if note.kind == "lost":
+                self.book.on_lost(note.fragment_id, version)
+            self.book.versions[note.fragment_id] = version
+        elif note.kind == "merged" and kind != "merged":  # its result came back from a learner
+            names = [part.learner_id for part in self._orders[note.global_step][0].parts]
+            self._version(note.global_step, [name for name in names if name not in note.members])
+
+    def _snapshot(self, global_step: int, taken: bool) -> None:
+        self._snapshots.keep(global_step, taken, deepcopy(self.book))
+        if len(self._old_versions) == KEPT_MAX:
+            self.book.keep_until(self._old_versions[0])
+        self._old_versions.append(list(self.book.versions))
+
+    def _go_back(self, global_step: int) -> None:
+        self._values.clear()
+        self._orders.clear()
+        leased = self.book.leased
+        self.book = deepcopy(self._snapshots.at(global_step))
+        self.void += leased - self.book.leased
+
+    def compare(self, machine: LeaseBook, global_step: int) -> None:
+        """Hold the book against the machine's at this global step, unless a breach is known already."""
+        ours, theirs = tuple(self.book.fates), tuple(machine.fates)
+        if ours != theirs and not self.findings.count:
+            self.findings.add(
+                f"at input {self._number} (global step {global_step}) the syncer counted leased, merged, overwritten, "
+                f"released, out {theirs}, its tape says {ours}"
+            )
 
 
 def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget = NO_BUDGET) -> dict[str, Any]:
@@ -42,18 +178,17 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     if not machine.finished and summary.exists() and read_object(summary, "complete")["complete"]:
         raise ValueError(f"{tape} ends at global step {machine.global_step}, but the run is complete: restore the rest")
     book, findings = auditor.book, auditor.findings
-    fates = book.merged + book.overwritten + book.released + book.out
-    if book.leased != fates:
-        findings.add(
-            f"{book.leased} were leased, but {book.merged} merged, {book.overwritten} overwritten, {book.released} "
-            f"released and {book.out} out make {fates}"
-        )
+    leased, *fates = book.fates
+    if leased != sum(fates):
+        told = "{} merged, {} overwritten, {} released and {} out".format(*fates)
+        findings.add(f"{leased} were leased, but {told} make {sum(fates)}")
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
     for path in tapes:
         _check_reads(path, findings)
-    counted = ("leased", "merged", "overwritten", "released", "out", "repeated", "undone")
     return {
-        **{name: getattr(book, name) for name in counted},
+        **book.fates._asdict(),
+        "repeated": book.repeated,
+        "undone": book.undone,
         "void": auditor.void,
         "rounds": auditor.rounds,
         "learner_tapes": len(tapes),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.releases import check_readable
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.runtime.records.tape_file import read_lines
@@ -119,7 +118,7 @@ def _entry(fields: list[Any], learner_id: str) -> Entry | None:
 
 @dataclass(slots=True)
 class Outline:
-    """One tape at a glance, by line number."""
+    """One tape at a glance, by line number, and the part of it that must be repeated."""
 
     path: Path
     step_samples: int = 0
@@ -129,6 +128,9 @@ class Outline:
     copied: dict[int, list[int]] = field(default_factory=dict)  # local step -> lines
     sent: list[tuple[int, SentValue]] = field(default_factory=list)
     lost_at: int | None = None
+    stop: int = 0  # the last line that must be repeated
+    values: Counter[tuple[int, int]] = field(default_factory=Counter)  # (fragment, local step) -> merges that used it
+    copies: Counter[int] = field(default_factory=Counter)  # local step -> lives that took the state over
 
     def line_of(self, local_step: int, what: str) -> int:
         """Return the line of a local step; ValueError if the tape does not reach so far."""
@@ -184,47 +186,35 @@ def outline(path: Path) -> Outline:
     return found
 
 
-@dataclass(slots=True)
-class NeededLife:
-    """The part of one life that must be repeated."""
-
-    outline: Outline
-    stop: int = 0  # the last line
-    values: Counter[tuple[int, int]] = field(default_factory=Counter)  # (fragment, local step) -> merges that used it
-    copies: Counter[int] = field(default_factory=Counter)  # local step -> lives that took the state over
-
-
 class NeededLives:
     """The parts of all lives that must be repeated; ValueError names a tape that is missing, broken or too short."""
 
     def __init__(self, run_dir: Path, script: Script) -> None:
         self._run_dir = run_dir
-        self.lives: dict[LearnerLife, NeededLife] = {}
+        self.lives: dict[LearnerLife, Outline] = {}
         self._queue: list[LearnerLife] = []
         for event in script.events:
             if isinstance(event, MergedRound):
-                self._require_values(event.order, event.lives)
+                order = event.order
+                for part, life in zip(order.parts, event.lives, strict=True):
+                    need = self._need(life)
+                    line = need.line_of(part.local_step, f"its value in round {order.global_step}")
+                    need.stop = max(need.stop, line)
+                    need.values[order.fragment_id, part.local_step] += 1
         while self._queue:
             receiver = self._queue.pop()
             what = f"{receiver.learner_id} (incarnation {receiver.incarnation})"
-            for took in self.lives[receiver].outline.took:  # before its first step
+            for took in self.lives[receiver].took:  # before its first step
                 need = self._need(took.donor)
-                need.stop = max(need.stop, *need.outline.lines_of_copy(took.donor_step, what))
+                need.stop = max(need.stop, *need.lines_of_copy(took.donor_step, what))
                 need.copies[took.donor_step] += 1
         # uses of each global value after it was made, by learners and by restarted syncers
         self.names = Counter(event.name for event in script.events if isinstance(event, Brought))
         for need in self.lives.values():
-            self.names.update(name for line, name in need.outline.adopted if line <= need.stop)
+            self.names.update(name for line, name in need.adopted if line <= need.stop)
 
-    def _need(self, life: LearnerLife) -> NeededLife:
+    def _need(self, life: LearnerLife) -> Outline:
         if life not in self.lives:
-            self.lives[life] = NeededLife(outline(learner_tape_path(self._run_dir, *life)))
+            self.lives[life] = outline(learner_tape_path(self._run_dir, *life))
             self._queue.append(life)
         return self.lives[life]
-
-    def _require_values(self, order: Merge, lives: tuple[LearnerLife, ...]) -> None:
-        for part, life in zip(order.parts, lives, strict=True):
-            need = self._need(life)
-            line = need.outline.line_of(part.local_step, f"its value in round {order.global_step}")
-            need.stop = max(need.stop, line)
-            need.values[order.fragment_id, part.local_step] += 1

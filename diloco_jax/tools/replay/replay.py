@@ -10,6 +10,7 @@ that somebody still adopts.
 """
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -30,9 +31,9 @@ from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay import script
-from diloco_jax.tools.replay.auditor import Moments
+from diloco_jax.tools.replay.audit import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
-from diloco_jax.tools.replay.replica import Replica, Trainer, Values, same_loss
+from diloco_jax.tools.replay.replica import Replica, Trainer, Values, use
 from diloco_jax.training.whole_state.layout import HostState
 from diloco_jax.training.whole_state.moving import MovingLayout
 
@@ -106,8 +107,8 @@ class Replay:
         self._made(script.Name(order.fragment_id, order.global_step, this.digest), merged.state.digest, where)
         for life, local_step in this.reported:  # follow the run, so that old global values can go
             need = self.needs.lives.get(life)
-            if need is not None and need.outline.steps:
-                self._replica(life).advance(need.outline.steps[min(local_step, len(need.outline.steps)) - 1])
+            if need is not None and need.steps:
+                self._replica(life).advance(need.steps[min(local_step, len(need.steps)) - 1])
 
     def _made(self, name: script.Name, digest: int, where: str) -> None:
         """Compare the newest value of a fragment with the run's, and remember it under that name if it will be used."""
@@ -130,8 +131,7 @@ class Replay:
                 f"version {name.version} of fragment {name.fragment_id} with digest {name.digest} was adopted, but no "
                 "round on the syncer's tape made it; are all tapes of one run?"
             )
-        self._uses[name] -= 1
-        return self._values[name] if self._uses[name] > 0 else self._values.pop(name)
+        return use(self._values, self._uses, name)
 
     def state_of(self, took: TookState, receiver: script.LearnerLife, held: dict[int, int]) -> HostState:
         copies = self._replica(took.donor).copy(took.donor_step)
@@ -145,7 +145,8 @@ class Replay:
 
     def on_loss(self, life: script.LearnerLife, step: TapedStep, loss: float) -> None:
         """Compare a step with the tape: it tells where a difference began."""
-        if self._compare and not self.step_difference and not same_loss(step.loss, loss):
+        told = loss if math.isfinite(loss) else None  # as tapes write it
+        if self._compare and not self.step_difference and told != step.loss:
             self.step_difference = (
                 f"local step {step.local_step} of {life.learner_id} (incarnation {life.incarnation}): loss {loss}, "
                 f"the run had {step.loss}"
@@ -250,10 +251,10 @@ def _work(this: Replay, sample_tokens: int) -> dict[str, dict[str, int]]:
     """Count the repeated local steps and tokens of each learner."""
     learners: dict[str, dict[str, int]] = {}
     for life, need in sorted(this.needs.lives.items()):
-        steps = sum(line <= need.stop for line in need.outline.steps)
+        steps = sum(line <= need.stop for line in need.steps)
         row = learners.setdefault(life.learner_id, {"local_steps": 0, "tokens": 0})
         row["local_steps"] += steps
-        row["tokens"] += steps * need.outline.step_samples * sample_tokens
+        row["tokens"] += steps * need.step_samples * sample_tokens
     return learners
 
 

@@ -5,9 +5,8 @@ its own, which are on the island only while its life advances. Between two lives
 copies of whole states.
 """
 
-import math
 from collections import Counter
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +24,8 @@ from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import HostState
 
 Values = dict[str, np.ndarray]
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Trainer:
@@ -81,12 +82,12 @@ class OtherLives(Protocol):
 class Replica:
     """One life. `advance` repeats it up to a line of its tape."""
 
-    def __init__(self, life: LearnerLife, need: lives.NeededLife, trainer: Trainer, world: OtherLives) -> None:
+    def __init__(self, life: LearnerLife, need: lives.Outline, trainer: Trainer, world: OtherLives) -> None:
         self.life = life
         self._need = need
         self._trainer = trainer
         self._world = world
-        self._entries = lives.read_entries(need.outline.path)
+        self._entries = lives.read_entries(need.path)
         self._line = 0  # the last one that was repeated
         self._state: TrainState | None = None
         self._held: dict[int, HeldFragment] = {}
@@ -100,22 +101,20 @@ class Replica:
         wanted: dict[int, set[int]] = {}
         for fragment_id, local_step in self._need.values:
             wanted.setdefault(local_step, set()).add(fragment_id)
-        for line, sent in self._need.outline.sent:
+        for line, sent in self._need.sent:
             if line <= self._need.stop:
                 wanted.setdefault(sent.local_step, set()).add(sent.fragment_id)
         return wanted
 
     def value(self, fragment_id: int, local_step: int) -> bytes:
         """Return the encoded outer gradient of a fragment after a local step, as the learner sent it."""
-        self.advance(self._need.outline.steps[local_step - 1])
-        key = (fragment_id, local_step)
-        return self._payloads.pop(key) if _used_up(self._need.values, key) else self._payloads[key]
+        self.advance(self._need.steps[local_step - 1])
+        return use(self._payloads, self._need.values, (fragment_id, local_step))
 
     def copy(self, local_step: int) -> list[tuple[dict[int, int], HostState]]:
         """Return the states that were copied after a local step, each with the versions that the learner held."""
-        self.advance(max(self._need.outline.copied[local_step]))
-        last = _used_up(self._need.copies, local_step)
-        return self._copies.pop(local_step) if last else self._copies[local_step]
+        self.advance(max(self._need.copied[local_step]))
+        return use(self._copies, self._need.copies, local_step)
 
     def advance(self, line: int) -> None:
         """Repeat everything up to this line."""
@@ -126,7 +125,7 @@ class Replica:
         while self._line < line:
             number, entry = next(self._entries)
             if number > line:
-                raise ValueError(f"{self._need.outline.path} was changed while it was replayed; start again")
+                raise ValueError(f"{self._need.path} was changed while it was replayed; start again")
             self._repeat(entry)
             self._line = number
         self._state = self._trainer.island.state
@@ -174,15 +173,7 @@ class Replica:
         self._payloads[fragment_id, local_step] = payload
 
 
-def _used_up(uses: Counter[Any], key: object) -> bool:
-    """Count one use; return True if it was the last."""
+def use(stored: dict[K, V], uses: Counter[K], key: K) -> V:
+    """Return what is stored, and forget it with its last use."""
     uses[key] -= 1
-    if uses[key] > 0:
-        return False
-    del uses[key]
-    return True
-
-
-def same_loss(recorded: float | None, repeated: float) -> bool:
-    """Tell if a repeated step had the loss that its tape says; NaN and infinity are written as null."""
-    return not math.isfinite(repeated) if recorded is None else recorded == repeated
+    return stored[key] if uses[key] > 0 else stored.pop(key)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from diloco_jax.protocol.leases import Fates
+
 NEVER, OUT, FREE, MERGED, OVERWRITTEN = "never leased", "out", "released", "merged", "overwritten"
 VIOLATIONS_MAX = 100  # that are told one by one
 POSITIONS_MAX = 1 << 33  # of one run
@@ -125,19 +127,10 @@ class Book:
         self._taught = RangeMap(False)  # some fragment has taken a value that held what the position taught
 
     @property
-    def out(self) -> int:
-        """Positions that somebody has."""
-        return self._sizes[OUT]
-
-    @property
-    def merged(self) -> int:
-        """Positions that taught the model something."""
-        return self._sizes[MERGED]
-
-    @property
-    def overwritten(self) -> int:
-        """Positions that were trained on for nothing."""
-        return self._sizes[OVERWRITTEN]
+    def fates(self) -> Fates:
+        """The counts to hold against the machine's."""
+        merged, overwritten, out = (self._sizes[fate] for fate in (MERGED, OVERWRITTEN, OUT))
+        return Fates(self.leased, merged, overwritten, self.released, out)
 
     @property
     def undone(self) -> int:

@@ -77,25 +77,18 @@ Event = MergedRound | SnapshotPoint | Back | Brought
 
 @dataclass(slots=True)
 class Script:
-    """The events of a run, in their order."""
+    """The events of a run, in their order; `take` collects them while the machine runs."""
 
     fingerprint: Fingerprint
     digests: tuple[int, ...] = ()  # of the initial fragments
     events: list[Event] = field(default_factory=list)
     global_step: int = 0  # closed rounds at the end
-
-
-class _Reader:
-    """A collector of the events while the machine runs."""
-
-    def __init__(self, fingerprint: Fingerprint) -> None:
-        self.script = Script(fingerprint)
-        self._values: dict[tuple[int, str], LearnerLife] = {}  # (round, learner) -> whose value the syncer keeps
-        self._orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = {}
-        self._reported: dict[LearnerLife, int] = {}
+    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)  # (round, learner) -> whose value is kept
+    _orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = field(default_factory=dict)
+    _reported: dict[LearnerLife, int] = field(default_factory=dict)
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
-        kind, events = line[0], self.script.events
+        kind, events = line[0], self.events
         if kind == "merged":
             order, lives = self._orders.pop(line[2])
             if len(line[4]) < len(order.parts):  # else no value was usable
@@ -107,7 +100,7 @@ class _Reader:
         elif kind == "FragmentValue" and not any(isinstance(e, Drop) and e.peer == line[2] for e in effects):
             self._values[line[4], line[2]] = LearnerLife(line[2], line[3])
         elif kind == "begin":
-            self.script.digests = tuple(line[2])
+            self.digests = tuple(line[2])
         elif kind == "snapshot":
             events.append(SnapshotPoint(line[2], True))
         elif kind in ("restart", "rewind"):
@@ -132,10 +125,9 @@ def read_script(
     """Let a machine take a run's decisions again, up to a merged round of `until`; ValueError names a wrong tape."""
     fingerprint = fingerprint_of(tape)
     machine = machine_of(fingerprint, protocol, total_steps, budget)
-    reader = _Reader(fingerprint)
-    script = reader.script
+    script = Script(fingerprint)
     for line, effects in inputs(tape, machine):
-        reader.take(line, effects)
+        script.take(line, effects)
         if until is not None and line[0] == "merged" and line[2] >= until:
             break
     script.global_step = ended = machine.global_step

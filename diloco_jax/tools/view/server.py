@@ -12,7 +12,7 @@ import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,7 @@ class PageHandler(BaseHTTPRequestHandler):
         if url.path == "/":
             self._answer(200, self.server.page, "text/html; charset=utf-8")
             return
-        parts: dict[str, Callable[[dict[str, str]], None]] = {"/events": self._events, "/state": self._state}
-        answer = {**parts, "/log": self._log}.get(url.path)
+        answer = {"/events": self._events, "/state": self._state, "/log": self._log}.get(url.path)
         if answer is None:
             self._answer(404, b"there is no such page\n")
         elif self._known(asked.get("token", "")):

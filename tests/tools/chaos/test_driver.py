@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.runtime.records.tape_file import Tail
-from diloco_jax.tools.chaos.actions import DonorHunt, Saboteur, order_file
+from diloco_jax.tools.chaos.actions import Saboteur, next_donor, order_file
 from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.ledger import WAITS_FILE, longest_waits
 from diloco_jax.tools.chaos.relay import Relay
@@ -229,7 +229,7 @@ def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
         file.write(b"o\n")
     assert list(tail.lines()) == [b"two\n"] and list(tail.lines()) == []
     assert list(Tail(path, from_end=True).lines()) == []
-    assert DonorHunt(tmp_path, "a").donor() == ""
+    assert next_donor(Tail(tmp_path / "none", from_end=True), "a") == ""
 
 
 def test_waits_count_while_an_island_is_well(stages: Any) -> None:

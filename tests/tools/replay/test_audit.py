@@ -13,8 +13,7 @@ from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.sim.node import Effects, Observer
 from diloco_jax.tools.replay import sample_book
-from diloco_jax.tools.replay.audit import audit, describe
-from diloco_jax.tools.replay.auditor import Auditor
+from diloco_jax.tools.replay.audit import Auditor, audit, describe
 from diloco_jax.tools.replay.sample_book import Book, Findings, SampleShare
 from tests.runtime.taped_pair import TapedPair
 
@@ -217,7 +216,7 @@ class Witness(Observer):
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self.auditor.take(json.loads(self._tape[next(self._lines)]), effects)
         book = self.auditor.book
-        counts = (book.leased, book.merged, book.overwritten, book.released, book.out, book.repeated, book.undone)
+        counts = (*book.fates, book.repeated, book.undone)
         self.said.append((*counts, self.auditor.void, {name: owner.left for name, owner in book.owners.items()}))
 
 
@@ -243,7 +242,7 @@ def test_book_names_positions() -> None:
     book, found = Book(2), Findings()
     book.lease(A, 0, 0, 10, found)
     book.lease(A, 0, 0, 10, found)  # repeated
-    assert (book.leased, book.out, found.count) == (10, 10, 0)
+    assert (book.leased, book.fates.out, found.count) == (10, 10, 0)
     book.lease(B, 0, 8, 12, found)
     assert found.texts == ["position 8 (and 1 more) was leased to b while it was out, leased before to a"]
     book.lease(A, 2, 3, 5, found)
@@ -264,21 +263,21 @@ def test_book_merges_when_every_fragment_took_and_somebody_holds() -> None:
     book.lease(A, 0, 0, 10, found)
     book.on_version(0, 1, {A: SampleShare(0, 6)})
     book.on_held(0, 1)
-    assert book.merged == 0, "fragment 1 took nothing"
+    assert book.fates.merged == 0, "fragment 1 took nothing"
     book.on_version(1, 2, {A: SampleShare(0, 4)})
-    assert book.merged == 0, "nobody is seen to hold version 2"
+    assert book.fates.merged == 0, "nobody is seen to hold version 2"
     book.on_held(1, 1)
     book.on_held(1, 99)
-    assert book.merged == 0, "these are not the version that took it"
+    assert book.fates.merged == 0, "these are not the version that took it"
     book.on_held(1, 2)
-    assert (book.merged, book.out) == (4, 6)
+    assert (book.fates.merged, book.fates.out) == (4, 6)
     book.on_version(1, 4, {("a", 2): SampleShare(0, 9)})
     book.on_held(1, 4)
-    assert book.merged == 4, "that was another life"
+    assert book.fates.merged == 4, "that was another life"
     book.release("a")
-    assert (book.leased, book.merged, book.released, book.out) == (10, 4, 6, 0)
+    assert (book.leased, book.fates.merged, book.released, book.fates.out) == (10, 4, 6, 0)
     book.lease(B, 0, 4, 12, found)
-    assert (book.leased, book.repeated, book.out, found.count) == (18, 6, 8, 0)
+    assert (book.leased, book.repeated, book.fates.out, found.count) == (18, 6, 8, 0)
     book.lease(B, 8, 2, 4, found)
     assert found.texts == ["position 2 (and 1 more) was leased to b while it was merged, leased before to a"]
 
@@ -290,12 +289,12 @@ def test_book_tells_what_a_lost_version_undid() -> None:
         book.on_version(0, version, {A: SampleShare(0, samples)})
         if version < 3:
             book.on_held(0, version)
-    assert book.merged == 5
+    assert book.fates.merged == 5
     book.on_lost(0, 1)
     assert book.undone == 2, "samples 3 and 4 went into version 2"
     book.on_version(0, 4, {A: SampleShare(0, 9)})
     book.on_held(0, 4)
-    assert (book.merged, book.undone) == (9, 2)
+    assert (book.fates.merged, book.undone) == (9, 2)
     book.keep_until([4])
     book.on_lost(0, 0)
     assert book.undone == 2

@@ -5,7 +5,7 @@ That a real run is repeated bit for bit is in test_replay_run.py.
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
-from diloco_jax.tools.replay.lives import NeededLife, NeededLives, TapedStep, TookState, outline, read_entries
+from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState, outline, read_entries
 from diloco_jax.tools.replay.replay import Replay, digest_of, replay_run, replay_synthetic
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values
 from diloco_jax.tools.replay.script import (
@@ -142,7 +142,7 @@ def test_only_what_is_needed_is_asked_for(tmp_path: Path) -> None:
         if part.learner_id == "a"
     ]
     assert need.values == Counter(parts)
-    assert need.stop == need.outline.steps[max(step for _, step in parts) - 1]
+    assert need.stop == need.steps[max(step for _, step in parts) - 1]
 
 
 def test_a_donor_is_repeated_as_far_as_its_receiver_needs(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_life_is_repeated_step_by_step(
     found = outline(_write_tape(tmp_path, "a", lines))
 
     def replica(world: Alone) -> Replica:
-        need = NeededLife(found, found.steps[2], Counter({(0, 1): 1, (0, 3): 1, (1, 3): 1}))
+        need = replace(found, stop=found.steps[2], values=Counter({(0, 1): 1, (0, 3): 1, (1, 3): 1}))
         return Replica(LearnerLife("a", 1), need, trainer, world)
 
     for p in (0, 1):
