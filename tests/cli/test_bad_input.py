@@ -90,6 +90,7 @@ def test_unreachable_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         check_refused(call("status", address), f"no syncer answered at {address}")
 
 
+@pytest.mark.long
 def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None:
     run_dir, other, config = tmp_path / "run", tmp_path / "other", write_config(tmp_path)
     other.mkdir()

@@ -73,6 +73,7 @@ def test_the_warning_names_the_fragments(fragments: tuple[int, ...], words: str)
     assert words in never_merged(fragments) and bool(words) == bool(never_merged(fragments))
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_a_run_with_odd_leaves_merges_them_and_says_what_it_was_too_short_for(tmp_path: Path) -> None:
