@@ -52,7 +52,7 @@ class Restoring:
     unheard: int = 0  # as it does behind a question to learners of whom nothing was heard since
 
     def asks(self, present: Iterable[Member], now_s: float) -> list[tuple[str, int, int]]:
-        """(learner, fragment, version) to ask for now: the newest that somebody offers, of each who does in turn."""
+        """Return (learner, fragment, version) to ask for now: the newest that is offered, of each who does in turn."""
         found = []
         members, turn = list(present), self.repetitions + self.unheard
         for fragment_id in self.wanted:
