@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -68,9 +68,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 DEPTH_MAX = 2  # folders below the package
 FILES_MAX = 16  # in one folder, its face not counted
 FACES = ("__init__.py", "__main__.py")  # of a package
-LINES_MIN = 25  # of any other file: a smaller idea lives with its neighbour
-
-ATTRIBUTES_MAX = 20  # that one object assigns on self, its bases counted: more are parts with a state of their own
 
 # Standard library without clock, randomness, files, sockets, threads or processes. A module that is missing here and
 # has none of these may be added.
@@ -227,13 +224,10 @@ def test_rooms_are_of_a_size() -> None:
     found = []
     inner = [path.relative_to(ROOT / PACKAGE) for path in package_files()]
     for inside in inner:
-        lines = len((ROOT / PACKAGE / inside).read_text(encoding="utf-8").splitlines())
         if len(inside.parts) - 1 > DEPTH_MAX:
             found.append(f"{inside}: {len(inside.parts) - 1} folders deep; {DEPTH_MAX} is the limit")
         if len(inside.parts) > 2 and inside.parts[1] not in ROOMS.get(inside.parts[0], {inside.parts[1]: ()}):
             found.append(f"{inside}: no room of {inside.parts[0]}; add it to ROOMS with the rooms it may import")
-        if lines < LINES_MIN and inside.name not in FACES:
-            found.append(f"{inside}: {lines} lines; {LINES_MIN} is the least, move it to a neighbour")
     folders = Counter(inside.parent for inside in inner if inside.name not in FACES)
     found += [
         f"{where}: {count} files; {FILES_MAX} is the limit" for where, count in folders.items() if count > FILES_MAX
@@ -251,43 +245,6 @@ def test_no_two_classes_share_a_name() -> None:
         f"{name} is in {' and '.join(where)}; one word for one thing" for name, where in homes.items() if where[1:]
     ]
     assert not found, "\n".join(found)
-
-
-def attributes_of(sources: Iterable[str]) -> dict[str, set[str]]:
-    """Class -> names that its methods and those of its bases in the package assign on self.
-
-    Fields of a dataclass or of a named tuple are none of them: settings and messages may have as many as they need.
-    """
-    own: dict[str, set[str]] = {}
-    bases: dict[str, list[str]] = {}
-    for node in (node for source in sources for node in ast.walk(parsed(source))):
-        if isinstance(node, ast.ClassDef):
-            bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]
-            parts = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
-            stored = [part for part in parts if isinstance(part.ctx, ast.Store)]
-            own[node.name] = {part.attr for part in stored if ast.unparse(part.value) == "self"}
-
-    def with_bases(name: str) -> set[str]:
-        return own[name].union(*(with_bases(base) for base in bases[name] if base in own))
-
-    return {name: with_bases(name) for name in own}
-
-
-def test_no_object_holds_too_much() -> None:
-    found = [
-        f"{name} has {len(attributes)} attributes; {ATTRIBUTES_MAX} is the limit: make parts that own their state"
-        for name, attributes in attributes_of(package_sources()[0].values()).items()
-        if len(attributes) > ATTRIBUTES_MAX
-    ]
-    assert not found, "\n".join(found)
-
-
-def test_attributes_are_counted_with_those_of_the_bases() -> None:
-    base = "class A:\n    x: int = 0\n    def f(self):\n        self.a, (self.b, other.c) = 1, (2, 3)\n"
-    assert attributes_of([base, "class B(A[int]):\n    def g(self):\n        self.d: int = self.e\n"]) == {
-        "A": {"a", "b"},
-        "B": {"a", "b", "d"},
-    }
 
 
 def test_simulator_starts_without_jax() -> None:
