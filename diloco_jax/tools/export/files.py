@@ -24,7 +24,7 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse, read_values
-from diloco_jax.training.convert.families import HOW, from_hf, tensors, to_hf
+from diloco_jax.training.convert.families import HOW, tensors, to_hf
 from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
 from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.corpus import tokenizer_of
@@ -46,7 +46,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
     if out.exists():
         raise ValueError(f"{out} is there already; choose another --out, or move it away")
     weights, where = Weights(folder), str(folder.resolve())
-    model = from_hf(weights.config)
+    model = weights.model()
     tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:
