@@ -312,7 +312,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
         (TextSource("{folder}/blank.jsonl"), "bytes", "all its documents are empty"),
         (TextSource("{folder}/a.jsonl", field="body"), "bytes", "has text, id; name the field"),
         (TextSource("{folder}/a.jsonl", field="id"), "bytes", "field 'id' holds int, not text"),
-        (TextSource("{folder}/bad.jsonl"), "bytes", "bad.jsonl cannot be read as jsonl"),
+        (TextSource("{folder}/bad.jsonl"), "bytes", "bad.jsonl cannot be read as jsonl: line 2, at byte 14: Expecting .:. delimiter at its character 8"),
         (TextSource("{folder}"), "bytes", "several formats .jsonl, parquet."),
         pytest.param(
             TextSource("gs://bucket/x"), "bytes", "needs a package .*: .*gcsfs.*extra 'gs'", marks=WITHOUT_GCSFS
@@ -324,7 +324,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
         (TextSource("{folder}/a.jsonl"), "train:9", "a number from 257 to 1048576"),
         (TextSource("{folder}/bad.jsonl.xz"), "bytes", "bad.jsonl.xz cannot be read as jsonl: Input format"),
         (TextSource("{folder}/bad.jsonl.gz"), "bytes", "bad.jsonl.gz cannot be read as jsonl: Not a gzipped file"),
-        (TextSource("{folder}/deep.jsonl"), "bytes", "deep.jsonl cannot be read as jsonl: maximum recursion"),
+        (TextSource("{folder}/deep.jsonl"), "bytes", "deep.jsonl cannot be read as jsonl: line 1, at byte 0: maximum recursion"),
         (TextSource("{folder}/packed"), "bytes", "1 packed files that cannot be read, such as a.zip; unpack"),
         (TextSource("{folder}/a.jsonl"), "{folder}/end", "names the eos_token 'no', which tokenizer.json does not"),
         (TextSource("{folder}/a.jsonl"), "{folder}/damaged", "tokenizer_config.json is damaged: "),

@@ -206,8 +206,6 @@ def _rope(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
     found["rope_theta"] = rope.get("rope_theta", keys.get("rope_theta", 10_000.0))
     if kind == "default":
         return found
-    if kind not in SCALINGS:
-        raise ValueError(f"config.json: rope_type is {kind!r}; the decoder has default, {', '.join(SCALINGS)}")
     rope = {SCALINGS["yarn"]["rope_length"]: keys["max_position_embeddings"], **rope}
     if kind == "yarn":
         rope.setdefault("factor", keys["max_position_embeddings"] / rope["original_max_position_embeddings"])
@@ -223,9 +221,11 @@ def _rope(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
 
 def _rope_keys(rope: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the rotary settings of one kind of layers, checked and without nulls."""
-    _check_keys(rope, ROPE, (), f"{name}, rotary settings")
     rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    if kind not in ("default", *SCALINGS):  # each kind has keys of its own
+        raise ValueError(f"config.json: rope_type is {kind!r:.80}; the decoder has default, {', '.join(SCALINGS)}")
+    _check_keys(rope, ROPE, (), f"{name}, rotary settings")
     if rope.get("type", kind) != kind:
         raise ValueError(f"config.json of {name}: rope_type {kind!r} and type {rope['type']!r} differ; remove type")
     return rope

@@ -126,7 +126,7 @@ class Weights:
         rows = max(1, COPY_BYTES * shape[0] // max(4 * math.prod(shape), 1))
         with _opened(first) as one, _opened(second) as two:
             left, right = one.get_slice(own), two.get_slice(head)
-            parts = (slice(start, start + rows) for start in range(0, shape[0], rows))
+            parts = (slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows))
             return not all(np.array_equal(left[part].astype("f4"), right[part].astype("f4")) for part in parts)
 
     def check(self, model: ModelConfig) -> list[Mapped]:
