@@ -57,6 +57,7 @@ TABLES = ("embedding", "head")  # not turned
 HOW = ("attention", "scan_layers", "remat", "loss_chunk", "dtype", "routing", "capacity_factor", "balance_coefficient")
 OTHER_NAMES = {"hidden_act": "hidden_activation", "num_experts": "num_local_experts"}
 SLIDING, FULL = "sliding_attention", "full_attention"
+OLD_KINDS = {"attention": FULL}  # names that transformers still takes
 LAYERS_MAX, WHOLE_MAX, NAMED_MAX = 10_000, 2**63, 8
 
 
@@ -245,10 +246,10 @@ def _window(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any
         "later": lambda: [window is not None and layer >= keys["max_window_layers"] for layer in layers],
         "pattern": lambda: [(layer + 1) % keys["sliding_window_pattern"] > 0 for layer in layers],
     }
-    kinds = keys.get("layer_types")
-    if kinds is None:
+    if "layer_types" not in keys:
         local = usual[family.window]()
     else:
+        kinds = [OLD_KINDS.get(kind, kind) for kind in keys["layer_types"]]
         if len(kinds) != count or not {SLIDING, FULL}.issuperset(kinds):
             raise ValueError(
                 f"config.json of {name}: layer_types are {_listed(kinds)}; there must be {count}, each "

@@ -175,7 +175,9 @@ def _jsonl(piece: SourcePiece) -> Iterator[Any]:
                 try:
                     yield _field_of(line, piece.field)
                 except (ValueError, RecursionError) as error:
-                    why = f"{error.msg} at its character {error.pos + 1}" if hasattr(error, "pos") else error
+                    why = str(error)
+                    if isinstance(error, json.JSONDecodeError):
+                        why = f"{error.msg} (character {error.pos + 1} of the line)"
                     raise ValueError(f"line {_number_of(piece.url, at)}, at byte {at}: {why}") from error
             at += len(line)
 
