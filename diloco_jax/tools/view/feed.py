@@ -11,8 +11,8 @@ from typing import Any
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import AWAY, DEAD
 from diloco_jax.runtime.records.status import read_status
-from diloco_jax.runtime.records.tape_file import Tail
 from diloco_jax.runtime.records.telemetry import finite, read_object
+from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_values
 from diloco_jax.tools.view.story import Story, few, verdict
@@ -25,7 +25,7 @@ METRICS_FIRST = ("grad_norm", "learning_rate", "mfu", "model_flops_per_s", "step
 METRICS_MAX = 24  # that are shown
 CURVES_EVERY = 5  # news with curves, one in so many
 JUDGED_EVERY = 5  # looks after which a status that has not changed is held against the run's processes again
-SILENT_KINDS = {"step", "metrics", "merged_metrics", "wire", "eval", *KINDS}
+SILENT_KINDS = {"step", "metrics", "merged_metrics", "wire", "eval", THINNED, *KINDS}
 
 
 def alarms_now(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -51,12 +51,13 @@ class RunFeed:
         self._looks = 0
         self._status: dict[str, Any] = {}
         self._stamps: dict[str, int] = {}  # of files: when they changed
+        self._size = 0
         self._summary: dict[str, Any] = {}
         self._begin()
 
     def _begin(self) -> None:
         """Start with the first record."""
-        self._tail, self._size = Tail(self.folder / METRICS_FILE), 0
+        self._tail = RecordTail(self.folder / METRICS_FILE)
         self.story, self._times = Story(), IslandTimes(self.config.islands.names if self.config else ())
         self._rounds = RoundTimes()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
@@ -71,9 +72,10 @@ class RunFeed:
         self._looks += 1
         with suppress(OSError):
             self._size = (self.folder / METRICS_FILE).stat().st_size
-        if self._size < self._tail.position:  # a new run in the same place
-            self._begin()
         lines = list(islice(self._tail.lines(), LINES_MAX))
+        if self._tail.lost:  # a new run in the same place, or one that was thinned before it was read
+            self._begin()
+            lines = list(islice(self._tail.lines(), LINES_MAX))
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # of another program: the rest may be of use
                 self._take(json.loads(line))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.runtime.records.thinning import stands_for
 
 ROUNDS_KEPT = 240
 KINDS = ("closed", "merged", "abandoned", "round")
@@ -125,6 +126,8 @@ class RoundTimes:
     def take(self, record: Mapping[str, Any]) -> None:
         """Take the next record of the run."""
         kind, t = record["kind"], record["t"]
+        if stands_for(record) > 1:  # a sum of old rounds is none of the newest
+            return
         if kind == "step":
             name = record["learner"]
             self._training.add(name)
