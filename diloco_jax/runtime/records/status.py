@@ -34,6 +34,7 @@ def compose_status(
     stopped: bool,
     blocked: str,
     metrics: Mapping[str, Mapping[str, float]],
+    left_s: float | None,
     **told: Any,
 ) -> dict[str, Any]:
     """Return what the run does now, for `diloco status` and the live view.
@@ -42,6 +43,7 @@ def compose_status(
         stopped: whether somebody has ended it.
         blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
         metrics: what each island measured last.
+        left_s: seconds until the last global step, None while unknown.
         told: said as it is: `alarms` that stand, each with its remedy, `episodes`, all that ever stood, `wire`, and
             what the newest evaluation found.
     """
@@ -56,6 +58,7 @@ def compose_status(
         "state": state,
         "global_step": syncer.global_step,
         "total_steps": syncer.progress.expected_steps,
+        "left_s": None if left_s is None or state != "running" else round(left_s, 1),
         "epoch": syncer.epoch,
         "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
         "wall_s": round(now_s, 1),
@@ -110,6 +113,7 @@ def start_again(run_dir: Path) -> None:
     """Say that the run of this folder starts again: its last status is of processes that are gone."""
     if said := _last_words(run_dir):
         told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
+        told["left_s"] = None
         with contextlib.suppress(OSError):
             write_json(run_dir / STATUS_FILE, {**said, **told, "said": signature()})
 

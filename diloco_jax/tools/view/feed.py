@@ -8,13 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.files import CLOCK_FILE, CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import AWAY, DEAD
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_values
+from diloco_jax.tools.live.words import stands
 from diloco_jax.tools.view.story import Story, few, verdict
 from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
 
@@ -29,10 +30,16 @@ SILENT_KINDS = {"step", "metrics", "merged_metrics", "wire", "eval", THINNED, *K
 
 
 def alarms_now(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List what is wrong with a run, and of one that has a summary what was; each with its remedy."""
+    """List what is wrong with a run now, or was when it ended, each with its remedy."""
     state = status.get("state", "")
     dead = [{"text": f"the run is {state}", "remedy": status["remedy"]}] if state in (*DEAD, AWAY) else []
-    return [*dead, *(summary if "alarms" in summary else status).get("alarms", ())]
+    return [*dead, *(each for each in (summary if "alarms" in summary else status).get("alarms", ()) if stands(each))]
+
+
+def alarms_ended(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the alarms of a run that ended, the newest last."""
+    known = summary["alarms"] if "alarms" in summary else status.get("episodes", ())
+    return sorted((each for each in known if not stands(each)), key=lambda each: each["until_s"])
 
 
 class RunFeed:
@@ -115,6 +122,8 @@ class RunFeed:
         if kind == "joined":
             kind = "back" if all(self._lives.get(name) == reason for name in who) else kind  # another connection
             self._lives |= dict.fromkeys(who, reason)
+        if kind == "alarm" and record.get("state") == "ends":
+            kind = "alarm ended"
         self._told += 1
         event = {"n": self._told, "t": record["t"], "kind": kind, "who": who, "reason": reason}
         if not self._finished:  # that everybody leaves then is no news
@@ -149,9 +158,10 @@ class RunFeed:
         rate, lately = None, [each for each in story.wire if each[0] >= story.end_s - 60]
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:
             rate = {f"{way}_per_s": (lately[-1][n] - lately[0][n]) / span_s for n, way in ((1, "up"), (2, "down"))}
-        told, times = alarms_now(status, self._summary), self._times.told(self._summary.get("wall_s"))
-        now = {"status": status, "summary": summary, "alarms": told, "times": times}
-        now["verdict"] = verdict(status, summary, len(told), summary.get("goodput", times["goodput"]))
+        told, ended = alarms_now(status, self._summary), alarms_ended(status, self._summary)
+        times = self._times.told(self._summary.get("wall_s"), self._summary.get("goodput"))
+        now = {"status": status, "summary": summary, "alarms": told, "ended": ended, "times": times}
+        now["verdict"] = verdict(status, summary, (len(told), len(ended)), times["goodput"])
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate}
 
     def _about(self) -> dict[str, Any]:
@@ -160,7 +170,16 @@ class RunFeed:
             settings = dict(flat(read_values(self.folder / CONFIG_FILE)))
         tau = self.config.protocol.overlap_steps if self.config is not None else None
         again = f"diloco train {self.folder / CONFIG_FILE} --run-dir NEW"
-        return {"config": {"overlap_steps": tau}, "settings": settings, "made": {**self.story.made, "again": again}}
+        made = {**self.story.made, "config": settings.get("name"), "began_unix_s": self._began_unix_s(), "again": again}
+        return {"config": {"overlap_steps": tau}, "settings": settings, "made": made}
+
+    def _began_unix_s(self) -> float | None:
+        """Return when the run began, in seconds since 1970; None if its folder does not tell."""
+        with suppress(OSError, ValueError, TypeError):
+            return float(read_object(self.folder / CLOCK_FILE, "began_unix_s")["began_unix_s"])
+        with suppress(KeyError, TypeError):
+            return float(self._status["said"]["unix_s"] - self._status["wall_s"])
+        return None
 
     def logs(self) -> list[str]:
         """List the names of the logs in the folder."""

@@ -213,8 +213,10 @@ class Story:
         }
 
 
-def verdict(status: Mapping[str, Any], summary: Mapping[str, Any], alarms: int, goodput: float | None) -> str:
-    """Say how a run ended or goes, from its status, `Story.summary`, number of alarms, and goodput in [0, 1]."""
+def verdict(
+    status: Mapping[str, Any], summary: Mapping[str, Any], alarms: tuple[int, int], goodput: float | None
+) -> str:
+    """Say how a run ended or goes, from its status, `Story.summary`, alarms (that stand, that ended), and goodput."""
     state, steps = status.get("state", "unknown"), status.get("global_step", summary["global_steps"])
     total, loss = status.get("total_steps"), summary.get("eval_loss")
     restarts = sum(row["restarts"] for row in summary["learners"].values())
@@ -224,7 +226,7 @@ def verdict(status: Mapping[str, Any], summary: Mapping[str, Any], alarms: int, 
         f"{format_count(status.get('tokens', summary['tokens']))} tokens",
         format_duration(status.get("wall_s", summary["wall_s"])),
         f"goodput {goodput:.1%}" if goodput is not None else "",
-        _count(alarms, "alarm") if alarms else "no alarm",
+        _count(alarms[0], "alarm") if alarms[0] or not alarms[1] else f"{_count(alarms[1], 'alarm')} that ended",
         _count(restarts, "restart") if restarts else "",
     ]
     return ", ".join(filter(None, said))
@@ -240,4 +242,4 @@ def against(loss: float | None, baseline: float | None, name: str) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+    return f"{number or 'no'} {what}{'s' if number > 1 else ''}"

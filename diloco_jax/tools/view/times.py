@@ -97,8 +97,12 @@ class IslandTimes:
         island.used[DATA] += moved_s
         island.told_s = busy_s
 
-    def told(self, wall_s: float | None = None) -> dict[str, Any]:
-        """Return the seconds since the first step, and their uses by island, until the run ended if that is known."""
+    def told(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
+        """Return the seconds since the first step, and their uses by island, until the run ended if that is known.
+
+        The syncer counts `goodput` of a run that ended more exactly than its records tell. The little in which they
+        differ is moved between training and the time between two steps.
+        """
         began_s, rows, end_s = self._began_s, {}, self._end_s if wall_s is None else min(wall_s, self._end_s)
         if began_s is not None:
             for name in sorted(self._names | self._islands.keys(), key=lambda name: (len(name), name)):
@@ -106,12 +110,25 @@ class IslandTimes:
                 rest = island.split(end_s)
                 rows[name] = {use: round(island.used[use] + rest[use], 3) for use in USES}
         all_s = sum(sum(row.values()) for row in rows.values())
+        if goodput is not None and all_s:
+            _move(rows, goodput * all_s - sum(row[TRAINING] for row in rows.values()))
         goodput = round(sum(row[TRAINING] for row in rows.values()) / all_s, 4) if all_s else None
         return {
             "span_s": round(end_s - (began_s or 0.0), 3) if rows else 0.0,
             "goodput": goodput,
             "islands": rows,
         }
+
+
+def _move(rows: Mapping[str, dict[str, float]], seconds: float) -> None:
+    """Move so many seconds of all islands from BETWEEN to TRAINING, or back if they are negative, as far as they go."""
+    source, target = (BETWEEN, TRAINING) if seconds > 0 else (TRAINING, BETWEEN)
+    there_s = sum(row[source] for row in rows.values())
+    share = min(1.0, abs(seconds) / there_s) if there_s else 0.0
+    for row in rows.values():
+        moved_s = share * row[source]
+        row[source] = round(row[source] - moved_s, 3)
+        row[target] = round(row[target] + moved_s, 3)
 
 
 class RoundTimes:
