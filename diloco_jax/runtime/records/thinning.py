@@ -8,7 +8,7 @@ another in the new file:
     old     of each stream of PERIODIC records one for `every` successive ones, and all other records
     exact   the newest quarter of the bound, byte for byte as it was written
 
-A record that stands for several has `n`, how many they are. Its counters and times are those of the last one, `loss`,
+Every periodic record of the old part has `n`, for how many it stands. Its counters and times are those of the last one, `loss`,
 `step_s` and `values` are means, and `counts` of a merged one tells in how many of the `n` rounds each learner was. So
 sums over the file stay exact. When the old part takes more than half of the bound, `every` doubles. The first step of
 an incarnation stays alone, and no step is summed up over an incarnation or a note that names its learner. Other records
@@ -116,7 +116,9 @@ class Combiner:
 
     def _close(self, keys: list[tuple[str, str]]) -> Iterator[tuple[bytes, bool]]:
         for key in keys:
-            yield json.dumps(self._open.pop(key), separators=(",", ":")).encode() + b"\n", True
+            record = self._open.pop(key)
+            record.setdefault("n", 1)
+            yield json.dumps(record, separators=(",", ":")).encode() + b"\n", True
 
 
 def read_head(line: bytes) -> dict[str, Any] | None:

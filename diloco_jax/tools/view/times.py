@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_jax.protocol.watch.stats import WAITING
-from diloco_jax.runtime.records.thinning import stands_for
 
 ROUNDS_KEPT = 240
 KINDS = ("closed", "merged", "abandoned", "round")
@@ -101,7 +100,7 @@ class IslandTimes:
         """Return the seconds since the first step, and their uses by island, until the run ended if that is known.
 
         The syncer counts `goodput` of a run that ended more exactly than its records tell. The little in which they
-        differ is moved between training and the time between two steps.
+        differ is moved to or from the training time, so that every figure on a page is the same.
         """
         began_s, rows, end_s = self._began_s, {}, self._end_s if wall_s is None else min(wall_s, self._end_s)
         if began_s is not None:
@@ -121,14 +120,16 @@ class IslandTimes:
 
 
 def _move(rows: Mapping[str, dict[str, float]], seconds: float) -> None:
-    """Move so many seconds of all islands from BETWEEN to TRAINING, or back if they are negative, as far as they go."""
-    source, target = (BETWEEN, TRAINING) if seconds > 0 else (TRAINING, BETWEEN)
-    there_s = sum(row[source] for row in rows.values())
+    """Move so many seconds of all islands from the other uses to TRAINING; to BETWEEN if they are negative."""
+    sources = [use for use in USES if use != TRAINING] if seconds > 0 else [TRAINING]
+    target = TRAINING if seconds > 0 else BETWEEN
+    there_s = sum(row[use] for row in rows.values() for use in sources)
     share = min(1.0, abs(seconds) / there_s) if there_s else 0.0
     for row in rows.values():
-        moved_s = share * row[source]
-        row[source] = round(row[source] - moved_s, 3)
-        row[target] = round(row[target] + moved_s, 3)
+        for use in sources:
+            moved_s = share * row[use]
+            row[use] = round(row[use] - moved_s, 3)
+            row[target] = round(row[target] + moved_s, 3)
 
 
 class RoundTimes:
@@ -143,7 +144,9 @@ class RoundTimes:
     def take(self, record: Mapping[str, Any]) -> None:
         """Take the next record of the run."""
         kind, t = record["kind"], record["t"]
-        if stands_for(record) > 1:  # a sum of old rounds is none of the newest
+        if "n" in record:  # summed up: too old, and some of its round's other records are gone
+            if kind == "step":
+                self._training.add(record["learner"])
             return
         if kind == "step":
             name = record["learner"]
