@@ -1,8 +1,8 @@
 """What `report`, `view`, `status` and `compare` cost on the records of a long run.
 
-The records of days of rounds, one per second, go through the writer that a syncer uses, so they are thinned as in a real
-run. The tape of the folder is a folder itself: a command that opens it fails. Each command runs in a process of its own;
-`value` is the wall time of the slowest one, and each row has processor time and the largest resident size.
+The records of days of rounds, one per second, go through the writer that a syncer uses, so they are thinned as in a
+real run. The tape of the folder is a folder itself: a command that opens it fails. Each command runs in a process of
+its own; `value` is the wall time of the slowest one, and each row has processor time and the largest resident size.
 """
 
 import argparse
@@ -84,7 +84,13 @@ def write_run(folder: Path, rounds: int, islands: int) -> dict[str, float]:
     status |= {"waiting_for": "nothing", "wall_s": float(rounds), "tokens": 4096 * rounds * islands, "wire": wire}
     status |= {"tokens_per_s": 0.0, "contributors_per_round": 1.0, "samples": {}, "alarms": [], "eval_loss": 2.0}
     write_json(folder / "status.json", status | {"learners": [{"learner": name, **row} for name in names]})
-    learner = {"local_steps": rounds, "tokens": 4096 * rounds, "participation": 1.0, "restarts": 0, "step_overhead": 0.0}
+    learner = {
+        "local_steps": rounds,
+        "tokens": 4096 * rounds,
+        "participation": 1.0,
+        "restarts": 0,
+        "step_overhead": 0.0,
+    }
     summary = {"complete": True, "eval_loss": 2.0, "goodput": 0.98, "wire": wire, "wall_s": float(rounds), "alarms": []}
     write_json(folder / "summary.json", summary | {"learners": dict.fromkeys(names, learner)})
     return {"records": written, "largest_bytes": largest, "writer_cpu_s": round(time.process_time() - began_s, 2)}

@@ -3,22 +3,25 @@
 live.py describes the keys, liveness.py checks a file that nobody may write any more.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
+    from diloco_jax.settings.run import RunConfig
 
 ANSWER_TIMEOUT_S = 5.0
 EVALUATING = "evaluating"  # state of a run: every round is done, an island evaluates the final model
@@ -153,15 +156,20 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
     return replace(known, address=address, allow_plaintext=plain, connect_timeout_s=ANSWER_TIMEOUT_S)
 
 
-def read_status(run: str, *, allow_plaintext: bool = False, transport: TransportConfig | None = None) -> dict[str, Any]:
+def read_status(
+    run: str, *, allow_plaintext: bool = False, transport: Callable[[], TransportConfig] = TransportConfig
+) -> dict[str, Any]:
     """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
 
     ValueError if there is no such run, it has not begun, or the address is not allowed; TransportError if nobody
-    answered there. `transport` has certificates and token, for a syncer that asks for them.
+    answered there. `transport` returns certificates and token, for a syncer that asks for them; a file that is fresh
+    enough needs neither it nor gRPC, which take a second to load.
     """
 
     def ask() -> dict[str, Any]:
-        config = syncer_at(run, transport or TransportConfig(), allow_plaintext=allow_plaintext)
+        from diloco_jax.transport.calls import ask_status
+
+        config = syncer_at(run, transport(), allow_plaintext=allow_plaintext)
         answer: dict[str, Any] = json.loads(ask_status(config))
         return answer
 

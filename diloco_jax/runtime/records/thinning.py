@@ -8,12 +8,12 @@ another in the new file:
     old     of each stream of PERIODIC records one for `every` successive ones, and all other records
     exact   the newest quarter of the bound, byte for byte as it was written
 
-Every periodic record of the old part has `n`, for how many it stands. Its counters and times are those of the last one, `loss`,
-`step_s` and `values` are means, and `counts` of a merged one tells in how many of the `n` rounds each learner was. So
-sums over the file stay exact. When the old part takes more than half of the bound, `every` doubles. The first step of
-an incarnation stays alone, and no step is summed up over an incarnation or a note that names its learner. Other records
-than PERIODIC are kept until they fill a quarter of the bound; then the oldest of them go. If nothing of this makes the
-old part short enough, as with a new learner at every step, its oldest half goes.
+Every periodic record of the old part has `n`, for how many it stands. Its counters and times are those of the last
+one, `loss`, `step_s` and `values` are means, and `counts` of a merged one tells in how many of the `n` rounds each
+learner was. So sums over the file stay exact. When the old part takes more than half of the bound, `every` doubles.
+The first step of an incarnation stays alone, and no step is summed up over an incarnation or a note that names its
+learner. Other records than PERIODIC are kept until they fill a quarter of the bound; then the oldest of them go. If
+nothing of this makes the old part short enough, as with a new learner at every step, its oldest half goes.
 """
 
 import contextlib

@@ -123,11 +123,12 @@ class Watch:
 
     def on_note(self, note: Note) -> None:
         """Count and tell what the machine says of a round or a learner."""
-        record = {"kind": note.kind, "t": self.parts.clock.now_s(), "global_step": note.global_step}
+        now_s = self.parts.clock.now_s()
+        record = {"kind": note.kind, "t": now_s, "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
         self.exposed.on_note(note)
-        self._pace.step(record["t"], self.parts.machine.global_step)
+        self._pace.step(now_s, self.parts.machine.global_step)
         if note.kind == "abandoned":
             self._came.pop(note.global_step, None)
         if note.kind == "merged":

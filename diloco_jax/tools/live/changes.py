@@ -100,15 +100,15 @@ class Changes:
         if tenth:
             yield Fact(("progress",), str(tenth), _progress(status))
 
-    def _of_alarms(
-        self, alarms: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]
-    ) -> Iterator[Fact]:
+    def _of_alarms(self, alarms: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
         """Tell those that stand, and those of earlier looks that do not any more."""
         standing: dict[Subject, Mapping[str, Any]] = {("alarm", alarm["kind"], alarm["who"]): alarm for alarm in alarms}
         for subject, alarm in standing.items():
             self._alarms[subject] = f"alarm over: {alarm['text']}"
             yield Fact(subject, STANDS, alarm_line(alarm))
-        ended = {("alarm", each["kind"], each["who"]): ended_line(each) for each in episodes if not stands(each)}
+        ended: dict[Subject, str] = {
+            ("alarm", each["kind"], each["who"]): ended_line(each) for each in episodes if not stands(each)
+        }
         for subject, text in self._alarms.items():
             if subject not in standing and STANDS in self._topics[subject].said_s:
                 yield Fact(subject, OVER, ended.get(subject, text))
@@ -116,10 +116,12 @@ class Changes:
 
 def _progress(status: Mapping[str, Any]) -> str:
     active = sum(row["state"] == "active" for row in status["learners"])
+    over = status["state"] in (*ENDED, EVALUATING)
+    rate = "" if over else f" at {format_count(status['tokens_per_s'])}/s"
     parts = [
         f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}",
-        f"{active} of {len(status['learners'])} islands active",
-        f"{format_count(status['tokens'])} tokens at {format_count(status['tokens_per_s'])}/s",
+        "" if over else f"{active} of {len(status['learners'])} islands active",
+        f"{format_count(status['tokens'])} tokens{rate}",
         f"{status['contributors_per_round']:.2f} contributors per round",
         time_left(status),
     ]

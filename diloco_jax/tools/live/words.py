@@ -3,20 +3,23 @@
 Both read the status that the syncer writes about once a second, one JSON object:
 
     run, state (starting, running, complete, stopped; liveness.py has more), global_step, total_steps, left_s (seconds
-    until the last global step, protocol/watch/pace.py), num_parameters, waiting_for, wall_s, tokens, tokens_per_s, eval_loss, eval_scores (by name), contributors_per_round, wire: {up_bytes,
-    down_bytes}, samples (their fates), epoch (life of the syncer), said: {machine, process, supervisor, unix_s (when)},
-    alarms: [{kind, who, text, remedy} (protocol/watch/alarms.py)], episodes (all alarms, those that ended included),
-    learners: [
+    until the last global step, protocol/watch/pace.py), num_parameters, waiting_for, wall_s, tokens, tokens_per_s,
+    eval_loss, eval_scores (by name), contributors_per_round, wire: {up_bytes, down_bytes}, samples (their fates), epoch
+    (life of the syncer), said: {machine, process, supervisor, unix_s (when)}, alarms: [{kind, who, text, remedy}
+    (protocol/watch/alarms.py)], episodes (all alarms, those that ended included), learners: [
         {learner, state (joining, active, silent, gone), condition (protocol/watch/health.py), reason (for it),
          since_s (seconds in that condition), finished (whether it trained until the end of a complete run),
-         local_step, tokens, tokens_per_s (now), mean_tokens_per_s (over all its steps), loss, step_s, staleness (global steps
-         that it is behind), last_merged_round, participation, restarts, metrics: {name: value} (docs/metrics.md)}]
+         local_step, tokens, tokens_per_s (now), mean_tokens_per_s (over all its steps), loss, step_s, staleness
+         (global steps that it is behind), last_merged_round, participation, restarts, metrics: {name: value}
+         (docs/metrics.md)}]
 
 A learner's numbers may be null until it has reported a step.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from diloco_jax.protocol.watch.stats import FINISHING_S
 
 NO_VALUE = "–"
 ENDED_SHOWN = 4
@@ -70,10 +73,17 @@ def time_left(status: Mapping[str, Any]) -> str:
 
 def shown_rows(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the islands of a status; those that finished with their mean rate, since they have none now."""
+    told = {"condition": FINISHED, FINISHED: True}
     return [
-        {**row, "condition": FINISHED, "tokens_per_s": row.get("mean_tokens_per_s")} if row.get(FINISHED) else row
+        {**row, **told, "tokens_per_s": row.get("mean_tokens_per_s")} if _finished(status, row) else row
         for row in status["learners"]
     ]
+
+
+def _finished(status: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    # statuses of older versions have no word on it
+    left_last = status["state"] == "complete" and row["condition"] == "left" and row["since_s"] <= FINISHING_S
+    return bool(row.get(FINISHED, left_last))
 
 
 def describe(status: Mapping[str, Any]) -> str:
@@ -89,7 +99,8 @@ def describe(status: Mapping[str, Any]) -> str:
     text += [status["remedy"], "it said then:"] if quiet else []
     text += [
         f"waiting for: {status['waiting_for']}",
-        f"tokens: {format_count(status['tokens'])}{_rate(status)}; eval loss: {or_none(status['eval_loss'], '.4f')}" + scores_text(status.get("eval_scores", {})),
+        f"tokens: {format_count(status['tokens'])}{_rate(status)}; eval loss: {or_none(status['eval_loss'], '.4f')}"
+        + scores_text(status.get("eval_scores", {})),
         f"contributors per round: {status['contributors_per_round']:.2f}; moved up "
         f"{format_bytes(status['wire']['up_bytes'])}, down {format_bytes(status['wire']['down_bytes'])}",
     ]
@@ -103,7 +114,7 @@ def describe(status: Mapping[str, Any]) -> str:
 
 
 def _rate(status: Mapping[str, Any]) -> str:
-    over = all(row.get(FINISHED) for row in status["learners"])
+    over = all(_finished(status, row) for row in status["learners"])
     return "" if over and status["learners"] else f", now {format_count(status['tokens_per_s'])}/s"
 
 

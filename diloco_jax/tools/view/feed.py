@@ -18,6 +18,7 @@ from diloco_jax.settings.text import flat, load, read_values
 from diloco_jax.tools.live.words import stands
 from diloco_jax.tools.view.story import Story, few, verdict
 from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
+from diloco_jax.transport.link import TransportConfig
 
 LINES_MAX = 50_000  # records that are read between two news
 EVENTS_KEPT = 300
@@ -105,9 +106,9 @@ class RunFeed:
             with suppress(OSError, ValueError):
                 self._summary = read_object(self.folder / SUMMARY_FILE, "learners", "wire")
         if self._changed(STATUS_FILE) or self._looks % JUDGED_EVERY == 0:
-            transport = self.config.transport if self.config else None
+            transport = self.config.transport if self.config else TransportConfig()
             try:
-                self._status = read_status(str(self.folder), transport=transport)
+                self._status = read_status(str(self.folder), transport=lambda: transport)
             except (ValueError, OSError) as error:
                 self._status = self._status or {"state": "starting", "waiting_for": str(error), "learners": []}
 

@@ -161,7 +161,9 @@ const COLUMNS = [['condition', row => row.finished ? 'finished' : row.condition 
   ['reason', row => row.finished ? '' : row.reason || '']];
 function drawIslands(run) {
   const rows = (run.status.learners || []).length ? run.status.learners
-    : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: 'left', ...row}));
+    : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: run.summary.complete ? 'finished' : 'left', ...row}));
+  // statuses of older versions do not say who finished
+  for (const row of rows) row.finished ??= row.condition === 'finished' || (run.status.state === 'complete' && row.condition === 'left' && row.since_s <= 5);
   const table = $('island-table'), names = rows.map(row => row.learner);
   once(table, [run.name, names, run.logs], () => {
     fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...COLUMNS.map(column => column[0]), 'actions'].map(name =>

@@ -30,7 +30,9 @@ def a_run(rounds: int) -> list[Record]:
         found.append(step("b", n + 0.4, local, 20 * n, 0.25, incarnation=incarnation))
         found += [note("merged", n + 0.5, n, *members, fragment_id=0), wire(n + 0.6, n, 100 * n, 200 * n)]
         if n % 100 == 0:
-            found.append({"kind": "eval", "t": n + 0.7, "global_step": n, "tokens": n, "loss": 1 / n, "bits_per_byte": 1})
+            found.append(
+                {"kind": "eval", "t": n + 0.7, "global_step": n, "tokens": n, "loss": 1 / n, "bits_per_byte": 1}
+            )
     return found
 
 

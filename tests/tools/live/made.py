@@ -29,7 +29,14 @@ def status(**fields: Any) -> dict[str, Any]:
     return whole | {"epoch": 1, "alarms": []} | {"learners": [learner("island-0"), learner("island-1")]} | fields
 
 
-NOTHING = {"left_s": None, "tokens": 0, "tokens_per_s": 0.0, "eval_loss": None, "contributors_per_round": 0.0, "learners": []}
+NOTHING = {
+    "left_s": None,
+    "tokens": 0,
+    "tokens_per_s": 0.0,
+    "eval_loss": None,
+    "contributors_per_round": 0.0,
+    "learners": [],
+}
 NOTHING["wire"] = {"up_bytes": 0, "down_bytes": 0}
 STARTING = status(state="starting", global_step=0, wall_s=0.2, waiting_for="the first learner", **NOTHING)
 FRESH = learner("island-2", "joining", local_step=0, tokens_per_s=0.0, loss=None, step_s=None, last_merged_round=0)
