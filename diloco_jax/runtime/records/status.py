@@ -17,6 +17,7 @@ from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
+from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
 
 if TYPE_CHECKING:
@@ -162,13 +163,11 @@ def read_status(
     """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
 
     ValueError if there is no such run, it has not begun, or the address is not allowed; TransportError if nobody
-    answered there. `transport` returns certificates and token, for a syncer that asks for them; a file that is fresh
-    enough needs neither it nor gRPC, which take a second to load.
+    answered there. `transport` returns certificates and token, for a syncer that asks for them; it is not
+    called for a file that is fresh, since a config takes a second to load.
     """
 
     def ask() -> dict[str, Any]:
-        from diloco_jax.transport.calls import ask_status
-
         config = syncer_at(run, transport(), allow_plaintext=allow_plaintext)
         answer: dict[str, Any] = json.loads(ask_status(config))
         return answer

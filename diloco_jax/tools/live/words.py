@@ -3,7 +3,7 @@
 Both read the status that the syncer writes about once a second, one JSON object:
 
     run, state (starting, running, complete, stopped; liveness.py has more), global_step, total_steps, left_s (seconds
-    until the last global step, protocol/watch/pace.py), num_parameters, waiting_for, wall_s, tokens, tokens_per_s,
+    until the last global step, protocol/watch/time_left.py), num_parameters, waiting_for, wall_s, tokens, tokens_per_s,
     eval_loss, eval_scores (by name), contributors_per_round, wire: {up_bytes, down_bytes}, samples (their fates), epoch
     (life of the syncer), said: {machine, process, supervisor, unix_s (when)}, alarms: [{kind, who, text, remedy}
     (protocol/watch/alarms.py)], episodes (all alarms, those that ended included), learners: [

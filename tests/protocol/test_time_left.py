@@ -2,12 +2,12 @@
 
 import pytest
 
-from diloco_jax.protocol.watch.pace import POINTS, STEPS_LEAST, WINDOW_S, Pace
+from diloco_jax.protocol.watch.time_left import POINTS, STEPS_LEAST, WINDOW_S, TimeLeft
 
 
-def fed(times_s: list[float]) -> Pace:
+def fed(times_s: list[float]) -> TimeLeft:
     """Return a pace to which the n-th time is that of global step n + 1."""
-    pace = Pace()
+    pace = TimeLeft()
     for step, now_s in enumerate(times_s, 1):
         pace.step(now_s, step)
     return pace
@@ -15,7 +15,7 @@ def fed(times_s: list[float]) -> Pace:
 
 def test_the_start_does_not_count() -> None:
     """60 s of start-up, then 2 steps per second: 400 steps take 200 s from there."""
-    pace = Pace()
+    pace = TimeLeft()
     assert pace.left_s(0.0, 400) is None
     for step in range(1, 401):
         now_s = 60 + 0.5 * step
@@ -57,7 +57,7 @@ def test_a_run_that_goes_back_or_is_resumed_begins_again() -> None:
     assert pace.left_s(101.0, 100) is None
     pace.step(103.0, 51)
     assert pace.left_s(103.0, 100) == pytest.approx(98.0)
-    resumed = Pace()
+    resumed = TimeLeft()
     for step in range(500, 510):
         resumed.step(1000.0 + 3 * step, step)
     assert resumed.left_s(1000.0 + 3 * 509, 600) == pytest.approx(3 * 91)

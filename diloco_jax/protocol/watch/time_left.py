@@ -13,7 +13,7 @@ STEPS_LEAST = 8
 POINTS = 256
 
 
-class Pace:
+class TimeLeft:
     """Tells how long a run takes from here; `step` comes with every new count of global steps."""
 
     def __init__(self) -> None:
