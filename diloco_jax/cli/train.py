@@ -15,7 +15,7 @@ from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
 from diloco_jax.tools.live.view import LiveView, run_in
-from diloco_jax.tools.live.words import alarm_line, scores_text
+from diloco_jax.tools.live.words import alarm_line, ended_lines, scores_text, stands
 from diloco_jax.tools.view.page import write_report
 
 ALARMS_SHOWN = 8
@@ -75,9 +75,9 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     say(report)
     if not summary["complete"] and (run_dir / TAPE_FILE).exists():
         say(f"go on: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
-    told = [alarm_line(alarm) for alarm in summary["alarms"]]
+    told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
     if more := told[ALARMS_SHOWN:]:
         told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
-    for text in told:
+    for text in [*told, *ended_lines(summary["alarms"])]:
         Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
     return summary

@@ -236,7 +236,7 @@ class Closing(NamedTuple):
             few = f"{self.live} live learners are fewer than the quorum of {self.quorum}"
             return f"{few}: training goes on, merging is paused"
         if self.state == "collecting":
-            return f"{self.fresh} of {self.quorum} learners reported a step, {self.live} live"
+            return f"{self.fresh} of {self.live} live learners reported a step, the quorum is {self.quorum}"
         if self.state == "grace":
             return f"quorum met, {self.fresh} of {self.live} live learners reported, grace {self.waits_s:.3f} s left"
         if self.fresh >= self.live:

@@ -21,6 +21,7 @@ from diloco_jax.protocol.watch.signs import Episode, Links, Losses, Outrun
 
 BFLOAT16_BYTES = 2
 WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
+FINISHING_S = 5.0  # before the end is noticed, in which an island may have left because of it
 NAMED_MAX = 8  # fragments in a warning
 
 
@@ -78,11 +79,12 @@ class RunStats:
 
     def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
         self._names = names
-        self._num_parameters = num_parameters
+        self.num_parameters = num_parameters
         self._syncer = syncer
         self._learners: dict[str, LearnerStats] = {}
         self._began_s: float | None = None
         self._covered_s = 0.0  # union of all inner steps
+        self._finished_s: float | None = None
         self._covered_until_s = 0.0
         self._outrun = Outrun()
         self.losses, self.links = Losses(), Links()
@@ -181,10 +183,14 @@ class RunStats:
         """One entry per known learner, for people and dashboards."""
         rows = []
         told = {condition.learner_id: condition for condition in conditions(self._syncer, now_s)}
+        if self._syncer.finished and self._finished_s is None:
+            self._finished_s = now_s
         for member in self._members():
             condition = told[member.learner_id]
             stats = self._learners.get(member.learner_id) or LearnerStats()
             running = member.state in ("active", "silent")
+            stayed = member.state != "gone" or (self._finished_s or 0.0) - member.since_s <= FINISHING_S
+            span_s = max(stats.busy_s, stats.total_span_s)
             rows.append(
                 {
                     "learner": member.learner_id,
@@ -195,6 +201,8 @@ class RunStats:
                     "local_step": member.total_steps,
                     "tokens": member.total_tokens,
                     "tokens_per_s": round(stats.rate or 0.0, 1) if running else 0.0,
+                    "mean_tokens_per_s": round(member.total_tokens / span_s, 1) if span_s else 0.0,
+                    "finished": self._syncer.finished and stayed and bool(member.total_steps),
                     "loss": member.loss if member.local_step else None,
                     "step_s": member.step_s,
                     "staleness": self._syncer.global_step - member.global_step,
@@ -212,7 +220,7 @@ class RunStats:
         A ring of M islands sends, and receives, 2 (M - 1) / M times the gradient at each of them.
         """
         islands = max(1, len(self._names))
-        per_step = 2 * (2 * (islands - 1) / islands) * self._num_parameters * BFLOAT16_BYTES
+        per_step = 2 * (2 * (islands - 1) / islands) * self.num_parameters * BFLOAT16_BYTES
         return round(per_step * sum(member.total_steps for member in self._members()))
 
     def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
