@@ -69,7 +69,7 @@ def _adopted(rows: Sequence[Adopted]) -> str:
     for row in rows:
         version, local_step, tokens = row
         if not (-1 <= version <= COUNTER_MAX and 0 <= local_step <= COUNTER_MAX and 0 <= tokens <= COUNTER_MAX):
-            return f"has {tuple(row)}, which is impossible: allowed are counters of 0 to {COUNTER_MAX}, and -1 for no version"
+            return f"has {tuple(row)}, which is impossible: allowed is 0 to {COUNTER_MAX}, and -1 for no version"
     return ""
 
 

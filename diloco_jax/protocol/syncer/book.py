@@ -203,9 +203,9 @@ class RoundBook:
             return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
         asked = member.credit.asked.get(fragment_id)
         # A state that an older release wrote does not tell on which report it was asked.
-        if asked is not None and asked.round == this.global_step:
-            if wrong := contradiction(message, asked, member.reported(fragment_id)):
-                return [Drop(name, wrong), *self.settle(this, now_s)]
+        known = asked is not None and asked.round == this.global_step
+        if asked and known and (wrong := contradiction(message, asked, member.reported(fragment_id))):
+            return [Drop(name, wrong), *self.settle(this, now_s)]
         member.credit.merged_base[fragment_id] = base
         tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
         data = (message.samples, message.since)
