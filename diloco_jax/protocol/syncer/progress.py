@@ -68,7 +68,7 @@ class Progress:
 
     def plausible(self, tokens: int, steps: int, member: Member, membership: Membership) -> int:
         """Return how many of these tokens so many inner steps of a member can have had (claims.py)."""
-        if tokens * member.total_steps <= member.total_tokens * steps:
+        if member.total_steps > 0 and tokens * member.total_steps <= member.total_tokens * steps:
             return tokens  # no more than in its steps before, as nearly always
         usual = membership.usual_step_tokens(member)
         if usual == inf and self.budget.tokens:
