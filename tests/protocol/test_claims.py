@@ -82,7 +82,7 @@ def parts_of(effects: list[Effect]) -> dict[str, int]:
 
 
 def second_round(tokens: int, **settings: Any) -> tuple[Syncer, dict[str, int]]:
-    """Three members with steps of 10 tokens; one of them has so many in its second step. Parts of round 2, fragment 2."""
+    """Return tokens of each part of round 2, where steps have 10 and the second step of one member has so many."""
     syncer = running("a", "b", "c", **settings)
     for name in ("a", "b", "c"):
         syncer.on_message(value(name, 1, 1, 1), 1.0)
