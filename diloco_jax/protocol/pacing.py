@@ -8,6 +8,7 @@ Rules of this file
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 from diloco_jax.protocol.turns import Groups, Periods, Schedule, fits, groups_of
@@ -84,6 +85,10 @@ class ProtocolConfig:
     steps meanwhile. Low: a large state is never there in time. High: waits long for a donor that hangs."""
     strikes_max: int = 3
     """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, at once. High: late."""
+    tokens_per_step_factor_max: float = 64.0
+    """Times the median of the islands' tokens per inner step that one island's step counts for at most, in its weight
+    and towards train.tokens; 0 for no limit. So one wrong counter does not decide a merge or end a run. Low: large
+    islands count for less than they did. High: a wrong counter counts for more; weights go with its square."""
     unmerged_rounds_max: int = 96
     """Rounds without a share of a live learner after which an alarm is raised: it works for nothing. Low: alarms about
     slow islands. High: an island works long for nothing before anybody hears."""
@@ -110,6 +115,8 @@ class ProtocolConfig:
         ]
         for name in ("heartbeat_s", "resend_s", "pull_timeout_s", "release_s", "restore_s"):
             limits.append((name, getattr(self, name) > 0, "above 0"))
+        factor = self.tokens_per_step_factor_max
+        limits.append(("tokens_per_step_factor_max", factor == 0 or 1 <= factor < inf, "at least 1, or 0 for no limit"))
         least = {"grace_steps_max": 0, "snapshot_every": 0, "lease_ahead_steps": 2, "strikes_max": 1}
         for name, number in {**least, "unmerged_rounds_max": 1}.items():
             limits.append((name, getattr(self, name) >= number, f"at least {number}"))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_jax.protocol.claims import contradiction
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Part, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
@@ -81,7 +82,8 @@ class RoundBook:
         for this in self.flying.values():  # oldest first, so that of each member the newest report stays
             told |= {name: this.told_tokens[name] for name in {*this.asked, *this.values} - this.former}
         members = self.membership.members
-        return tokens + sum(max(0, told[name] - members[name].credit.merged_tokens) for name in told)
+        most = self.progress.value_tokens_max
+        return tokens + sum(min(most, max(0, told[name] - members[name].credit.merged_tokens)) for name in told)
 
     def _open(self, effects: list[Effect], now_s: float) -> Round | None:
         """Open the next round, if its fragment and a place in flight are free; finish when there is none left."""
@@ -172,6 +174,7 @@ class RoundBook:
             member = self.membership.members[learner_id]
             this.asked[learner_id] = local_step = member.local_step
             this.told_tokens[learner_id] = member.tokens
+            member.asked_for(this.fragment_id, this.global_step)
             effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         for member in self.membership.live_members():
             self.downstream.repair(member, this.fragment_id, effects)
@@ -198,10 +201,15 @@ class RoundBook:
         if base not in history[fragment_id]:
             reason = f"value against version {base}, kept are {history[fragment_id]}"
             return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
+        asked = member.credit.asked.get(fragment_id)
+        # A state that an older release wrote does not tell on which report it was asked.
+        known = asked is not None and asked.round == this.global_step
+        if asked and known and (wrong := contradiction(message, asked, member.reported(fragment_id))):
+            return [Drop(name, wrong), *self.settle(this, now_s)]
         member.credit.merged_base[fragment_id] = base
-        this.values[name] = Part(
-            name, message.local_step, message.steps, message.tokens, base, message.samples, message.since
-        )
+        tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
+        data = (message.samples, message.since)
+        this.values[name] = Part(name, message.local_step, message.steps, tokens, base, *data)
         return self.settle(this, now_s) + self.proceed(now_s)  # it may have been left out of the collecting round
 
     def settle(self, this: Round, now_s: float) -> list[Effect]:
@@ -252,7 +260,8 @@ class RoundBook:
             if part.learner_id in this.former:
                 continue  # its own counters and data begin anew
             credit = member.credit
-            progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], part.tokens)
+            tokens = min(part.tokens, progress.value_tokens_max) if progress.budget.tokens else part.tokens
+            progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
             self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
             present.append(member)

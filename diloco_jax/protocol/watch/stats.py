@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco_jax.protocol.bounds import objection
 from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -92,7 +93,7 @@ class RunStats:
     def on_report(self, report: StepReport, now_s: float) -> bool:
         """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
         member = self._syncer.membership.get(report.learner_id, report.incarnation)
-        if member is None or report.local_step <= member.local_step:
+        if member is None or report.local_step <= member.local_step or objection(report):
             return False
         if self._syncer.finished:  # until they hear of the end, islands step on
             return True

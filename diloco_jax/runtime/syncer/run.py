@@ -148,6 +148,10 @@ class SyncerDriver:
             if not self._model.fits(fragment_id, message.digest, delivery.payload):
                 log.warning(f"{delivery.peer} sent a damaged value of fragment {fragment_id}; not used")
                 return
+            brought = (fragment_id, message.version, delivery.payload)
+            if self._machine.restoring and (problem := self._model.anchor_problem(*brought)):
+                log.warning(f"{delivery.peer} brought version {message.version} of fragment {fragment_id}: {problem}")
+                message = message._replace(version=messages.NO_VERSION)  # another holder is asked
         effects = self._taped.on_message(message, now_s)
         dropped = any(isinstance(e, asked.Drop) and e.peer == delivery.peer for e in effects)
         if isinstance(message, messages.FragmentValue) and not dropped:
