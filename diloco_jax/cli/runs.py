@@ -33,11 +33,11 @@ IMPORTING = "importing JAX and the program"
 log = logging.getLogger(__name__)
 
 
-def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
-    """Make the run's folder with the resolved config in it."""
+def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> tuple[Path, RunConfig]:
+    """Make the run's folder with the resolved config in it; return both."""
     from diloco_jax.runtime.local.resume import check_resumable, check_same_run
     from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, TAPE_FILE, new_run_dir, newest_run_dir
-    from diloco_jax.settings.text import load, save
+    from diloco_jax.settings.text import as_begun, load, save
 
     resume = arguments.name == "train" and arguments.resume
     choose = newest_run_dir if resume else new_run_dir
@@ -52,11 +52,13 @@ def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
             f"{run_dir} holds a run already; go on with it (--resume), choose another --run-dir, or remove that folder"
         )
     if target.exists() and (run_dir / TAPE_FILE).exists():
-        check_same_run(load(target), config, run_dir)
+        began = load(target)
+        config = as_begun(config, began)
+        check_same_run(began, config, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (target.exists() and target.samefile(arguments.config)):
         save(config, target)
-    return run_dir
+    return run_dir, config
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -68,7 +70,7 @@ def train(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments)
     check_input(config)
-    run_dir = _run_dir(arguments, config)
+    run_dir, config = _run_dir(arguments, config)
     summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
     if arguments.json:
         print(json.dumps({"run_dir": str(run_dir), **summary}))
@@ -79,7 +81,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    run_dir = _run_dir(arguments, config)
+    run_dir, config = _run_dir(arguments, config)
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.records.signals import give_memory_back
@@ -205,7 +207,7 @@ def chaos(arguments: argparse.Namespace) -> int:
 
     config = for_chaos(config, len(schedule))
     check_input(config)
-    run_dir = _run_dir(arguments, config)
+    run_dir, config = _run_dir(arguments, config)
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     result = run_chaos(config, run_dir, schedule, say)
     show(arguments, {"run_dir": str(run_dir), "seed": arguments.seed, **result}, lambda _: table(result))
@@ -214,7 +216,7 @@ def chaos(arguments: argparse.Namespace) -> int:
 
 def baseline(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    run_dir = _run_dir(arguments, config)
+    run_dir, config = _run_dir(arguments, config)
     tell_phase(run_dir, "trainer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.local.baseline import DataParallelRun

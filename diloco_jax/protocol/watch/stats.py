@@ -17,7 +17,7 @@ from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.protocol.watch.signs import Episode, Links, Losses, Outrun
+from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outrun
 
 BFLOAT16_BYTES = 2
 WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
@@ -74,7 +74,7 @@ class LearnerStats:
 
 
 class RunStats:
-    """Counts a run; `losses` and `links` are signs of trouble, for alarms."""
+    """Counts a run; `losses`, `links` and `crowd` are signs of trouble, for alarms."""
 
     def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
         self._names = names
@@ -85,7 +85,7 @@ class RunStats:
         self._covered_s = 0.0  # union of all inner steps
         self._covered_until_s = 0.0
         self._outrun = Outrun()
-        self.losses, self.links = Losses(), Links()
+        self.losses, self.links, self.crowd = Losses(), Links(), Crowd()
 
     def on_report(self, report: StepReport, now_s: float) -> bool:
         """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
@@ -97,7 +97,9 @@ class RunStats:
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
-        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step, report.step_s)
+        if not self._syncer.rounds.awaits_starters:
+            made = report.local_step - known
+            self._outrun.on_steps(report.learner_id, made, self._syncer.global_step, report.step_s)
         self.losses.on_report(report)
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s
