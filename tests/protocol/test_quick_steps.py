@@ -178,18 +178,19 @@ def test_rounds_that_merge_few_of_the_live_islands_raise_an_alarm() -> None:
     """With an overlap of one step there is no time for a grace window, so that rounds close with who came first."""
     hasty = replace(
         QUICK,
-        config=replace(QUICK.config, overlap_steps=1),
-        learners=7,
-        network=NetworkOptions(delay_s=0.05, jitter_s=0.05),
-        step_s=1.0,
+        config=ProtocolConfig(sync_every=2, num_fragments=1, overlap_steps=1),
+        learners=6,
+        network=NetworkOptions(delay_s=0.1, jitter_s=0.05),
+        step_s=0.5,
+        speed_spread=0.0,
         step_noise=0.05,
         merge_s=0.05,
     )
     alarm = crowd_of(hasty)[0]
     assert "learners on average, of" in alarm.text, alarm
     assert "protocol.quorum" in alarm.told()["remedy"] and "grace" in alarm.told()["remedy"]
-    assert not crowd_of(replace(hasty, config=replace(QUICK.config, overlap_steps=2)))
-    chosen = replace(QUICK.config, overlap_steps=1, grace_steps_max=0.0)
+    assert not crowd_of(replace(hasty, config=replace(hasty.config, sync_every=3, overlap_steps=2)))
+    chosen = replace(hasty.config, grace_steps_max=0.0)
     assert not crowd_of(replace(hasty, config=chosen)), "somebody has turned the grace window off"
     assert not crowd_of(replace(quick(), total_steps=2000))
 
