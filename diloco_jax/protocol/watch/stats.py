@@ -172,6 +172,17 @@ class RunStats:
         return self._outrun.episodes
 
     @property
+    def unmerged_fragments(self) -> list[int]:
+        """Return the fragments that no round has merged."""
+        return [p for p, version in enumerate(self._syncer.versions) if version == 0]
+
+    @property
+    def unmerged(self) -> str:
+        """Warn of fragments that a run never merged; "" if it was stopped before each had two turns."""
+        early = self._syncer.global_step < 2 * self._syncer.config.groups.gap_max
+        return "" if early and not self._syncer.finished else never_merged(self.unmerged_fragments)
+
+    @property
     def contributors_per_round(self) -> float:
         """Mean number of learners in a merge."""
         return self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds)
@@ -244,7 +255,7 @@ class RunStats:
             WAITING: round(waited_s / max(busy_s, 1e-9), 4),
             "uptime": round(min(1.0, self._covered_s / window_s), 4),
             "contributors_per_round": round(self.contributors_per_round, 4),
-            "unmerged_fragments": [p for p, version in enumerate(self._syncer.versions) if version == 0],
+            "unmerged_fragments": self.unmerged_fragments,
             "steps_per_round": round(most / max(1, self._syncer.global_step), 4),
             "samples": self._syncer.leases.fates._asdict(),
             "wire": {**wire, "data_parallel_bytes": self.data_parallel_bytes()},
