@@ -21,7 +21,7 @@ from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
 from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
-from diloco_jax.transport.link import check_name
+from diloco_jax.transport.link import check_name, split_address
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
@@ -122,19 +122,36 @@ def _begin_page(config: RunConfig, run_dir: Path) -> subprocess.Popen[bytes] | N
     return subprocess.Popen(words, env={**os.environ, PARENT_ENV: str(os.getpid())})
 
 
+def _await_syncer(arguments: argparse.Namespace, run_dir: Path, config: RunConfig, stop: Event) -> str:
+    """Return the address of the syncer once somebody listens there, before anything is loaded or compiled for it."""
+    from dataclasses import replace
+
+    from diloco_jax.runtime.records.files import ADDRESS_FILE
+    from diloco_jax.runtime.records.status import known_address
+    from diloco_jax.transport.reach import await_listener
+
+    address = arguments.syncer or known_address(run_dir, config)
+    told = run_dir / ADDRESS_FILE
+    setting = "--syncer" if arguments.syncer else str(told) if told.exists() else "transport.address"
+    await_listener(replace(config.transport, address=address), setting, log.warning, stop)
+    return address
+
+
 def learner(arguments: argparse.Namespace) -> int:
+    if arguments.syncer:
+        split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     if not (arguments.standby or arguments.host):  # a spare is nobody yet
         tell_phase(run_dir, check_name(arguments.island), IMPORTING)
     stop = _begin_process(run_dir)
+    address = "" if arguments.standby else _await_syncer(arguments, run_dir, config, stop)
     log.info(IMPORTING)
     from diloco_jax.runtime.island.join import join, leave
     from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.preemption import check_source, watch
     from diloco_jax.runtime.learner.run import LearnerRun, follow
     from diloco_jax.runtime.local.run import next_incarnation
-    from diloco_jax.runtime.records.status import known_address
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
     if arguments.standby:
@@ -143,7 +160,7 @@ def learner(arguments: argparse.Namespace) -> int:
         go = stand_by(config, run_dir, arguments.island, loads=arguments.name != CHAOS_LEARNER)
         if go is None:
             return 0
-        arguments.syncer, arguments.incarnation, loaded = go
+        address, arguments.incarnation, loaded = go
         if loaded is not None:
             make = partial(LearnerRun, make_loop=lambda *_: loaded)
     if arguments.name == CHAOS_LEARNER:
@@ -153,7 +170,6 @@ def learner(arguments: argparse.Namespace) -> int:
     incarnation = arguments.incarnation
     if incarnation is None:
         incarnation = next_incarnation(run_dir, arguments.island)
-    address = arguments.syncer or known_address(run_dir, config)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
     if config.island(arguments.island).hosts > 1:
@@ -170,16 +186,17 @@ def learner(arguments: argparse.Namespace) -> int:
 
 
 def islands(arguments: argparse.Namespace) -> int:
+    if arguments.syncer:
+        split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
+    address = _await_syncer(arguments, run_dir, config, stop)
     from diloco_jax.runtime.local.controller import IslandsRun, use_pathways
-    from diloco_jax.runtime.records.status import known_address
 
     if config.islands.pathways:
         use_pathways()
-    address = arguments.syncer or known_address(run_dir, config)
     run = IslandsRun(config, run_dir, address, stop)
     tell_phase(run_dir, CONTROLLER, "")  # each island has its own
     run.run()

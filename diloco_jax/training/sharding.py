@@ -84,7 +84,7 @@ class MeshConfig:
         if fill == 0 or data * fsdp * expert * tensor != num_devices:
             raise ValueError(
                 f"mesh {' '.join(f'{axis}={size}' for axis, size in given.items())} does not fit {num_devices} "
-                "devices; make the product equal to the number of devices, or give one axis -1"
+                f"device{'s' * (num_devices != 1)}; make the product equal to the number of devices, or give one axis -1"
             )
         return data, fsdp, expert, tensor
 

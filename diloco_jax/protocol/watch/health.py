@@ -41,7 +41,7 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> tuple[str, float
             return "left", since_s, f"{member.goodbye}; what it left undone goes to others"
         waits = name in syncer.leases.holdings
         rest = "its data goes to others after release_s" if waits else "what it left undone goes to others"
-        return "gone", since_s, f"no connection; {rest}"
+        return "gone", since_s, f"{member.goodbye or 'no connection'}; {rest}"
     if member.state == SILENT:
         why = "stopped, or cut off"
         if not member.local_step:
