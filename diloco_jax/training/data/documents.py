@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import fsspec
 import xxhash
+
+from diloco_jax.protocol.releases import install_hint
 from fsspec.utils import compressions
 
 PIECE_BYTES = 1 << 24
@@ -70,7 +72,7 @@ def needs(name: str) -> Any:
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
-        raise ValueError(f"{name.split('.')[0]} is missing; pip install 'diloco-jax[data]'") from error
+        raise ValueError(f"{name.split('.')[0]} is missing; {install_hint('data')}") from error
 
 
 def _format(name: str) -> str:
