@@ -28,7 +28,10 @@ SUMMARY: dict[str, Any] = {
     ("told", "words"),
     [
         ({}, "stopped after 31 of 300 global steps and 126,976 tokens in 10 s, before the first evaluation"),
-        ({"evaluated": True}, "stopped after 31 of 300 global steps and 126,976 tokens in 10 s, evaluation loss not finite"),
+        (
+            {"evaluated": True},
+            "stopped after 31 of 300 global steps and 126,976 tokens in 10 s, evaluation loss not finite",
+        ),
         (
             {"evaluated": True, "eval_loss": 2.5, "eval_scores": {"guesses": 0.25}},
             "stopped after 31 of 300 global steps and 126,976 tokens in 10 s, evaluation loss 2.5000, guesses 0.25",
@@ -41,7 +44,10 @@ SUMMARY: dict[str, Any] = {
             {"complete": True, "evaluated": True},
             "complete: evaluation loss not finite after 31 global steps and 126,976 tokens in 10 s",
         ),
-        ({"complete": True}, "complete: no evaluation, see the alarms after 31 global steps and 126,976 tokens in 10 s"),
+        (
+            {"complete": True},
+            "complete: no evaluation, see the alarms after 31 global steps and 126,976 tokens in 10 s",
+        ),
     ],
 )
 def test_the_last_line_says_what_happened(told: dict[str, Any], words: str) -> None:

@@ -137,7 +137,9 @@ def _gpu_settings(config: RunConfig, name: str, machine: Machine, host: int) -> 
         return {}  # a stranger, who joins by himself
     gpus, hosts = shares[name], _hosts(config, name)
     if len(gpus) % hosts:
-        raise ValueError(f"{name}: {hosts} hosts cannot share {count_of(len(gpus), 'GPU')} equally; change islands.hosts")
+        raise ValueError(
+            f"{name}: {hosts} hosts cannot share {count_of(len(gpus), 'GPU')} equally; change islands.hosts"
+        )
     each = len(gpus) // hosts
     settings = {VISIBLE_GPUS: ",".join(gpus[host * each : (host + 1) * each])}
     together = max(sum(gpu in others for others in shares.values()) for gpu in gpus)
@@ -184,12 +186,13 @@ def check(config: RunConfig, machine: Machine) -> str:
     if machine.unknown:
         return "islands run on what JAX finds here"
     if machine.tpu_chips and not machine.gpus:
+        chips = count_of(machine.tpu_chips, "TPU chip")
         if count > 1 and config.islands.controller == "processes":
             raise ValueError(
-                f"{count} islands cannot share the {count_of(machine.tpu_chips, 'TPU chip')} of this host as processes: "
+                f"{count} islands cannot share the {chips} of this host as processes: "
                 "one process has them all; set islands.controller to single, or islands.count to 1"
             )
-        return f"{count_of(machine.tpu_chips, 'TPU chip')} for {count_of(count, 'island')}"
+        return f"{chips} for {count_of(count, 'island')}"
     if machine.gpus:
         return _check_gpus(config, machine)
     numbers = sorted({emulated_devices(config, name) for name in trains})

@@ -226,7 +226,9 @@ class LocalRun:
             raise RunFailed(syncer.obituary(), wrong_input=code == WRONG_INPUT)
         syncer.mourn(self._config.syncer.restart_delay_s)
         if syncer.failures > limit:
-            raise RunFailed(f"{syncer.obituary()}; given up after {count_of(syncer.starts, 'start')} (syncer.restarts_max)")
+            raise RunFailed(
+                f"{syncer.obituary()}; given up after {count_of(syncer.starts, 'start')} (syncer.restarts_max)"
+            )
         goes_on = ", islands train on" if last_state(self._run_dir) == "running" else ""
         self._say(f"{syncer.obituary()}; starting it again{goes_on}")
         return False

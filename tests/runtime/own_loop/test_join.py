@@ -309,7 +309,9 @@ def test_the_loss_of_what_after_step_returned_is_named() -> None:
         jax.jit(jnp.sin)(used)
     note = caught.value.__notes__[-1]
     assert "continue with what after_step() returns" in note
-    assert traceback.format_exception(caught.value)[-1].strip().endswith(note), "so it is the last line of the island's log"
+    assert traceback.format_exception(caught.value)[-1].strip().endswith(note), (
+        "so it is the last line of the island's log"
+    )
     assert side.reason == "its loop failed: RuntimeError"
 
 
