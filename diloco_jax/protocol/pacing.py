@@ -16,6 +16,7 @@ LEARNERS_MAX_LIMIT = 4096
 OVERLAP_STEPS_MAX = 10_000  # learners look so far ahead in every step
 RECOVERY_TURNS_MAX = 1000
 GRACE_MIN_S_MAX = 10.0
+SHORT_STEPS = 3  # of them are shorter than `grace_min_s` where it matters
 FIRST_TURN_S = 1.0  # wait of a round in the first turn of the fragments for learners that have not made a step yet
 
 
@@ -45,11 +46,11 @@ class ProtocolConfig:
     grace_steps_max: float = 1.0
     """Cap of the grace window in inner steps. Low: 0, which with K = 1 merges one learner at a time.
     High: rounds wait for slow islands, and more of them have a share."""
-    grace_min_s: float = 0.03
-    """Seconds that an inner step and the grace window after it have together, at least. Where steps are shorter, a
-    round waits so long for learners whose steps are short too, even if the plan leaves no slack for that, and in the
-    first turn of the fragments up to 1 s for learners that still start. With longer steps, or grace_steps_max 0, it has
-    no effect. Low: 0, with steps of milliseconds the first learner to report is merged alone. High: a fast learner that
+    grace_min_s: float = 0.1
+    """Least grace window in seconds, less three inner steps: it matters where steps are shorter than a third of it.
+    A round then waits so long for learners with such steps, even if the plan leaves no slack for that, and in the first
+    turn of the fragments up to 1 s for learners that still start. With longer steps, or grace_steps_max 0, it has no
+    effect. Low: 0, with steps of milliseconds the first learner to report is merged alone. High: a fast learner that
     hangs holds every round as long."""
     grace_safety: float = 0.9
     """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Low: rounds close early,
@@ -229,18 +230,18 @@ def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float
 
 
 def grace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
-    """Return the least wait of a round for learners with short steps: what a step leaves of `grace_min_s`.
+    """Return the least wait of a round for learners with short steps: what SHORT_STEPS steps leave of `grace_min_s`.
 
     Where a step takes a few milliseconds, the way of a message and the scheduling of processes take as long. The slack
-    of Eq. 3 is then nothing, and each round would merge the first learner that reports. With steps of `grace_min_s` or
-    longer the floor is 0, so that Eq. 3 alone decides.
+    of Eq. 3 is then nothing, and each round would merge the first learner that reports. With steps of a third of
+    `grace_min_s`, or longer ones, the floor is 0, so that Eq. 3 alone decides.
 
     Args:
         step_s: xi_step as in `grace_window_s`.
     """
     if step_s is None or not config.grace_steps_max:
         return 0.0
-    return max(0.0, config.grace_min_s - step_s)
+    return max(0.0, config.grace_min_s - SHORT_STEPS * step_s)
 
 
 class Closing(NamedTuple):

@@ -85,7 +85,8 @@ class MeshConfig:
             axes = " ".join(f"{axis}={size}" for axis, size in given.items())
             devices = f"{num_devices} device{'s' * (num_devices != 1)}"
             raise ValueError(
-                f"mesh {axes} does not fit {devices}; make the product equal to the number of devices, or give one axis -1"
+                f"mesh {axes} does not fit {devices}; make the product equal to the number of devices, or give one "
+                "axis -1"
             )
         return data, fsdp, expert, tensor
 

@@ -43,15 +43,16 @@ def contributors(scenario: Scenario) -> float:
     ("settings", "step_s", "floor_s"),
     [
         ({}, None, 0.0),
-        ({}, 0.01, 0.02),
-        ({}, 0.03, 0.0),
+        ({}, 0.004, 0.088),
+        ({}, 0.03, 0.01),
+        ({}, 0.034, 0.0),
         ({}, 1.0, 0.0),
-        ({"grace_min_s": 0.25}, 0.125, 0.125),
+        ({"grace_min_s": 0.5}, 0.125, 0.125),
         ({"grace_min_s": 0.0}, 0.004, 0.0),
         ({"grace_steps_max": 0.0}, 0.004, 0.0),
     ],
 )
-def test_a_step_and_its_grace_window_have_grace_min_s_together(
+def test_the_least_grace_window_is_grace_min_s_less_three_steps(
     settings: dict[str, float], step_s: float | None, floor_s: float
 ) -> None:
     assert grace_floor_s(ProtocolConfig(**settings), step_s) == pytest.approx(floor_s)  # type: ignore[arg-type]
@@ -62,10 +63,10 @@ def test_rounds_of_steps_of_milliseconds_merge_both_islands() -> None:
     assert contributors(quick(grace_min_s=0.0)) < 1.5, "or the test shows nothing"
 
 
-@pytest.mark.parametrize("step_s", [0.031, 0.05, 1.0])
+@pytest.mark.parametrize("step_s", [0.034, 0.05, 1.0])
 def test_longer_steps_decide_as_without_it(step_s: float) -> None:
     tapes = []
-    for grace_min_s in (0.0, 0.03):
+    for grace_min_s in (0.0, 0.1):
         cluster = Cluster(replace(quick(grace_min_s=grace_min_s), step_s=step_s, total_steps=60))
         cluster.run(1000.0)
         assert cluster.complete
@@ -96,14 +97,14 @@ def test_a_slow_island_does_not_hold_the_rounds_of_quick_ones() -> None:
         it.step("b", step_s=0.004)
     found = [sorted(names) for names in it.contributors()[closed:]]
     assert len(found) >= 2 and all(names == ["a", "b"] for names in found), found
-    assert it.now_s - began_s < 0.03, "nobody waited for c"
+    assert it.now_s - began_s < 0.04, "nobody waited for c"
 
 
 def test_a_quick_island_that_stops_holds_a_round_no_longer_than_the_floor() -> None:
     it = reported(("a", "b"), {"a": 0.004, "b": 0.004}, 6, 1.0)
     closed = len(it.contributors())
     it.step("a", step_s=0.004)
-    it.wait(0.02)
+    it.wait(0.085)
     assert len(it.contributors()) == closed, "b may report yet"
     it.wait(0.01)
     assert [sorted(names) for names in it.contributors()[closed:]] == [["a"]]

@@ -193,7 +193,7 @@ def test_a_run_of_an_earlier_release_keeps_its_decisions(tmp_path: Path) -> None
     old = load(path)
     assert old.protocol.grace_min_s == 0 and as_begun(RunConfig(), old) == old
     assert load(path, ["--protocol.grace_min_s", "0.5"]).protocol.grace_min_s == 0.5
-    chosen = RunConfig(protocol=ProtocolConfig(grace_min_s=0.1))
+    chosen = RunConfig(protocol=ProtocolConfig(grace_min_s=0.2))
     assert as_begun(chosen, old) == chosen, "what a user has set stays, and is refused elsewhere"
     own = tmp_path / "own.yaml"
     own.write_text("protocol: {quorum: 1}", encoding="utf-8")

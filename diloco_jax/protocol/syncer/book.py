@@ -19,7 +19,15 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
-from diloco_jax.protocol.pacing import FIRST_TURN_S, Closing, ProtocolConfig, closing, grace_floor_s, grace_window_s
+from diloco_jax.protocol.pacing import (
+    FIRST_TURN_S,
+    SHORT_STEPS,
+    Closing,
+    ProtocolConfig,
+    closing,
+    grace_floor_s,
+    grace_window_s,
+)
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Progress
@@ -147,12 +155,12 @@ class RoundBook:
         return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
 
     def _awaits_quick(self, this: Round, late: set[str]) -> bool:
-        """Say whether a learner has not reported that may do so within `grace_min_s`, by the length of its steps."""
-        counted, limit_s = self.fresh | late, self.config.grace_min_s
+        """Say whether a learner with short steps has not reported."""
+        counted, limit_s = self.fresh | late, self.config.grace_min_s / SHORT_STEPS
         for member in self.membership.members.values():
-            if member.state == ACTIVE and member.learner_id not in counted:
-                if member.step_s is not None and member.step_s < limit_s:
-                    return True
+            missing = member.state == ACTIVE and member.learner_id not in counted
+            if missing and member.step_s is not None and member.step_s < limit_s:
+                return True
         return self._starters(this)
 
     def _late(self, now_s: float) -> set[str]:

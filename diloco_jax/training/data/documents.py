@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import fsspec
 import xxhash
+from fsspec.utils import compressions
 
 from diloco_jax.protocol.releases import install_hint
-from fsspec.utils import compressions
 
 PIECE_BYTES = 1 << 24
 ROWS = 1024  # read at once

@@ -115,6 +115,18 @@ def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fail
     assert summary["complete"] and summary["learners"]["island-0"]["restarts"] == 1
 
 
+@pytest.mark.long
+@pytest.mark.net
+@pytest.mark.timeout(240)
+def test_islands_with_steps_of_milliseconds_are_merged_together(tmp_path: Path, run_dir: Path) -> None:
+    command = [sys.executable, str(LOOP.with_name("quick_loop.py"))]
+    changes = {"islands": {"command": command}, "train": {"steps": 300}, "protocol": {"sync_every": 6}}
+    ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir, timeout_s=200)
+    summary = json.loads(ended.stdout.splitlines()[-1])
+    assert summary["complete"] and summary["contributors_per_round"] >= 1.8, ended.stderr
+    assert not {alarm["kind"] for alarm in summary["alarms"]} & {"few", "unmerged-fragments"}
+
+
 @pytest.mark.net
 @pytest.mark.timeout(120)
 def test_a_program_that_never_joins_ends_the_run(tmp_path: Path, run_dir: Path) -> None:
