@@ -1,5 +1,6 @@
 """A loop with steps of a few milliseconds: a list of tuples, momentum by hand, data made from positions; no optax."""
 
+from itertools import pairwise
 from typing import Any
 
 import jax
