@@ -27,6 +27,8 @@ REMEDIES = {  # by kind
     "loss": "look at its log and its data; a lower optimizer.learning_rate or clipping, and --resume from a snapshot",
     "link": "`diloco doctor` measures it; a smaller wire format, a longer protocol.sync_every or overlap_steps",
     "outrun": "see what rounds wait for; give the syncer processors; lengthen protocol.sync_every",
+    "few": "set protocol.quorum to the number of islands, or raise protocol.grace_min_s (steps of milliseconds) or "
+    "grace_steps_max: rounds then wait for more of them; a larger protocol.overlap_steps leaves time for that",
     "unmerged-fragments": "make the run longer than protocol.sync_every, and see in the syncer's log how rounds ended",
     "tape": "free space on the syncer's disk; rounds go on by themselves",
     "snapshot": "free space on the syncer's disk, or a faster one; the next snapshot is tried by itself",
@@ -94,6 +96,9 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
         if way := stats.links.trouble(syncer, name):
             text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
             found.append(Alarm("link", name, text))
+    stats.crowd.look(syncer, now_s, {alarm.who for alarm in found})
+    if stats.crowd.trouble:
+        found.append(Alarm("few", "", stats.crowd.trouble))
     return found
 
 

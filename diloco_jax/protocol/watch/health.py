@@ -42,7 +42,7 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> tuple[str, float
         waits = name in syncer.leases.holdings
         after_s = max(0.0, syncer.config.release_s - (now_s - since_s))
         rest = f"its data goes to others in {after_s:.0f} s" if waits else "what it left undone goes to others"
-        return "gone", since_s, f"no connection; {rest}"
+        return "gone", since_s, f"{member.goodbye or 'no connection'}; {rest}"
     if member.state == SILENT:
         why = "stopped, or cut off"
         if not member.local_step:

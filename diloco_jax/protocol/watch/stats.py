@@ -18,7 +18,7 @@ from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.protocol.watch.signs import Episode, Links, Losses, Outrun
+from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outrun
 
 BFLOAT16_BYTES = 2
 WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
@@ -76,7 +76,7 @@ class LearnerStats:
 
 
 class RunStats:
-    """Counts a run; `losses` and `links` are signs of trouble, for alarms."""
+    """Counts a run; `losses`, `links` and `crowd` are signs of trouble, for alarms."""
 
     def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
         self._names = names
@@ -88,7 +88,7 @@ class RunStats:
         self._finished_s: float | None = None
         self._covered_until_s = 0.0
         self._outrun = Outrun()
-        self.losses, self.links = Losses(), Links()
+        self.losses, self.links, self.crowd = Losses(), Links(), Crowd()
 
     def on_report(self, report: StepReport, now_s: float) -> bool:
         """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
@@ -100,7 +100,9 @@ class RunStats:
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
-        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step, report.step_s)
+        if not self._syncer.rounds.awaits_starters:
+            made = report.local_step - known
+            self._outrun.on_steps(report.learner_id, made, self._syncer.global_step, report.step_s)
         self.losses.on_report(report)
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s
@@ -171,6 +173,17 @@ class RunStats:
     def outruns(self) -> list[Episode]:
         """Return every time that they did, oldest first."""
         return self._outrun.episodes
+
+    @property
+    def unmerged_fragments(self) -> list[int]:
+        """Return the fragments that no round has merged."""
+        return [p for p, version in enumerate(self._syncer.versions) if version == 0]
+
+    @property
+    def unmerged(self) -> str:
+        """Warn of fragments that a run never merged; "" if it was stopped before each had two turns."""
+        early = self._syncer.global_step < 2 * self._syncer.config.groups.gap_max
+        return "" if early and not self._syncer.finished else never_merged(self.unmerged_fragments)
 
     @property
     def contributors_per_round(self) -> float:
@@ -251,7 +264,7 @@ class RunStats:
             WAITING: round(waited_s / max(busy_s, 1e-9), 4),
             "uptime": round(min(1.0, self._covered_s / window_s), 4),
             "contributors_per_round": round(self.contributors_per_round, 4),
-            "unmerged_fragments": [p for p, version in enumerate(self._syncer.versions) if version == 0],
+            "unmerged_fragments": self.unmerged_fragments,
             "steps_per_round": round(most / max(1, self._syncer.global_step), 4),
             "samples": self._syncer.leases.fates._asdict(),
             "wire": {**wire, "data_parallel_bytes": self.data_parallel_bytes()},
