@@ -19,6 +19,8 @@ import fsspec
 import xxhash
 from fsspec.utils import compressions
 
+from diloco_jax.protocol.releases import install_hint
+
 PIECE_BYTES = 1 << 24
 ROWS = 1024  # read at once
 REPLACEMENT = "\ufffd"  # for what is no UTF-8
@@ -74,7 +76,7 @@ def needs(name: str) -> Any:
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
-        raise ValueError(f"{name.split('.')[0]} is missing; pip install 'diloco-jax[data]'") from error
+        raise ValueError(f"{name.split('.')[0]} is missing; {install_hint('data')}") from error
 
 
 def _format(name: str) -> str:
