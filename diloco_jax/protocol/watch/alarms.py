@@ -48,6 +48,7 @@ PAST = {  # by kind: how an alarm that is over is told of
     "loss": "a loss {of_who} was not as it should be",
     "link": "the link of {who} was too slow",
     "outrun": "islands outran rounds",
+    "few": "rounds merged few of the islands",
     "unmerged-fragments": "fragments were not merged",
     "tape": "the tape could not be written",
     "snapshot": "a snapshot was overdue or failed",
