@@ -1,4 +1,4 @@
-"""The syncer's driver, when a learner brings a value after a restart: what cannot be used is asked of another holder."""
+"""The syncer's driver when a learner brings a value after a restart: a useless one is asked of another holder."""
 
 import threading
 from types import SimpleNamespace
