@@ -20,7 +20,15 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
-from diloco_jax.protocol.pacing import Closing, ProtocolConfig, closing, grace_window_s
+from diloco_jax.protocol.pacing import (
+    FIRST_TURN_S,
+    SHORT_STEPS,
+    Closing,
+    ProtocolConfig,
+    closing,
+    grace_floor_s,
+    grace_window_s,
+)
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Progress
@@ -65,9 +73,11 @@ class RoundBook:
             if this.closes_s is None:
                 this.closes_s = self._begin_grace(this, now_s)
             if now_s < this.closes_s:
-                if fresh < self.membership.live - len(late):
-                    break
-                this.closes_s = now_s if now_s > this.paced_s else this.paced_s  # there is nobody else to wait for
+                awaits = this.slack_s is not None and self._awaits_quick(this, late)
+                if not awaits and fresh >= self.membership.live - len(late):  # there is nobody else to wait for
+                    this.closes_s = now_s if now_s > this.paced_s else this.paced_s
+                elif this.slack_s is not None and not awaits:
+                    this.closes_s = this.slack_s
                 if now_s < this.closes_s:
                     break
             self._close(this, late, effects, now_s)
@@ -124,7 +134,36 @@ class RoundBook:
             this.paced_s = self.closed_s + broadcast_s / self.config.grace_safety + wait_s
         sync_s = (self.pace.merge_s or 0.0) + broadcast_s
         grace_s = grace_window_s(self.config, step_s, self.pace.quorum_s, sync_s)
-        return max(now_s + grace_s, this.paced_s)
+        closes_s = max(now_s + grace_s, this.paced_s)
+        floor_s = grace_floor_s(self.config, step_s)
+        if floor_s > 0 and self._starters(this):
+            floor_s = max(floor_s, FIRST_TURN_S)
+        this.slack_s = closes_s if now_s + floor_s > closes_s else None
+        return max(closes_s, now_s + floor_s)
+
+    @property
+    def awaits_starters(self) -> bool:
+        """True while the collecting round waits for learners that have not made their first step."""
+        this = self.collecting
+        return this is not None and this.slack_s is not None and self._starters(this)
+
+    def _starters(self, this: Round) -> bool:
+        """Say whether a learner has joined that has never made a step, in the first turn of the fragments.
+
+        Rounds of a few milliseconds would otherwise use up much of a short run while it still compiles.
+        """
+        if this.global_step > self.config.groups.gap_max:
+            return False
+        return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
+
+    def _awaits_quick(self, this: Round, late: set[str]) -> bool:
+        """Say whether a learner with short steps has not reported."""
+        counted, limit_s = self.fresh | late, self.config.grace_min_s / SHORT_STEPS
+        for member in self.membership.members.values():
+            missing = member.state == ACTIVE and member.learner_id not in counted
+            if missing and member.step_s is not None and member.step_s < limit_s:
+                return True
+        return self._starters(this)
 
     def _late(self, now_s: float) -> set[str]:
         """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
@@ -135,11 +174,14 @@ class RoundBook:
         if len(self.flying) < 2:  # none but the one that collects
             return late
         for this in self.flying.values():
-            if this.asked and this.waits_long(now_s):
+            if this.asked and this.waits_long(now_s) and this.waits_long(now_s, self._floor_s()):
                 late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
         if late and self.membership.live - len(late) < self.config.quorum:
             return set()
         return late
+
+    def _floor_s(self) -> float:
+        return grace_floor_s(self.config, self.membership.median_step_s())
 
     def _decide(self, this: Round | None, late: set[str], now_s: float) -> Closing:
         closes_s = this.closes_s if this is not None else None
