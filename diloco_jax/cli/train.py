@@ -34,7 +34,6 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
 
     run = LocalRun(config, run_dir, say, stop, resume=resume)
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier stop
     try:
         if live:
             ask = partial(drain_in_words, str(run_dir), config.transport)
