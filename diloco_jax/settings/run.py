@@ -335,7 +335,8 @@ class RunConfig:
     @property
     def limits(self) -> Limits:
         """The global steps and merged tokens after which the run is complete."""
-        return Limits(self.train.steps, self.train.tokens)
+        told = f"{self.planned_steps}" + f" for {self.train.tokens} tokens" * bool(self.train.tokens)
+        return Limits(self.train.steps, self.train.tokens, told)
 
     @property
     def evaluations(self) -> EvaluationPlan:

@@ -30,7 +30,7 @@ from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan, Evaluations
-from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget, Limits, Progress
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget, Limits, Progress
 from diloco_jax.protocol.syncer.roster import Roster
 from diloco_jax.protocol.syncer.rounds import COLLECTING, PULLING
 
@@ -262,6 +262,7 @@ class Syncer:
     def on_limits(self, limits: Limits) -> list[Effect]:
         """The run, which stands still, gets other limits; it rewinds next."""
         self.progress.limit(limits)
+        self.membership.expect(GLOBAL_STEPS, limits.told)
         return []
 
     def on_rewind(self, epoch: int, now_s: float) -> list[Effect]:

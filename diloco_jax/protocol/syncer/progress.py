@@ -15,6 +15,7 @@ class Budget(NamedTuple):
 
 
 NO_BUDGET = Budget()
+GLOBAL_STEPS = "global steps"  # in a fingerprint: those of the learning-rate schedule come first
 
 
 class Limits(NamedTuple):
@@ -22,6 +23,7 @@ class Limits(NamedTuple):
 
     steps: int  # global steps; 0, with `tokens` only: no limit
     tokens: int  # merged tokens; 0: no limit
+    told: str = ""  # what learners and syncer agree on of them (GLOBAL_STEPS of a fingerprint)
 
     def allow(self, global_step: int, tokens: int) -> bool:
         """Return whether the run goes on to this global step when so many tokens are merged."""

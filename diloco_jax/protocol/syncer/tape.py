@@ -9,8 +9,8 @@ The line that begins a life of the syncer ends with the stamp of its release.
 
 A line is written before its input is executed, so that no decision that anybody has seen is missing from the tape of
 a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot. A line
-["limits", now_s, [steps, tokens], [steps, tokens]] has the limits of the run before it and from it on; a run that goes
-back to a snapshot may get higher ones, and trains longer.
+["limits", now_s, [steps, tokens, told], [steps, tokens, told]] has the limits of the run before it and from it on; a
+run that goes back to a snapshot may get higher ones, and trains longer.
 """
 
 import json
@@ -159,9 +159,13 @@ def _is_of_limits(line: str) -> bool:
 
 def _limits(line: str, place: int) -> Limits:
     try:
-        return Limits(*map(int, json.loads(line)[place]))
+        return _made(*json.loads(line)[place])
     except _NOT_A_LINE as error:
         raise ValueError(f"a line of the tape cannot be read ({error}): {line[:120]!r}") from error
+
+
+def _made(steps: Any, tokens: Any, told: Any = "") -> Limits:
+    return Limits(int(steps), int(tokens), str(told))
 
 
 def lives(lines: Iterable[str]) -> int:
@@ -184,7 +188,7 @@ def _apply(
         case "snapshot", [_]:
             return []
         case "limits", [_, limits]:
-            return syncer.on_limits(Limits(*map(int, limits)))
+            return syncer.on_limits(_made(*limits))
         case "begin", [digests, *_]:
             return syncer.on_begin(digests, now_s)
         case "restart", [held, digests, _]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.runtime.model.arithmetic import Capture, local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import make_model
@@ -59,7 +60,7 @@ class Replay:
         told = self.script.fingerprint
         if self.script.raised:
             # Each of its lives had the limits of its time.
-            ours, told = [tuple(p for p in pairs if p[0] != script.GLOBAL_STEPS) for pairs in (ours, told)]
+            ours, told = [tuple(p for p in pairs if p[0] != GLOBAL_STEPS) for pairs in (ours, told)]
         if compare and (different := script.differences(ours, told)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
         self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import check_life, limits_before, replay
 from diloco_jax.runtime.records.tape_file import read_lines
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Fingerprint = tuple[tuple[str, str], ...]
 FIELDS_MIN = 5  # of a greeting, and of a report
 BEGIN_FIELDS_MIN = 3
-GLOBAL_STEPS = "global steps"  # of a fingerprint: the planned ones come first
 
 
 class LearnerLife(NamedTuple):

@@ -11,14 +11,21 @@ import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.runtime.local.resume import check_resumable, check_same_run
+from diloco_jax.protocol.syncer.tape import limits_after, limits_before
+from diloco_jax.runtime.local.resume import (
+    check_no_run,
+    check_resumable,
+    check_same_run,
+    config_of_run,
+    raise_limits,
+)
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import newest_run_dir
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, mode_of
 from diloco_jax.runtime.syncer.parts import RunClock
-from diloco_jax.settings.run import RunConfig, SyncerConfig
+from diloco_jax.settings.run import RunConfig, SyncerConfig, TrainConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
 from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, run, wait_for
@@ -149,10 +156,112 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
 
 
 def test_only_a_run_that_ended_early_can_go_on(tmp_path: Path) -> None:
-    (tmp_path / "tape.jsonl").touch()
-    check_resumable(tmp_path)
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[]]\n')
+    check_resumable(tmp_path, RunConfig())
     (tmp_path / "summary.json").write_text('{"complete": false}')
-    check_resumable(tmp_path)  # what cannot is in tests/cli/words.txt
+    # What cannot go on is in tests/cli/words.txt.
+    check_resumable(tmp_path, RunConfig())
+
+
+def limited(steps: int, tokens: int = 0) -> RunConfig:
+    return replace(RunConfig(), train=TrainConfig(steps=steps, tokens=tokens))
+
+
+BATCH = RunConfig().budget.step_tokens
+
+
+@pytest.mark.parametrize(
+    ("limits", "done", "goes_on", "remedy"),
+    [
+        ((600, 0), (600, 999), False, "--resume --train.steps 1200"),
+        ((601, 0), (600, 999), True, ""),
+        ((0, 80 * BATCH), (85, 80 * BATCH), False, f"--resume --train.tokens {160 * BATCH})"),
+        ((0, 81 * BATCH), (85, 80 * BATCH), True, ""),
+        ((90, 80 * BATCH), (90, 70 * BATCH), False, f"--resume --train.tokens {160 * BATCH} --train.steps 180)"),
+        ((91, 80 * BATCH), (90, 70 * BATCH), True, ""),
+    ],
+)
+def test_a_complete_run_goes_on_with_higher_limits_only(
+    tmp_path: Path, limits: tuple[int, int], done: tuple[int, int], goes_on: bool, remedy: str
+) -> None:
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[]]\n')
+    summary = {"complete": True, "global_steps": done[0], "merged_tokens": done[1]}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    if goes_on:
+        check_resumable(tmp_path, limited(*limits))
+    else:
+        with pytest.raises(ValueError, match="a run that is complete") as refused:
+            check_resumable(tmp_path, limited(*limits))
+        assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("began", "now", "may"),
+    [
+        ((600, 0), (1200, 0), True),
+        ((600, 0), (599, 0), False),
+        ((0, 80 * BATCH), (0, 90 * BATCH), True),
+        ((90, 80 * BATCH), (0, 80 * BATCH), True),
+        ((0, 80 * BATCH), (90, 80 * BATCH), False),
+        ((600, 0), (0, 900 * BATCH), False),
+    ],
+)
+def test_limits_may_be_raised_when_a_run_goes_back_to_a_snapshot(
+    tmp_path: Path, began: tuple[int, int], now: tuple[int, int], may: bool
+) -> None:
+    with pytest.raises(ValueError, match=r"train\.(steps|tokens) is"):
+        check_same_run(limited(*began), limited(*now), tmp_path)
+    if may:
+        check_same_run(limited(*began), limited(*now), tmp_path, rewinds=True)
+    else:
+        with pytest.raises(ValueError, match=r"train\.(steps|tokens) is"):
+            check_same_run(limited(*began), limited(*now), tmp_path, rewinds=True)
+
+
+def test_the_tape_says_of_raised_limits_once(tmp_path: Path) -> None:
+    tape = tmp_path / "tape.jsonl"
+    tape.write_text('["begin",0.0,[]]\n["tick",7.5]\n["to')
+    first, second, third = limited(600).limits, limited(1200).limits, limited(1300).limits
+    raise_limits(tmp_path, first, first)
+    assert tape.read_text().endswith('["to')
+    raise_limits(tmp_path, first, second)
+    # A config that was not saved in time, after a kill, does not count: the tape does.
+    raise_limits(tmp_path, first, second)
+    raise_limits(tmp_path, first, third)
+    lines = tape.read_text().splitlines()
+    assert lines[2:] == [
+        '["limits",7.5,[600,0,"600"],[1200,0,"1200"]]',
+        '["limits",7.5,[1200,0,"1200"],[1300,0,"1300"]]',
+    ]
+    assert limits_before(lines) == first and limits_before(lines[3:]) == second and limits_before(lines[4:]) is None
+    assert limits_after(lines) == third and limits_after(lines[:2]) is None
+    with pytest.raises(ValueError, match="cannot be read"):
+        limits_after(['["limits",7.5,[600,0]]'])
+
+
+@pytest.mark.parametrize("tape", [None, "", '["begin",0'])
+def test_snapshots_without_a_tape_are_not_gone_over(tmp_path: Path, tape: str | None) -> None:
+    """A new run in their folder would delete its own snapshots: theirs have the higher numbers."""
+    for number in (30, 60):
+        (tmp_path / "checkpoints" / f"step_{number:08d}").mkdir(parents=True)
+    if tape is not None:
+        (tmp_path / "tape.jsonl").write_text(tape)
+    what = "missing" if tape is None else "empty"
+    refusals = [
+        lambda: mode_of(tmp_path, rewind=False),
+        lambda: mode_of(tmp_path, rewind=True),
+        lambda: check_resumable(tmp_path, RunConfig()),
+        lambda: check_no_run(tmp_path),
+    ]
+    for refused in refusals:
+        with pytest.raises(ValueError, match=rf"is {what}, but .* holds 2 snapshots, .*step_00000060.*diloco export"):
+            refused()
+
+
+def test_an_empty_config_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("\n")
+    with pytest.raises(ValueError, match=r"config.yaml is empty: .* \(cp CONFIG.yaml"):
+        config_of_run(tmp_path)
 
 
 def test_the_run_that_was_active_last_goes_on(tmp_path: Path) -> None:
@@ -194,7 +303,9 @@ def test_time_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_how_a_syncer_begins(tmp_path: Path) -> None:
-    assert mode_of(tmp_path, rewind=False) == mode_of(tmp_path, rewind=True) == FRESH
+    assert mode_of(tmp_path, rewind=False) == FRESH
+    with pytest.raises(ValueError, match="nothing to go back to"):
+        mode_of(tmp_path, rewind=True)
     (tmp_path / "tape.jsonl").write_text('["begin",0.0')
     assert mode_of(tmp_path, rewind=False) == FRESH, "its first line is not whole"
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[1,2]]\n["tick",1')
