@@ -73,7 +73,7 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[Pa
     rewinds = resume or (arguments.name == "syncer" and arguments.rewind)
     if resume:
         check_resumable(run_dir, config)
-    elif supervises:
+    elif supervises or arguments.name == "baseline":
         check_no_run(run_dir)
     else:
         check_history(run_dir, rewinds=rewinds)

@@ -6,6 +6,8 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,12 +25,12 @@ from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import newest_run_dir
 from diloco_jax.runtime.records.status import read_status
-from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, mode_of
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, _rewind, mode_of
 from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig, TrainConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
-from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, run, wait_for
+from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, replayed, run, trained, wait_for
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
 
@@ -123,6 +125,37 @@ def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> N
     check_budget(job.run_dir)
     for told in (call("audit", job.run_dir), run("replay", job.run_dir, timeout_s=200)):
         assert told.returncode == 0, told.stdout + told.stderr
+
+
+@pytest.mark.long
+@pytest.mark.net
+@pytest.mark.timeout(500)
+def test_a_complete_run_trains_longer_in_its_folder(folder: Path) -> None:
+    """The way that its refusal names; the tape has both parts, under the limits and the schedule of each."""
+    numbers = {"sync_every": 6, "num_fragments": 6, "snapshot_every": 20, "quorum": 2}
+    changes = {"islands": {"count": 2, "devices": 1}, "train": {"steps": 30, "eval_every": 0}, "protocol": numbers}
+    run_dir = trained(folder, **changes)
+    train = ("train", folder / "config.yaml", "--run-dir", run_dir, "--resume")
+    before = contents(run_dir)
+    refused = call(*train)
+    assert refused.returncode == 2 and "complete, after 30 global steps" in refused.stderr, refused
+    assert contents(run_dir) == before
+    *_, told = refused.stderr.partition("(diloco train ")
+    words = ["train", *told.partition(")")[0].split()]
+    assert words[1:] == [str(run_dir / "config.yaml"), "--run-dir", str(run_dir), "--resume", "--train.steps", "60"]
+    done = run(*words, "--quiet", timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["complete"] and summary["global_steps"] == 60 and load(run_dir / "config.yaml").train.steps == 60
+    kinds = [line[0] for line in tape_of(run_dir)]
+    assert kinds.count("limits") == kinds.count("rewind") == 1
+    audit = call("audit", run_dir)
+    assert audit.returncode == 0, audit
+    replayed(run_dir)
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
 def check_budget(run_dir: Path) -> None:
@@ -256,6 +289,15 @@ def test_snapshots_without_a_tape_are_not_gone_over(tmp_path: Path, tape: str | 
     for refused in refusals:
         with pytest.raises(ValueError, match=rf"is {what}, but .* holds 2 snapshots, .*step_00000060.*diloco export"):
             refused()
+
+
+def test_what_was_wrong_with_each_snapshot_is_told(tmp_path: Path) -> None:
+    refused = [(tmp_path / f"step_{step:08d}", ValueError(f"reason {step}")) for step in (60, 50, 40, 30, 20)]
+    parts: Any = SimpleNamespace(run_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"holds 5 snapshots.*step_00000060: reason 60; .*30: reason 30; and 1 more"):
+        _rewind(parts, None, refused, 0.0)
+    with pytest.raises(ValueError, match=r"holds no snapshot; .*set protocol.snapshot_every"):
+        _rewind(parts, None, [], 0.0)
 
 
 def test_an_empty_config_of_a_run_is_named(tmp_path: Path) -> None:
