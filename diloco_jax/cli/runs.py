@@ -56,7 +56,7 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[Pa
     from diloco_jax.runtime.records.folder_lock import FolderLock, refuse_if_locked
     from diloco_jax.runtime.records.history import check_history, has_begun
     from diloco_jax.runtime.records.signals import PARENT_ENV
-    from diloco_jax.settings.text import save
+    from diloco_jax.settings.text import load, save
 
     supervises, resume = arguments.name in ("train", "chaos"), arguments.name == "train" and arguments.resume
     choose = newest_run_dir if resume else new_run_dir
@@ -84,7 +84,7 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[Pa
     with FolderLock(run_dir, own_lock):
         if rewinds and began is not None:
             raise_limits(run_dir, began.limits, config.limits)
-        if not (target.exists() and target.samefile(arguments.config)):
+        if not (target.exists() and target.samefile(arguments.config) and config == load(target)):
             save(config, target)
         yield run_dir
 

@@ -120,6 +120,9 @@ def test_a_run_survives_every_second_start_in_its_folder(folder: Path) -> None:
     wait_for(lambda: (run_dir / "config.yaml").exists(), "the first files of the run")
     attack(run_dir, *train, "--seed", "5")
     job.reached(3)
+    # No round can close without it, so the run does not end before the last attack.
+    other = island_pid(job, "island-1")
+    os.kill(other, signal.SIGSTOP)
     attacks = (
         train,
         (*train, "--resume"),
@@ -130,6 +133,7 @@ def test_a_run_survives_every_second_start_in_its_folder(folder: Path) -> None:
     for number, words in enumerate(attacks, start=2):
         attack(run_dir, *words)
         kill_island_0(job, number)
+    os.kill(other, signal.SIGCONT)
     _, summary = job.finish()
     assert summary["complete"] and summary["learners"]["island-1"]["restarts"] == 0
     audit = call("audit", run_dir, "--json")
@@ -147,10 +151,10 @@ def attack(run_dir: Path, *words: object) -> None:
 
 def kill_island_0(job: Job, number: int) -> None:
     """Kill it for the so-manieth time, and wait until it has joined again."""
-    os.kill(island_pid(job), signal.SIGKILL)
+    os.kill(island_pid(job, "island-0"), signal.SIGKILL)
     wait_for(lambda: notes(job.run_dir, "joined", "island-0") == number + 1, f"return {number} of island-0", 150)
 
 
-def island_pid(job: Job) -> int:
-    about = json.loads((job.run_dir / "health" / "island-0.lock").read_text())
+def island_pid(job: Job, name: str) -> int:
+    about = json.loads((job.run_dir / "health" / f"{name}.lock").read_text())
     return int(about["pid"])
