@@ -10,7 +10,8 @@ import pytest
 
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import SUPERVISOR_LOCK, SYNCER_LOCK
-from diloco_jax.runtime.records.folder_lock import FolderLock, LearnerLock
+from diloco_jax.runtime.records.folder_lock import FolderInUse, FolderLock, LearnerLock, refuse_if_locked
+from diloco_jax.settings.text import load
 from tests.runtime.helpers import SLOW_STEP_S, call, notes, run, wait_for, write_config
 from tests.runtime.local.test_local import FOREVER, Told, until
 from tests.runtime.syncer.test_failover import Job, folder
@@ -79,6 +80,28 @@ def test_a_syncer_alone_keeps_supervisors_out(in_use: Path, monkeypatch: pytest.
     refused = call("train", in_use.parent / "config.yaml", "--run-dir", in_use, "--resume")
     assert refused.returncode == 2 and f"process {os.getpid()} (" in refused.stderr, refused
     assert contents(in_use) == before
+
+
+def test_settings_on_top_of_a_runs_own_config_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of the run read them there. Raised limits are on the tape, too, once."""
+
+    def trained(*_: object, **__: object) -> dict[str, bool]:
+        with pytest.raises(FolderInUse):
+            refuse_if_locked(tmp_path, SUPERVISOR_LOCK)
+        return {"complete": True}
+
+    monkeypatch.delenv("DILOCO_PARENT_PID", raising=False)
+    monkeypatch.setattr("diloco_jax.cli.train.train_locally", trained)
+    config = write_config(tmp_path)
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[]]\n')
+    words = ("train", config, "--run-dir", tmp_path, "--resume", "--json")
+    for options in (("--syncer.restarts_max", "7"), ("--train.steps", "160"), ()):
+        done = call(*words, *options)
+        assert done.returncode == 0, done
+    kept = load(config)
+    assert (kept.syncer.restarts_max, kept.train.steps) == (7, 160)
+    assert (tmp_path / "tape.jsonl").read_text().splitlines()[1:] == ['["limits",0.0,[80,0,"80"],[160,0,"160"]]']
+    refuse_if_locked(tmp_path, SUPERVISOR_LOCK)
 
 
 def test_a_learner_of_another_machine_does_not_keep_the_name(in_use: Path) -> None:
