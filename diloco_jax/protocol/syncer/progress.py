@@ -30,7 +30,7 @@ class Limits(NamedTuple):
     told: str = ""  # what learners and syncer agree on of them (GLOBAL_STEPS of a fingerprint)
 
     def allow(self, global_step: int, tokens: int) -> bool:
-        """Return whether the run goes on to this global step when so many tokens are merged."""
+        """Return whether the run continues to this global step when so many tokens are merged."""
         if self.tokens and tokens >= self.tokens:
             return False
         return not self.steps or global_step <= self.steps

@@ -60,7 +60,7 @@ def check_no_run(run_dir: Path) -> None:
     check_history(run_dir)
     if _has_records(run_dir):
         raise ValueError(
-            f"{run_dir} holds a run already, which cannot go on; choose another --run-dir, or remove that folder"
+            f"{run_dir} holds a run already, which cannot continue; choose another --run-dir, or remove that folder"
         )
 
 

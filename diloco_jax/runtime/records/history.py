@@ -24,7 +24,7 @@ def check_history(run_dir: Path, *, rewinds: bool = False) -> None:
     if snapshots:
         raise ValueError(
             f"{tape} {what}, but {run_dir / CHECKPOINTS} holds {len(snapshots)} snapshots, the newest "
-            f"{snapshots[0].name}: without its tape the run cannot go on. Put the tape back, or {how_to_use(run_dir)}"
+            f"{snapshots[0].name}: without its tape the run cannot continue. Put the tape back, or {how_to_use(run_dir)}"
         )
     if rewinds:
         raise ValueError(

@@ -118,7 +118,7 @@ def _rewind(
         why = "; ".join(f"{path.name}: {str(error)[:REASON_MAX]}" for path, error in refused[:NAMED_MAX])
         why += f"; and {len(refused) - NAMED_MAX} more" if len(refused) > NAMED_MAX else ""
         raise ValueError(
-            f"{folder} holds {len(refused)} snapshots, but this run can go on from none of them ({why}). To use one, "
+            f"{folder} holds {len(refused)} snapshots, but this run can continue from none of them ({why}). To use one, "
             f"{snapshot_names.how_to_use(parts.run_dir)}"
         )
     if loaded is None:
