@@ -8,7 +8,9 @@ Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 
 The line that begins a life of the syncer ends with the stamp of its release.
 
 A line is written before its input is executed, so that no decision that anybody has seen is missing from the tape of
-a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot.
+a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot. A line
+["limits", now_s, [steps, tokens, told], [steps, tokens, told]] has the limits of the run before it and from it on; a
+run that goes back to a snapshot may get higher ones, and trains longer.
 """
 
 import json
@@ -22,6 +24,7 @@ from diloco_jax.protocol.effects import Effect, SaveSnapshot
 from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
 from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import Limits
 
 _MESSAGES: dict[str, Callable[..., LearnerMessage]] = {kind.__name__: kind for kind in get_args(LearnerMessage)}
 _NOT_A_LINE = (
@@ -133,6 +136,40 @@ def check_life(number: int, kind: str, arguments: list[Any]) -> None:
         del arguments[own:]
 
 
+def limits_line(before: Limits, limits: Limits, now_s: float) -> str:
+    """Return the line that says of a run, which stands still, that it has got other limits."""
+    return json.dumps(["limits", now_s, before, limits], separators=(",", ":"))
+
+
+def limits_before(lines: Iterable[str]) -> Limits | None:
+    """Return the limits of a run where these lines of its tape start; None if they never changed later."""
+    line = next(filter(_is_of_limits, lines), None)
+    return None if line is None else _limits(line, 2)
+
+
+def limits_after(lines: Iterable[str]) -> Limits | None:
+    """Return the limits of a run behind these lines of its tape; None if they do not tell."""
+    found = None
+    for line in filter(_is_of_limits, lines):
+        found = _limits(line, 3)
+    return found
+
+
+def _is_of_limits(line: str) -> bool:
+    return line.startswith('["limits"')
+
+
+def _limits(line: str, place: int) -> Limits:
+    try:
+        return _made(*json.loads(line)[place])
+    except _NOT_A_LINE as error:
+        raise ValueError(f"a line of the tape cannot be read ({error}): {line[:120]!r}") from error
+
+
+def _made(steps: Any, tokens: Any, told: Any = "") -> Limits:
+    return Limits(int(steps), int(tokens), str(told))
+
+
 def lives(lines: Iterable[str]) -> int:
     """Count the lives of the syncer that a tape has seen: 1, and one more for each restart and rewind."""
     return 1 + sum(line.startswith(('["restart"', '["rewind"')) for line in lines)
@@ -152,6 +189,8 @@ def _apply(
             return syncer.on_tick(now_s)
         case "snapshot", [_]:
             return []
+        case "limits", [_, limits]:
+            return syncer.on_limits(_made(*limits))
         case "begin", [digests, *_]:
             return syncer.on_begin(digests, now_s)
         case "restart", [held, digests, _]:

@@ -25,6 +25,7 @@ from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import WHOLE, Slice, whole
+from diloco_jax.runtime.records import snapshot_names
 
 PARAMETERS, META = "parameters", "meta"
 CHUNK_BYTES = 1 << 26  # of a file
@@ -208,23 +209,22 @@ def _checksum_of(*described: Any) -> int:
     return codec.digest(json.dumps(described, sort_keys=True).encode())
 
 
-def complete(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder whose writer came to its end, newest first."""
-    steps = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
-    return sorted(steps, key=global_step_of, reverse=True)
+complete, global_step_of = snapshot_names.complete, snapshot_names.global_step_of
 
 
-def global_step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
+def newest_readable(
+    folder: Path, read: Callable[[Path], T], on_refused: Callable[[Path, ValueError], None] = lambda *_: None
+) -> tuple[Path, T] | None:
+    """Return the newest checkpoint that can be read, with what was read; the log names each that has a ValueError.
 
-
-def newest_readable(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that can be read, with what was read; the log names each that has a ValueError."""
+    `on_refused` gets each of these, with its error.
+    """
     for checkpoint in complete(folder):
         try:
             return checkpoint, read(checkpoint)
         except ValueError as error:
             log.warning(f"skipped {checkpoint.name}, trying the one before: {error}")
+            on_refused(checkpoint, error)
     return None
 
 

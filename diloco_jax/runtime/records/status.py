@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.transport.calls import ask_status
@@ -111,6 +111,28 @@ def read_earlier(run_dir: Path) -> Earlier:
         return Earlier(wire, said["eval_loss"], [Standing.of(told) for told in said.get("episodes", ())])
     except (ValueError, KeyError, TypeError):
         return NOTHING_EARLIER
+
+
+def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
+    """Remove what processes that are gone said of a run; return a function that puts it back.
+
+    Only the process that holds the folder's lock may call it.
+    """
+    kept: dict[Path, bytes] = {}
+    for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE)):
+        with contextlib.suppress(FileNotFoundError):
+            kept[path] = path.read_bytes()
+    (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    if resume:
+        start_again(run_dir)
+
+    def put_back() -> None:
+        for path, content in kept.items():
+            with contextlib.suppress(OSError):
+                path.write_bytes(content)
+
+    return put_back
 
 
 def start_again(run_dir: Path) -> None:

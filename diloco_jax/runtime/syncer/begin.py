@@ -8,30 +8,37 @@ rewind    a tape, and nobody is alive: the newest readable snapshot alone; what 
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
-from diloco_jax.protocol.syncer.tape import lives, replay
+from diloco_jax.protocol.syncer.tape import limits_before, lives, replay
 from diloco_jax.runtime.model.global_model import Parameters
-from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records import checkpoint, snapshot_names
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
+from diloco_jax.runtime.records.history import check_history, has_begun
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.syncer.parts import Parts
-from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot
+from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot, set_others_aside
 
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
+# Of snapshots that were refused: those that an error names, and characters of each reason.
+NAMED_MAX, REASON_MAX = 4, 160
 
 log = logging.getLogger(__name__)
 
 
 def mode_of(run_dir: Path, *, rewind: bool) -> str:
-    tape = run_dir / TAPE_FILE
-    if not tape.exists() or last_time_s(tape) is None:
-        return FRESH
-    return REWIND if rewind else FAILOVER
+    """Return how a syncer begins in a folder; ValueError if the folder lacks the history that this needs."""
+    check_history(run_dir, rewinds=rewind)
+    if has_begun(run_dir):
+        # A damaged end is named before anything is changed.
+        last_time_s(run_dir / TAPE_FILE)
+        return REWIND if rewind else FAILOVER
+    return FRESH
 
 
 def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
@@ -44,11 +51,14 @@ def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: flo
     if parts.config.model.weights:
         _check_weights(parts)
     folder, tape_bytes = parts.run_dir / CHECKPOINTS, (parts.run_dir / TAPE_FILE).stat().st_size
-    loaded = checkpoint.newest_readable(folder, lambda path: read_snapshot(path, parts.model, tape_bytes))
-    if loaded is None and checkpoint.complete(folder):
+    refused: list[tuple[Path, ValueError]] = []
+    read = partial(read_snapshot, model=parts.model, tape_bytes_max=tape_bytes)
+    loaded = checkpoint.newest_readable(folder, read, lambda *each: refused.append(each))
+    if loaded is None and refused:
         parts.model.begin(initial())  # one that is damaged may have been read in part
     if mode == REWIND:
-        return _rewind(parts, loaded, now_s)
+        return _rewind(parts, loaded, refused, now_s)
+    set_others_aside(folder, tape_bytes)
     return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
 
 
@@ -69,6 +79,8 @@ def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Ef
         states[snapshot.global_step] = _restored(parts, snapshot)
         start, loaded = snapshot.tape_bytes, snapshot.global_step
     count, counted = 0, {loaded: parts.stats.state()}
+    if (limits := limits_before(read_lines(parts.run_dir / TAPE_FILE, start))) is not None:
+        parts.machine.on_limits(limits)
     lines = _counted(read_lines(parts.run_dir / TAPE_FILE, start), parts, counted)
     for effects in replay(lines, parts.machine, states):
         count += 1
@@ -98,17 +110,27 @@ def _counted(lines: Iterator[str], parts: Parts, counted: dict[int, dict[str, An
         yield line
 
 
-def _rewind(parts: Parts, loaded: tuple[Path, Snapshot] | None, now_s: float) -> list[Effect]:
+def _rewind(
+    parts: Parts, loaded: tuple[Path, Snapshot] | None, refused: Sequence[tuple[Path, ValueError]], now_s: float
+) -> list[Effect]:
     folder = parts.run_dir / CHECKPOINTS
+    if loaded is None and refused:
+        why = "; ".join(f"{path.name}: {str(error)[:REASON_MAX]}" for path, error in refused[:NAMED_MAX])
+        why += f"; and {len(refused) - NAMED_MAX} more" if len(refused) > NAMED_MAX else ""
+        raise ValueError(
+            f"{folder} holds {len(refused)} snapshots, but this run can continue from none of them ({why}). To use one, "
+            f"{snapshot_names.how_to_use(parts.run_dir)}"
+        )
     if loaded is None:
         raise ValueError(
-            f"{folder} holds no snapshot from which this run can go on; start a new run (another --run-dir), and set "
-            "protocol.snapshot_every so that the next one leaves some"
+            f"{folder} holds no snapshot; start a new run (another --run-dir), and set protocol.snapshot_every so that "
+            "the next one leaves some"
         )
     path, snapshot = loaded
     for other in checkpoint.complete(folder):  # of the void future: nobody may take it for the newest later
         if checkpoint.global_step_of(other) > snapshot.global_step:
             checkpoint.set_aside(other)
+    set_others_aside(folder, (parts.run_dir / TAPE_FILE).stat().st_size)
     epoch = lives(read_lines(parts.run_dir / TAPE_FILE)) + 1
     state = _restored(parts, snapshot)  # before the tape says that it was
     log.info(f"the run goes on from {path.name}; what came after it is void")

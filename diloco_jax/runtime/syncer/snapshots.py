@@ -31,6 +31,10 @@ POLL_S = 1.0
 log = logging.getLogger(__name__)
 
 
+class OtherHistory(ValueError):
+    """A snapshot was taken in a history that is not the one on the run's tape."""
+
+
 class Snapshot(NamedTuple):
     """The run at one moment, without the values of its model."""
 
@@ -81,14 +85,35 @@ def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapsh
     try:
         found = {name: meta[name] for name in Snapshot._fields}
         snapshot = Snapshot(**found | {"machine": json.dumps(found["machine"])})
-        if snapshot.tape_bytes > tape_bytes_max:
-            raise ValueError(f"it was taken at byte {snapshot.tape_bytes} of a tape that has {tape_bytes_max}")
+        check_of_history(meta, tape_bytes_max)
         model.load_saved(reader.piece, meta)
     except (KeyError, IndexError) as error:
         raise ValueError(f"checkpoint {path} holds a model, but no {error}: a run cannot go on from it") from error
     except ValueError as error:
-        raise ValueError(f"snapshot {path} cannot be used: {error}") from error
+        raise type(error)(f"snapshot {path} cannot be used: {error}") from error
     return snapshot
+
+
+def check_of_history(meta: Mapping[str, Any], tape_bytes_max: int) -> None:
+    """Check that a snapshot with this description was taken in the history on a tape; OtherHistory if it was not.
+
+    What a tape cannot tell of a checkpoint, such as one that holds values alone, counts as its own.
+    """
+    if (tape_bytes := meta.get("tape_bytes", 0)) > tape_bytes_max:
+        raise OtherHistory(f"it was taken at byte {tape_bytes} of a tape that has {tape_bytes_max}")
+
+
+def set_others_aside(folder: Path, tape_bytes_max: int) -> None:
+    """Rename the snapshots of other histories: they would be taken for the newest, and be deleted as the oldest."""
+    for path in checkpoint.complete(folder):
+        try:
+            check_of_history(checkpoint.CheckpointReader(path).meta, tape_bytes_max)
+        except OtherHistory as error:
+            log.warning(f"{path.name} is of another history of this run, or of another run ({error}): set aside")
+            checkpoint.set_aside(path)
+        except ValueError:
+            # It cannot be read, so nobody takes it for the newest; it is deleted in its turn.
+            continue
 
 
 class SnapshotWriter:

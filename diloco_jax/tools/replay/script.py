@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
-from diloco_jax.protocol.syncer.tape import check_life, replay
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget
+from diloco_jax.protocol.syncer.tape import check_life, limits_before, replay
 from diloco_jax.runtime.records.tape_file import read_lines
 
 if TYPE_CHECKING:
@@ -83,6 +83,9 @@ class Script:
     digests: tuple[int, ...] = ()  # of the initial fragments
     events: list[Event] = field(default_factory=list)
     global_step: int = 0  # closed rounds at the end
+    raised: bool = False  # the run got other limits on the way, and so did its schedule
+    # Steps of the learning-rate schedule of each life, as it said when it greeted.
+    planned: dict[LearnerLife, int] = field(default_factory=dict)
     _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)  # (round, learner) -> whose value is kept
     _orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = field(default_factory=dict)
     _reported: dict[LearnerLife, int] = field(default_factory=dict)
@@ -99,6 +102,10 @@ class Script:
             self._reported[life] = max(line[4], self._reported.get(life, 0))
         elif kind == "FragmentValue" and not any(isinstance(e, Drop) and e.peer == line[2] for e in effects):
             self._values[line[4], line[2]] = LearnerLife(line[2], line[3])
+        elif kind == "Hello":
+            self._greeted(line)
+        elif kind == "limits":
+            self.raised = True
         elif kind == "begin":
             self.digests = tuple(line[2])
         elif kind == "snapshot":
@@ -117,6 +124,11 @@ class Script:
                 events.append(Brought(Name(effect.fragment_id, effect.version, line[6])))
             elif isinstance(effect, Discard):
                 self._values = {key: life for key, life in self._values.items() if key[0] != effect.global_step}
+
+    def _greeted(self, line: list[Any]) -> None:
+        told = dict(map(tuple, line[4])).get(GLOBAL_STEPS, "").split()
+        if told and told[0].isdecimal():
+            self.planned[LearnerLife(line[2], line[3])] = int(told[0])
 
 
 def read_script(
@@ -146,6 +158,8 @@ def machine_of(fingerprint: Fingerprint, protocol: ProtocolConfig, total_steps: 
 def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect]]]:
     """Yield every input on a tape with what it leads to in the machine; ValueError names a line that cannot be."""
     lines, taken = itertools.tee(read_lines(tape))
+    if (limits := limits_before(read_lines(tape))) is not None:
+        machine.on_limits(limits)
     try:
         for effects, line in zip(replay(lines, machine), taken, strict=False):
             yield json.loads(line), effects

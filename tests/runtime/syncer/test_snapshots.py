@@ -20,7 +20,14 @@ from diloco_jax.runtime.model.arithmetic import Capture
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.syncer import snapshots
-from diloco_jax.runtime.syncer.snapshots import Snapshot, SnapshotWriter, read_snapshot, write_snapshot
+from diloco_jax.runtime.syncer.snapshots import (
+    OtherHistory,
+    Snapshot,
+    SnapshotWriter,
+    read_snapshot,
+    set_others_aside,
+    write_snapshot,
+)
 from tests.runtime.models import gradient, make_model, merge
 
 # Orbax leaves coroutines behind when it finds a damaged folder
@@ -224,3 +231,20 @@ def test_a_rescued_model_never_replaces_a_snapshot(tmp_path: Path) -> None:
     writer_of(tmp_path, model, 6).rescue()
     assert checkpoint.load_parameters(tmp_path / "step_00000006")[1]["tokens"] == 100
     writer.close()
+
+
+def test_snapshots_of_another_history_are_set_aside(tmp_path: Path) -> None:
+    """They are neither the newest for anybody nor in the way of the run's own, which have lower numbers."""
+    model = make_model()
+    for step, tape_bytes in ((3, 1234), (90, 99_999), (80, 1235)):
+        capture, snapshot = taken(model, step)
+        write_snapshot(tmp_path, "run", model, capture, snapshot._replace(tape_bytes=tape_bytes), keep=9)
+    damaged = write_snapshot(tmp_path, "run", model, *taken(model, 5), keep=9)
+    damage(damaged)
+    with pytest.raises(OtherHistory, match="taken at byte 99999 of a tape that has 1234"):
+        read_snapshot(tmp_path / "step_00000090", model, 1234)
+    set_others_aside(tmp_path, 1234)
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step_00000005", "step_00000003"]
+    write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=1)
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["step_00000006", "unreadable_step_00000080", "unreadable_step_00000090"]

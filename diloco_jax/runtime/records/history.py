@@ -1,0 +1,33 @@
+"""The history of a run, which its tape has: whether a folder has one, and what its snapshots are without."""
+
+from pathlib import Path
+
+from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
+from diloco_jax.runtime.records.snapshot_names import complete, how_to_use
+from diloco_jax.runtime.records.tape_file import last_line
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Return whether the tape of a run has at least one whole line; without one there is no history to continue."""
+    try:
+        return last_line(run_dir / TAPE_FILE) is not None
+    except FileNotFoundError:
+        return False
+
+
+def check_history(run_dir: Path, *, rewinds: bool = False) -> None:
+    """Check that a syncer may start in a folder, or go back to one of its snapshots; ValueError says why it may not."""
+    if has_begun(run_dir):
+        return
+    tape, snapshots = run_dir / TAPE_FILE, complete(run_dir / CHECKPOINTS)
+    what = "is empty" if tape.exists() else "is missing"
+    if snapshots:
+        raise ValueError(
+            f"{tape} {what}, but {run_dir / CHECKPOINTS} holds {len(snapshots)} snapshots, the newest "
+            f"{snapshots[0].name}: without its tape the run cannot continue. Put the tape back, or {how_to_use(run_dir)}"
+        )
+    if rewinds:
+        raise ValueError(
+            f"{tape} {what}, so there is nothing to go back to; leave out --rewind to start a new run in {run_dir}, or "
+            "name another folder with --run-dir"
+        )
