@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.link import (
     HOSTS_MAX,
@@ -155,7 +156,7 @@ def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
     """Ask the syncer at `config.address` to let a learner leave; whether it does, and its words. Raises as `ask`."""
     request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
     reply: pb.DrainReply = ask(config, DRAIN, request, pb.DrainReply.FromString)
-    return reply.ok, reply.message
+    return reply.ok, clean(reply.message, REASON_LENGTH_MAX)
 
 
 def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any], name: str = SYNCER) -> Any:
@@ -185,9 +186,9 @@ def failure(config: TransportConfig, error: Exception, name: str) -> TransportEr
     if not isinstance(error, grpc.Call):
         return TransportError(f"the syncer at {config.address} ended the call without an answer")
     if error.code() in DENIALS:
-        return TransportError(f"the syncer at {config.address} refused: {error.details()}")
+        return TransportError(f"the syncer at {config.address} refused: {clean(error.details(), REASON_LENGTH_MAX)}")
     if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-        answer = f"{error.code().name}: {error.details()}"
+        answer = f"{error.code().name}: {clean(error.details(), REASON_LENGTH_MAX)}"
         return TransportError(f"the syncer at {config.address} did not answer but with {answer}")
     return unanswered(config, diagnose(config, name))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
@@ -158,7 +159,7 @@ def read_status(run: str, *, allow_plaintext: bool = False, transport: Transport
 
     def ask() -> dict[str, Any]:
         config = syncer_at(run, transport or TransportConfig(), allow_plaintext=allow_plaintext)
-        answer: dict[str, Any] = json.loads(ask_status(config))
+        answer: dict[str, Any] = clean_all(json.loads(ask_status(config)))
         return answer
 
     def ask_if_there() -> dict[str, Any] | None:
