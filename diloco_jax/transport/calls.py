@@ -40,6 +40,8 @@ HOLDINGS_KEY = "diloco-holdings-bin"
 SHARDS_KEY = "diloco-shards"
 SHARDS_MAX = 64
 SHARDS_BYTES_MAX = 8 << 10
+GREETING_S = 20.0  # from a connection's start until TLS is up and the first words of HTTP/2 came; gRPC's default: 120
+IDLE_S = 60.0  # that a connection may be open without a call; a learner's has one as long as it lasts
 METADATA_BYTES_MAX = 16 << 10  # header, holdings and token, in the encoding of HTTP/2
 serialized = methodcaller("SerializeToString")
 
@@ -71,6 +73,9 @@ def open_server(
         ("grpc.so_reuseport", 0),  # else a second process gets the same port without an error
         ("grpc.http2.min_ping_interval_without_data_ms", 500),  # callers choose how often they ping
         ("grpc.http2.max_ping_strikes", 0),
+        # Each connection holds a descriptor, so one that never greets must end.
+        ("grpc.server_handshake_timeout_ms", round(GREETING_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
     ]
     server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
