@@ -113,12 +113,19 @@ def _texts(cls: type) -> tuple[tuple[str, int | None], ...]:
 _TEXTS = {cls: _texts(cls) for cls in _FIELDS}
 
 
+_packed: tuple[Any, bytes] = (None, b"")  # the message that was packed last, and what became of it
+
+
 def pack_body(message: Message | Command | Reply) -> bytes:
     """Return the message as the `body` of a serialised Frame.
 
     Raises:
         ValueError: A field does not fit its type on the wire, or the whole is larger than a frame may be.
     """
+    global _packed
+    before, packed = _packed
+    if before is message:  # a broadcast is the same object for every peer
+        return packed
     body_name = _BODY_NAMES[type(message).__name__]
     frame = pb.Frame()
     body = getattr(frame, body_name)
@@ -128,6 +135,7 @@ def pack_body(message: Message | Command | Reply) -> bytes:
     packed = frame.SerializeToString()
     if len(packed) > HEAD_BYTES_MAX // 2:  # the other half is left for the header
         raise ValueError(f"{type(message).__name__} takes {len(packed)} bytes, the limit is {HEAD_BYTES_MAX // 2}")
+    _packed = message, packed
     return packed
 
 

@@ -7,7 +7,7 @@ Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 
 
 The line that begins a life of the syncer ends with the stamp of its release.
 
-A line is written before its input is executed, so that no decision that anybody has seen is missing from the tape of
+A line is written before any effect of its input is executed, so that no decision that anybody has seen is missing from the tape of
 a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot.
 """
 

@@ -57,6 +57,7 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
     if syncer.finished:
         return []
     stats.links.look(syncer, now_s)
+    median_s = syncer.membership.median_step_s()
     found = [Alarm("outrun", "", stats.outrun)] if stats.outrun else []
     for condition in conditions(syncer, now_s):
         name = condition.learner_id
@@ -66,7 +67,7 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
             continue
         if trouble := stats.losses.trouble(name):
             found.append(Alarm("loss", name, f"{name}: {trouble}"))
-        if way := stats.links.trouble(syncer, name):
+        if way := stats.links.trouble(syncer, name, median_s):
             text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
             found.append(Alarm("link", name, text))
     return found
