@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco_jax.runtime.records.os_errors import remedy
+
 LINE_BYTES_MAX = 1 << 24  # that a reader takes; a hello with 4096 learners' worth of names is far below
 RETRY_S = 0.5  # between two attempts to write a tape
 _BLOCK = 1 << 16
@@ -152,7 +154,7 @@ class TapeFile:
     def _blocked(self, error: OSError) -> None:
         if not self.condition:
             self.condition = (
-                f"the tape cannot be written: {error.strerror} ({self.path}): free space there; "
+                f"the tape cannot be written: {error.strerror} ({self.path}): {remedy(error, self.path)}; "
                 "no round is merged until then"
             )
             log.warning(self.condition)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE
+from diloco_jax.runtime.records.os_errors import remedy
 from diloco_jax.runtime.records.tape_file import LineFile
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Telemetry:
             self._failing = False
         except OSError as error:
             if not self._failing:  # they wait for the next time
-                log.warning(f"metrics cannot be written ({error}); the newest {WAITING_MAX} records wait")
+                log.warning(f"metrics cannot be written ({error}): {remedy(error, self._file.path)}; the newest {WAITING_MAX} records wait")
             self._failing = True
 
     def close(self) -> None:

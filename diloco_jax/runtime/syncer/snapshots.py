@@ -23,6 +23,7 @@ from diloco_jax.runtime.model.arithmetic import Capture
 from diloco_jax.runtime.model.global_model import OUTER, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
+from diloco_jax.runtime.records.os_errors import remedy
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
 from diloco_jax.runtime.syncer.parts import Parts
 
@@ -149,7 +150,7 @@ class SnapshotWriter:
             reason = " ".join(str(error).split())[:300]
             self.condition = (
                 f"the snapshot of global step {snapshot.global_step} cannot be written ({type(error).__name__}: "
-                f"{reason}): see that {self._folder} has free space and may be written"
+                f"{reason}): {remedy(error, self._folder)}"
             )
             self.failures += 1
             log.warning(self.condition)
