@@ -5,8 +5,9 @@ The stubs of a case are one process with one event loop: a thread per connection
 
 import asyncio
 import json
-import logging
+import multiprocessing
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -49,15 +50,17 @@ WIDTH = 64
 POLL_S = 0.1
 START_S = 180.0
 LEAVE_S = 10.0
+SETTLE_S = 3.0
 
 
-class Point(NamedTuple):
-    """What a syncer has done by one moment of its own clock."""
+class Loop(NamedTuple):
+    """What a syncer did in a while."""
 
     wall_s: float
-    global_step: int
-    reports: int
-    live: int
+    rounds: int
+    parts: int
+    cpu_s: float
+    stubs_cpu_s: float
 
 
 class TinyModel:
@@ -83,21 +86,12 @@ def config_of(grace_steps: float = 0.0) -> RunConfig:
     )
 
 
-def serve(folder: Path, profile: str = "") -> None:
+def serve(folder: Path) -> None:
     """Run a syncer until SIGTERM; a process of its own."""
-    logging.basicConfig(level=logging.INFO)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     model: Any = TinyModel()
-    run = SyncerRun(config_of(), folder, stop, model)
-    if profile:
-        import cProfile
-
-        profiler = cProfile.Profile()
-        profiler.runcall(run.run)
-        profiler.dump_stats(profile)
-    else:
-        run.run()
+    SyncerRun(config_of(), folder, stop, model).run()
 
 
 class Stubs:
@@ -161,7 +155,7 @@ class _Stub:
 
     async def tell(self, message: Message) -> None:
         """Send a control message."""
-        await self.control.write(control_frame(self.packed[pb.LANE_CONTROL], wire.pack_body(message)))
+        await self.control.write(wire.control_frame(self.packed[pb.LANE_CONTROL], wire.pack_body(message)))
 
     async def step(self, phase: float) -> None:
         """Report a step every `step_s` seconds."""
@@ -212,11 +206,6 @@ class _Stub:
             await self.bulk.write(wire.piece_frame(self.packed[pb.LANE_BULK], piece))
 
 
-def control_frame(header: bytes, body: bytes) -> bytes:
-    """Return a frame of the control lane."""
-    return header + body
-
-
 def _payloads(config: RunConfig, plan: FragmentPlan) -> list[bytes]:
     rng = np.random.default_rng(0)
     return [
@@ -233,19 +222,58 @@ def learn(address: str, learners: int, step_s: float) -> None:
     asyncio.run(Stubs(address, learners, step_s).run())
 
 
-def point(folder: Path) -> Point:
+def measure_loop(learners: int, step_s: float, seconds: float) -> Loop:
+    """Start a syncer and stubs, wait until all of them train, and count for so many seconds."""
+    processes = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        syncer = processes.Process(target=serve, args=(folder,))
+        syncer.start()
+        stubs = None
+        try:
+            await_status(folder, lambda _: (folder / ADDRESS_FILE).exists())
+            address = (folder / ADDRESS_FILE).read_text(encoding="utf-8")
+            stubs = processes.Process(target=learn, args=(address, learners, step_s), daemon=True)
+            stubs.start()
+            await_status(folder, lambda told: live_of(told) == learners)
+            time.sleep(SETTLE_S)
+            pids = [each.pid for each in (syncer, stubs) if each.pid is not None]
+            before, began_s, cpu_s = read(folder), time.perf_counter(), [cpu_of(pid) for pid in pids]
+            time.sleep(seconds)
+            after, wall_s, used_s = read(folder), time.perf_counter() - began_s, [cpu_of(pid) for pid in pids]
+            if live_of(after) < learners:
+                raise TimeoutError(f"only {live_of(after)} of {learners} learners are live after {seconds:g} s")
+        finally:
+            if stubs is not None:
+                stubs.kill()
+            syncer.terminate()
+            syncer.join(LEAVE_S)
+            syncer.kill()
+    rounds = after["global_step"] - before["global_step"]
+    parts = [told["contributors_per_round"] * told["global_step"] for told in (before, after)]
+    cpu = [later - earlier for earlier, later in zip(cpu_s, used_s, strict=True)]
+    return Loop(wall_s, rounds, round(parts[1] - parts[0]), *cpu)
+
+
+def read(folder: Path) -> dict[str, Any]:
     """Read what a syncer says of itself."""
-    told = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
-    rows = told["learners"]
-    live = sum(row["state"] == "active" for row in rows)
-    return Point(told["wall_s"], told["global_step"], sum(row["local_step"] for row in rows), live)
+    return dict(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
 
 
-def await_point(folder: Path, ready: Callable[[Point], bool]) -> Point:
+def live_of(told: dict[str, Any]) -> int:
+    """Count the learners that train."""
+    return sum(row["state"] == "active" for row in told["learners"])
+
+
+def await_status(folder: Path, ready: Callable[[dict[str, Any]], bool]) -> None:
     """Wait until a syncer's status is as wanted."""
     until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s:
-        if (folder / STATUS_FILE).exists() and (folder / ADDRESS_FILE).exists() and ready(found := point(folder)):
-            return found
+    while not ((folder / STATUS_FILE).exists() and ready(read(folder))):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"the syncer in {folder} was not ready within {START_S:g} s")
         time.sleep(POLL_S)
-    raise TimeoutError(f"the syncer in {folder} was not ready within {START_S:g} s")
+
+
+def cpu_of(pid: int) -> float:
+    """Return the CPU seconds of a process so far, by its own clock: /proc counts in ticks of 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3) of Linux
