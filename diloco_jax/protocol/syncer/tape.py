@@ -7,8 +7,8 @@ Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 
 
 The line that begins a life of the syncer ends with the stamp of its release.
 
-A line is written before any effect of its input is executed, so that no decision that anybody has seen is missing from the tape of
-a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot.
+A line is written before any effect of its input is executed, so that no decision that anybody has seen is missing from
+the tape of a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot.
 """
 
 import json
@@ -41,7 +41,7 @@ class TapedSyncer:
     """A syncer whose every input is written down before it is executed."""
 
     syncer: Syncer
-    write: Callable[[str], None]  # takes one line without its newline; when it returns, the line outlives the process
+    write: Callable[[str], None]  # takes one line without its newline; the driver lets it outlive the process before it executes any effect
 
     def _write(self, *line: Any) -> None:
         self.write(json.dumps(line, separators=(",", ":")))

@@ -342,6 +342,8 @@ class SyncerRun:
         summary = self._stats.summary(watch.wire(), ended_s)
         if not writer.saved:
             writer.save_last(watch.tell)
+            if writer.condition:
+                watch.tell()  # so that the summary has the alarm
         found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
         alarms = watch.alarms()
         final = self._machine.evaluations
