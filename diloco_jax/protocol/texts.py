@@ -8,8 +8,8 @@ REASON_LENGTH_MAX = 1000  # characters of a reason that are kept
 def clean(text: str, length_max: int | None = None) -> str:
     """Return a text without control characters, at most `length_max` characters of it.
 
-    White space becomes a space, and every other character that cannot be printed becomes U+FFFD: the controls C0 and C1,
-    DEL, line and paragraph separators, and the controls of writing direction, which can show a name as another one.
+    White space becomes a space, and every other character that cannot be printed becomes U+FFFD: the controls C0 and
+    C1, DEL, and the controls of writing direction, which can show a name as another one.
     """
     if length_max is not None:
         text = text[:length_max]

@@ -100,7 +100,7 @@ _OWN_NAMES = ("leaf", "state")
 
 
 def _texts(cls: type) -> tuple[tuple[str, int | None], ...]:
-    """Return (field, most characters that are kept of it or None) of the fields of a class that hold texts of a peer."""
+    """Return (field, most characters of it that are kept, or None) of the fields of a class that hold texts."""
     found: list[tuple[str, int | None]] = []
     for name, record, _ in _FIELDS[cls]:
         hint = typing.get_type_hints(cls)[name]

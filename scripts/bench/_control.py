@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +25,9 @@ from diloco_jax.core.kinds import Kind
 from diloco_jax.protocol.messages import (
     Adopted,
     FragmentValue,
-    GlobalFragment,
     Heartbeat,
     Hello,
-    Lease,
     Message,
-    PullRequest,
     StepReport,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -124,9 +120,7 @@ class _Stub:
     def __init__(self, owner: Stubs, name: str) -> None:
         self.owner, self.name = owner, name
         header = pb.Header(run_id="control", incarnation=1, session=time.monotonic_ns(), stripes=1)
-        self.header = {
-            lane: lane_header(header, lane, 0, name) for lane in (pb.LANE_CONTROL, pb.LANE_BULK)
-        }
+        self.header = {lane: lane_header(header, lane, 0, name) for lane in (pb.LANE_CONTROL, pb.LANE_BULK)}
         self.packed = {lane: wire.pack_header(each) for lane, each in self.header.items()}
         self.adopted = [Adopted(-1, 0, 0)] * FRAGMENTS
         self.arrived: list[tuple[int, int, float]] = []
@@ -197,10 +191,9 @@ class _Stub:
         """Send a fragment's value."""
         self.sent += 1
         held, payload = self.adopted[pull.fragment_id], self.owner.payloads[pull.fragment_id]
-        value = FragmentValue(
-            self.name, 1, pull.global_step, pull.fragment_id, pull.local_step, max(1, pull.local_step - held.local_step),
-            max(128, pull.local_step * 128 - held.tokens), held.version, pull.local_step, len(payload),
-        )  # fmt: skip
+        steps, tokens = pull.local_step - held.local_step, pull.local_step * 128 - held.tokens
+        counters = (pull.local_step, max(1, steps), max(128, tokens), held.version, pull.local_step, len(payload))
+        value = FragmentValue(self.name, 1, pull.global_step, pull.fragment_id, *counters)
         views = [memoryview(payload)]
         for piece in wire.pieces(self.sent, wire.pack_body(value), views, 1 << 20):
             await self.bulk.write(wire.piece_frame(self.packed[pb.LANE_BULK], piece))

@@ -7,9 +7,9 @@ within a run. CPU time is that of the syncer's processes, learners excluded.
 
 With fewer cores than processes more shards cannot be faster: then what counts is how little CPU time they add.
 
-With --control it measures the loop of a real syncer instead: a tiny model, a quorum of one, no grace window, and so many
-stub learners, which share one other process and make a step each second. Cases run one after the other, in every run in
-turn. What matters are rounds per second, and that CPU time per round is at most linear in the number of learners.
+With --control it measures the loop of a real syncer instead: a tiny model, a quorum of one, no grace window, and so
+many stub learners, which share one other process and make a step each second. Cases run one after the other, in every
+run in turn. What matters are rounds per second, and that CPU time per round is at most linear in the learners.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from _control import Loop, cpu_of, measure_loop
 
 from diloco_jax.core import codec

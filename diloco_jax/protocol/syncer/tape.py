@@ -41,7 +41,8 @@ class TapedSyncer:
     """A syncer whose every input is written down before it is executed."""
 
     syncer: Syncer
-    write: Callable[[str], None]  # takes one line without its newline; the driver lets it outlive the process before it executes any effect
+    # Takes one line without its newline. The driver lets it outlive the process before it executes any effect.
+    write: Callable[[str], None]
 
     def _write(self, *line: Any) -> None:
         self.write(json.dumps(line, separators=(",", ":")))

@@ -2,8 +2,9 @@
 
 This process starts them, says over a pipe what to do (the methods of ShardRun), and ends with an error when one of them
 ends; they end when the pipe does. A shard that stands still (SIGSTOP) would hold up merges, snapshots and the end of
-the run, so it is killed after STOPPED_S, and the run recovers as from any death of a shard. Of learners' values and of versions that go out it knows numbers and sizes only. What
-waits in a shard for this process is freed when nobody here refers to it any more.
+the run, so it is killed after STOPPED_S, and the run recovers as from any death of a shard. Of learners' values and of
+versions that go out it knows numbers and sizes only. What waits in a shard for this process is freed when nobody here
+refers to it any more.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class RemoteShare:
             except TimeoutError:
                 stopped_s = stopped_s + ANSWER_POLL_S if is_stopped(self.process.pid) else 0.0
             if stopped_s >= STOPPED_S:
-                self._killed_for = f"it was stopped (SIGSTOP) for {stopped_s:g} s while the syncer waited for it: killed"
+                self._killed_for = f"it was stopped (SIGSTOP) for {stopped_s:g} s while the syncer waited: killed"
                 self.process.kill()
                 return future.result()
 
@@ -121,9 +122,10 @@ class RemoteShare:
             future.set_result(message.result)
 
     def _on_end(self, reason: str) -> None:
+        why = self._killed_for or reason
         error = ConnectionError(
-            f"merge shard {self.shard} (process {self.process.pid}) is gone ({self._killed_for or reason}); its words are in this log, "
-            "and the syncer must be started again"
+            f"merge shard {self.shard} (process {self.process.pid}) is gone ({why}); its words are in this log, and the "
+            "syncer must be started again"
         )
         with self._lock:
             self._death = error

@@ -130,7 +130,8 @@ class Telemetry:
             self._failing = False
         except OSError as error:
             if not self._failing:  # they wait for the next time
-                log.warning(f"metrics cannot be written ({error}): {remedy(error, self._file.path)}; the newest {WAITING_MAX} records wait")
+                what = f"metrics cannot be written ({error}): {remedy(error, self._file.path)}"
+                log.warning(f"{what}; the newest {WAITING_MAX} records wait")
             self._failing = True
 
     def close(self) -> None:

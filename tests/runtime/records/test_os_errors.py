@@ -79,7 +79,7 @@ def test_a_tape_says_what_keeps_it_from_being_written(tmp_path: Path, monkeypatc
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(tape_file.os, "pwrite", refuse)
-    with pytest.raises(TapeStopped, match="Read-only file system .*mount it for writing"):
+    with pytest.raises(TapeStopped, match=r"Read-only file system .*mount it for writing"):
         tape.write('["tick",1.0]')
     assert "free space" not in tape.condition
 
