@@ -100,7 +100,6 @@ class Stubs:
         self.address, self.step_s = address, step_s
         self.payloads = _payloads(self.config, plan)
         self.names = [f"stub-{number:03d}" for number in range(learners)]
-        self.tokens = 0
 
     async def run(self) -> None:
         """Keep all learners going until they are cancelled."""

@@ -124,8 +124,8 @@ class RemoteShare:
     def _on_end(self, reason: str) -> None:
         why = self._killed_for or reason
         error = ConnectionError(
-            f"merge shard {self.shard} (process {self.process.pid}) is gone ({why}); its words are in this log, and the "
-            "syncer must be started again"
+            f"merge shard {self.shard} (process {self.process.pid}) is gone ({why}); its words are in this log, and "
+            "the syncer must be started again"
         )
         with self._lock:
             self._death = error
