@@ -75,7 +75,7 @@ def _status_of(known: argparse.Namespace) -> int:
         remedy = ""
         if of_file:
             known_trouble = number_of(error) not in (None, errno.ENOENT)
-            what = remedy_of(error, Path(words)) if known_trouble else "correct its rights, or choose another path"
+            what = remedy_of(error, Path(words)) if known_trouble else "choose another path"
             remedy = f"; {what}"
         print(f"diloco {known.name}: {words}{remedy}", file=sys.stderr)
         return FAILED if full else WRONG_INPUT

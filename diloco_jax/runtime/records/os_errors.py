@@ -12,9 +12,9 @@ _REMEDIES = {
     errno.EDQUOT: "free space there, or have the quota raised",
     errno.EMFILE: "raise the limit of open files of this process (ulimit -n)",
     errno.ENFILE: "raise the limit of open files of the machine (sysctl fs.file-max)",
-    errno.EROFS: "the file system is read-only: mount it for writing",
-    errno.EACCES: "correct its rights, or choose another path",
-    errno.EPERM: "correct its rights, or choose another path",
+    errno.EROFS: "the file system is read-only: mount it for writing, or choose another path",
+    errno.EACCES: "correct its permissions, or choose another path",
+    errno.EPERM: "correct its permissions, or choose another path",
     errno.EIO: "look at the disk and at the machine's log",
     errno.ENOENT: "the folder is gone: make it again, or choose another path",
 }

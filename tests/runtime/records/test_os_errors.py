@@ -24,7 +24,7 @@ HERE = Path("/run")
         (errno.EMFILE, "ulimit -n"),
         (errno.ENFILE, "fs.file-max"),
         (errno.EROFS, "read-only"),
-        (errno.EACCES, "rights"),
+        (errno.EACCES, "permissions"),
         (errno.EIO, "look at the disk"),
     ],
 )
