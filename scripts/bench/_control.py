@@ -122,6 +122,7 @@ class _Stub:
         self.header = {lane: lane_header(header, lane, 0, name) for lane in (pb.LANE_CONTROL, pb.LANE_BULK)}
         self.packed = {lane: wire.pack_header(each) for lane, each in self.header.items()}
         self.adopted = [Adopted(-1, 0, 0)] * FRAGMENTS
+        self.staged = self.adopted  # as it was after the newest step
         self.arrived: list[tuple[int, int, float]] = []
         self.local_step = self.granted = self.sent = self.global_step = 0
         self.channels: list[Any] = []
@@ -156,7 +157,7 @@ class _Stub:
         due_s = time.monotonic()
         while True:
             if self.granted and all(each.version >= 0 for each in self.adopted):
-                self.local_step += 1
+                self.local_step, self.staged = self.local_step + 1, list(self.adopted)
                 arrived = tuple((p, version, time.monotonic() - at_s) for p, version, at_s in self.arrived)
                 self.arrived.clear()
                 report = StepReport(
@@ -189,7 +190,7 @@ class _Stub:
     async def answer(self, pull: Any) -> None:
         """Send a fragment's value."""
         self.sent += 1
-        held, payload = self.adopted[pull.fragment_id], self.owner.payloads[pull.fragment_id]
+        held, payload = self.staged[pull.fragment_id], self.owner.payloads[pull.fragment_id]
         steps, tokens = pull.local_step - held.local_step, pull.local_step * 128 - held.tokens
         counters = (pull.local_step, max(1, steps), max(128, tokens), held.version, pull.local_step, len(payload))
         value = FragmentValue(self.name, 1, pull.global_step, pull.fragment_id, *counters)

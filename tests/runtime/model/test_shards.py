@@ -279,7 +279,7 @@ def test_a_run_ends_although_a_shard_stands_still_and_leaves_no_process(tmp_path
     run_dir = tmp_path / "run"
     process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
     try:
-        wait_for(lambda: _reached(run_dir, 5, 1), "step 5", 200)
+        wait_for(lambda: _reached(run_dir, 5, 1), "step 5", 300)
         os.kill(next(pid for pid, words in processes_of(run_dir).items() if "--shard 1" in words), signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=90)  # 124 s before a stopped shard was killed
