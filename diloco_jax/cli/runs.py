@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.records.folder_lock import LearnerLock
     from diloco_jax.settings.run import RunConfig
 
+PAGE_END_S = 5.0
 IMPORTING = "importing JAX and the program"
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,11 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     finally:
         if page is not None:
             page.terminate()
-            page.wait()
+            try:
+                page.wait(PAGE_END_S)
+            except subprocess.TimeoutExpired:  # it stands still, or hangs
+                page.kill()
+                page.wait()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 

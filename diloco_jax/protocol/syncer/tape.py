@@ -7,8 +7,8 @@ Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 
 
 The line that begins a life of the syncer ends with the stamp of its release.
 
-A line is written before its input is executed, so that no decision that anybody has seen is missing from the tape of
-a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot. A line
+A line is written before any effect of its input is executed, so that no decision that anybody has seen is missing
+from the tape of a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot. A line
 ["limits", now_s, [steps, tokens, told], [steps, tokens, told]] has the limits of the run before it and from it on; a
 run that goes back to a snapshot may get higher ones, and trains longer.
 """
@@ -45,7 +45,8 @@ class TapedSyncer:
     """A syncer whose every input is written down before it is executed."""
 
     syncer: Syncer
-    write: Callable[[str], None]  # takes one line without its newline; when it returns, the line outlives the process
+    # Takes one line without its newline. The driver lets it outlive the process before it executes any effect.
+    write: Callable[[str], None]
 
     def _write(self, *line: Any) -> None:
         self.write(json.dumps(line, separators=(",", ":")))

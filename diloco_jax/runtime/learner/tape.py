@@ -24,6 +24,7 @@ from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.records.files import TAPES
+from diloco_jax.runtime.records.os_errors import remedy
 from diloco_jax.runtime.records.tape_file import LineFile
 from diloco_jax.runtime.records.telemetry import finite
 
@@ -67,7 +68,8 @@ class LearnerTape:
             self._file.append(line.encode())
         except OSError as error:
             if not self._lost:
-                log.warning(f"{self._path.name} cannot be written ({error}); training goes on, replay will not work")
+                what = f"{self._path.name} cannot be written ({error}): {remedy(error, self._path)}"
+                log.warning(f"{what}; training goes on, replay will not work")
             self._lost += 1
             return
         self._lost = 0

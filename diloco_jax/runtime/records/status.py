@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
@@ -191,7 +192,7 @@ def read_status(
 
     def ask() -> dict[str, Any]:
         config = syncer_at(run, transport(), allow_plaintext=allow_plaintext)
-        answer: dict[str, Any] = json.loads(ask_status(config))
+        answer: dict[str, Any] = clean_all(json.loads(ask_status(config)))
         return answer
 
     def ask_if_there() -> dict[str, Any] | None:

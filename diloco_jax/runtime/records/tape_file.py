@@ -4,8 +4,9 @@ A line goes to the operating system with one call, so what a killed process had 
 refuses, in whole or in part, is taken back: the file ends where its last whole line does.
 
 The syncer's tape is written ahead, and never given up while the run may go on: a decision that is not on it could not
-be repeated after a restart, so no input is executed before its line is written. While the disk refuses it the syncer
-waits, and says so; learners train on meanwhile.
+be repeated after a restart, so nothing that an input led to leaves the process before its line is written. Lines of
+inputs that led to nothing wait for the next such moment, and go to the operating system together. While the disk
+refuses them the syncer waits, and says so; learners train on meanwhile.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from diloco_jax.runtime.records.os_errors import remedy
 
 LINE_BYTES_MAX = 1 << 24  # that a reader takes; a hello with 4096 learners' worth of names is far below
 RETRY_S = 0.5  # between two attempts to write a tape
@@ -101,7 +104,10 @@ def last_line(path: Path) -> bytes | None:
 
 
 class TapeStopped(Exception):
-    """The run was stopped while the tape could not be written: this input was not executed, and none may follow."""
+    """The run was stopped while the tape could not be written: no effect of its last inputs was executed.
+
+    No input may follow. The lines that wait are written with the next one that the disk takes, if there is any.
+    """
 
 
 @dataclass(eq=False)
@@ -115,20 +121,31 @@ class TapeFile:
 
     def __post_init__(self) -> None:
         self._file = LineFile(self.path)
+        self._waiting: list[bytes] = []
 
     @property
     def position(self) -> int:
+        """Return the size of what is written; lines that wait are not in it."""
         return self._file.position
 
+    def put(self, line: str) -> None:
+        """Let a line wait for the next `flush`."""
+        self._waiting.append(line.encode() + b"\n")
+
     def write(self, line: str) -> None:
-        """Append a line; returns when the operating system has it, or raises TapeStopped if the run was stopped."""
-        data = line.encode() + b"\n"
-        while True:
+        """Append a line at once; see `flush`."""
+        self.put(line)
+        self.flush()
+
+    def flush(self) -> None:
+        """Return when the operating system has every line, or raise TapeStopped if the run was stopped."""
+        while self._waiting:
             try:
-                self._file.append(data)
+                self._file.append(b"".join(self._waiting))
             except OSError as error:
                 self._blocked(error)
                 continue
+            self._waiting.clear()
             if self.condition:
                 log.info(f"{self.path} can be written again; rounds go on")
                 self.condition = ""
@@ -137,7 +154,7 @@ class TapeFile:
     def _blocked(self, error: OSError) -> None:
         if not self.condition:
             self.condition = (
-                f"the tape cannot be written: {error.strerror} ({self.path}): free space there; "
+                f"the tape cannot be written: {error.strerror} ({self.path}): {remedy(error, self.path)}; "
                 "no round is merged until then"
             )
             log.warning(self.condition)
@@ -146,6 +163,10 @@ class TapeFile:
             raise TapeStopped(f"stopped while {self.condition}")
 
     def close(self) -> None:
+        """Close the file; lines that the disk does not take now are lost, and with them inputs that led to nothing."""
+        with contextlib.suppress(OSError):
+            self._file.append(b"".join(self._waiting))
+        self._waiting.clear()
         self._file.close()
 
 

@@ -23,6 +23,7 @@ from diloco_jax.runtime.model.arithmetic import Capture
 from diloco_jax.runtime.model.global_model import OUTER, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
+from diloco_jax.runtime.records.os_errors import remedy
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
 from diloco_jax.runtime.syncer.parts import Parts
 
@@ -131,6 +132,7 @@ class SnapshotWriter:
         self.saved = False  # the last snapshot of the run
         self.condition = ""  # why the newest attempt failed; "" when it did not
         self.failures = 0
+        self._lost: ConnectionError | None = None  # says that a merge shard is gone
         self.took_s: float | None = None  # to write the newest one
 
     @property
@@ -146,6 +148,7 @@ class SnapshotWriter:
             self.submit(*self._capture())
 
     def _capture(self) -> tuple[Capture, Snapshot]:
+        self._parts.tape.flush()
         parts, capture = self._parts, self._parts.model.capture(bounded=True)
         machine, stats, tape_bytes = parts.machine, parts.stats, parts.tape.position
         state, counted = json.dumps(machine.state()), stats.state()
@@ -163,11 +166,16 @@ class SnapshotWriter:
             path = write_snapshot(
                 self._folder, config.name, self._parts.model, capture, snapshot, keep, self._count_piece
             )
+        except ConnectionError as error:  # a merge shard is gone, and with it what was to be written
+            self._lost, self.failures = error, self.failures + 1
+            self.condition = f"the snapshot of global step {snapshot.global_step} cannot be written: {error}"
+            log.warning(self.condition)
+            return
         except Exception as error:  # Orbax and TensorStore raise what they like for a disk that takes nothing
             reason = " ".join(str(error).split())[:300]
             self.condition = (
                 f"the snapshot of global step {snapshot.global_step} cannot be written ({type(error).__name__}: "
-                f"{reason}): see that {self._folder} has free space and may be written"
+                f"{reason}): {remedy(error, self._folder)}"
             )
             self.failures += 1
             log.warning(self.condition)
@@ -204,6 +212,7 @@ class SnapshotWriter:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
 
         `tell` says that the run is alive meanwhile. Stopping the run ends attempts on a disk that takes nothing.
+        ConnectionError if a merge shard is gone and the run was not stopped.
         """
         if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
@@ -212,13 +221,16 @@ class SnapshotWriter:
         parts = self._parts
         try:  # the machine has not asked for it, so only this line tells a replay of it
             parts.taped.on_snapshot(parts.machine.global_step, parts.clock.now_s())
+            parts.tape.flush()
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
         self._write_now(tell)
-        while self.condition and not self._parts.stop.wait(RETRY_S):
+        while self.condition and self._lost is None and not self._parts.stop.wait(RETRY_S):
             tell()
             self._write_now(tell)
+        if self._lost is not None and not self._parts.stop.is_set():
+            raise self._lost  # no attempt of this process can succeed, but one of its successor
         self.saved = not self.condition
 
     def _write_now(self, tell: Callable[[], None]) -> None:
