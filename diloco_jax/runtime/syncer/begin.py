@@ -14,15 +14,17 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
-from diloco_jax.protocol.syncer.tape import lives, replay
+from diloco_jax.protocol.syncer.tape import Moment, Moments, back_to, lives, replay, returns
 from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
-from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
+from diloco_jax.runtime.records.tape_chain import head_in
+from diloco_jax.runtime.records.tape_file import last_time_s, line_before, read_lines
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot
 
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
+BEGINNING = Moment(-1)
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +45,52 @@ def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: flo
         return parts.taped.on_begin(parts.model.digests, now_s)
     if parts.config.model.weights:
         _check_weights(parts)
-    folder, tape_bytes = parts.run_dir / CHECKPOINTS, (parts.run_dir / TAPE_FILE).stat().st_size
-    loaded = checkpoint.newest_readable(folder, lambda path: read_snapshot(path, parts.model, tape_bytes))
+    folder = parts.run_dir / CHECKPOINTS
+    others = _of_other_histories(folder, parts.run_dir / TAPE_FILE, parts.tape.position)
+
+    def read(path: Path) -> Snapshot:
+        if path in others:
+            raise ValueError(others[path])
+        return read_snapshot(path, parts.model, parts.tape.position)
+
+    loaded = checkpoint.newest_readable(folder, read)
     if loaded is None and checkpoint.complete(folder):
         parts.model.begin(initial())  # one that is damaged may have been read in part
-    if mode == REWIND:
-        return _rewind(parts, loaded, now_s)
+    if mode == REWIND and loaded is None:
+        raise ValueError(_no_snapshot(folder, len(others)))
+    for path in others:  # nobody may take it for the newest, or delete it for its age
+        checkpoint.set_aside(path, checkpoint.OTHER_HISTORY)
+    if mode == REWIND and loaded is not None:
+        return _rewind(parts, *loaded, now_s)
     return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
+
+
+def _of_other_histories(folder: Path, tape: Path, size: int) -> dict[Path, str]:
+    """Return the snapshots that were not taken of this tape, each with the reason; what cannot be read is left out."""
+    found = {}
+    for path in checkpoint.complete(folder):
+        try:
+            meta = checkpoint.CheckpointReader(path).meta
+            end, head = int(meta["tape_bytes"]), str(meta.get("tape_head", ""))
+        except (ValueError, TypeError, KeyError):
+            continue
+        if end > size:
+            found[path] = f"it was taken at byte {end} of a tape that has {size}"
+        elif (line := line_before(tape, end)) is None or (head and head_in(line) != head):
+            found[path] = f"it is of another run, or of another history of this one: byte {end} of the tape is not its own"
+    return found
+
+
+def _no_snapshot(folder: Path, others: int) -> str:
+    if others:
+        return (
+            f"{folder} holds {others} snapshots, but none of them was taken of this tape: restore the tape, or export a "
+            "snapshot's model (diloco export) and begin a new run from it"
+        )
+    return (
+        f"{folder} holds no snapshot from which this run can go on; start a new run (another --run-dir), and set "
+        "protocol.snapshot_every so that the next one leaves some"
+    )
 
 
 def _check_weights(parts: Parts) -> None:
@@ -63,56 +104,59 @@ def _check_weights(parts: Parts) -> None:
 
 
 def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Effect]:
-    states: dict[int, Any] = {}
-    start, loaded = 0, -1
+    tape, states = parts.run_dir / TAPE_FILE, dict[Moment, Any]()
+    start, loaded = 0, BEGINNING
     if snapshot is not None:
-        states[snapshot.global_step] = _restored(parts, snapshot)
-        start, loaded = snapshot.tape_bytes, snapshot.global_step
-    count, counted = 0, {loaded: parts.stats.state()}
-    lines = _counted(read_lines(parts.run_dir / TAPE_FILE, start), parts, counted)
-    for effects in replay(lines, parts.machine, states):
-        count += 1
-        for effect in effects:
-            if isinstance(effect, Note) and effect.kind == "merged":
-                parts.stats.on_merged(effect.members, effect.global_step)
-            elif isinstance(effect, SaveSnapshot):
-                counted[effect.global_step] = parts.stats.state()
-    origin = f"the snapshot of global step {loaded}" if loaded >= 0 else "the initial model"
+        start, loaded = snapshot.tape_bytes, Moment(snapshot.global_step, snapshot.tape_head)
+        states[loaded] = _restored(parts, snapshot)
+    uses = returns(read_lines(tape, start))
+    counted: Moments[dict[str, Any]] = Moments(uses)
+    counted.keep(loaded, parts.stats.state)
+    count = 0
+    try:
+        for effects in replay(_counted(read_lines(tape, start), parts, counted), parts.machine, states, uses):
+            count += 1
+            for effect in effects:
+                if isinstance(effect, Note) and effect.kind == "merged":
+                    parts.stats.on_merged(effect.members, effect.global_step)
+                elif isinstance(effect, SaveSnapshot):
+                    counted.keep(Moment(effect.global_step), parts.stats.state)
+    except ValueError as error:
+        raise ValueError(f"{tape}, with lines counted from byte {start} on: {error}") from error
+    origin = f"the snapshot of global step {loaded.global_step}" if snapshot is not None else "the initial model"
     log.info(f"restarted from {origin} and {count} inputs of the tape, at global step {parts.machine.global_step}")
-    return parts.taped.on_restart(parts.model.versions, parts.model.digests, loaded, now_s)
+    return parts.taped.on_restart(parts.model.versions, parts.model.digests, loaded.global_step, now_s, loaded.head)
 
 
-def _counted(lines: Iterator[str], parts: Parts, counted: dict[int, dict[str, Any]]) -> Iterator[str]:
+def _counted(lines: Iterator[str], parts: Parts, counted: Moments[dict[str, Any]]) -> Iterator[str]:
     """Pass lines on; each report is counted just before the machine gets it, as it was when it was written.
 
-    What had been counted goes to `counted` by the global step of each snapshot, in case the run went back to it.
+    What had been counted is kept for each snapshot that the run goes back to.
     """
     for line in lines:
         if line.startswith('["StepReport"'):
             _, then_s, *fields = json.loads(line)
             parts.stats.on_report(StepReport(*fields), then_s)
         elif line.startswith('["snapshot"'):
-            counted[json.loads(line)[2]] = parts.stats.state()
-        elif line.startswith('["rewind"') and (kept := counted.get(json.loads(line)[2])):
-            parts.stats.restore(kept)  # else the machine's replay says that its snapshot is not on the tape
+            counted.keep(Moment(*json.loads(line)[2:]), parts.stats.state)
+        elif line.startswith('["rewind"'):
+            fields = json.loads(line)[2:]
+            del fields[2:3]  # the stamp
+            moment = back_to("rewind", fields)
+            if moment is not None and moment in counted:  # else the machine's replay says that it is not on the tape
+                parts.stats.restore(counted.at(moment))
         yield line
 
 
-def _rewind(parts: Parts, loaded: tuple[Path, Snapshot] | None, now_s: float) -> list[Effect]:
-    folder = parts.run_dir / CHECKPOINTS
-    if loaded is None:
-        raise ValueError(
-            f"{folder} holds no snapshot from which this run can go on; start a new run (another --run-dir), and set "
-            "protocol.snapshot_every so that the next one leaves some"
-        )
-    path, snapshot = loaded
-    for other in checkpoint.complete(folder):  # of the void future: nobody may take it for the newest later
+def _rewind(parts: Parts, path: Path, snapshot: Snapshot, now_s: float) -> list[Effect]:
+    for other in checkpoint.complete(path.parent):  # of the void future: nobody may take it for the newest later
         if checkpoint.global_step_of(other) > snapshot.global_step:
             checkpoint.set_aside(other)
-    epoch = lives(read_lines(parts.run_dir / TAPE_FILE)) + 1
     state = _restored(parts, snapshot)  # before the tape says that it was
+    # Counted from the snapshot on: a long tape need not be read whole.
+    epoch = state["epoch"][0] + lives(read_lines(parts.run_dir / TAPE_FILE, snapshot.tape_bytes))
     log.info(f"the run goes on from {path.name}; what came after it is void")
-    return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s)
+    return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
 
 
 def _restored(parts: Parts, snapshot: Snapshot) -> dict[str, Any]:

@@ -6,7 +6,8 @@ syncer needs to go on as if nothing had happened:
 
     parameters, outer   arrays; what versions they are, their digests and medians are in `meta`
     machine             the state of the machine after the input that asked for the snapshot
-    tape_bytes          where on the tape the inputs begin that came later
+    tape_bytes          where on the tape the inputs begin that came later, behind the line of this snapshot
+    tape_head           head of the tape's hash chain before that line, which holds it too; "" of an older release
     stats               what the machine does not count (stats.py)
 """
 
@@ -40,6 +41,7 @@ class Snapshot(NamedTuple):
     tokens: int
     stats: Mapping[str, Any]
     kept_s: float  # on the run's clock
+    tape_head: str = ""
 
 
 def write_snapshot(
@@ -79,7 +81,8 @@ def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapsh
     meta = reader.meta
     check_readable(f"snapshot {path}", meta.get("stamp", STAMP))
     try:
-        found = {name: meta[name] for name in Snapshot._fields}
+        found = {"tape_head": meta.get("tape_head", "")}
+        found |= {name: meta[name] for name in Snapshot._fields if name not in found}
         snapshot = Snapshot(**found | {"machine": json.dumps(found["machine"])})
         if snapshot.tape_bytes > tape_bytes_max:
             raise ValueError(f"it was taken at byte {snapshot.tape_bytes} of a tape that has {tape_bytes_max}")
@@ -107,6 +110,7 @@ class SnapshotWriter:
         self.condition = ""  # why the newest attempt failed; "" when it did not
         self.failures = 0
         self.took_s: float | None = None  # to write the newest one
+        self._line = (-1, "")  # where the newest snapshot's line ends on the tape, and the head in it
 
     @property
     def busy(self) -> bool:
@@ -117,14 +121,22 @@ class SnapshotWriter:
         if self.busy:
             step = self._parts.machine.global_step
             log.info(f"no snapshot at global step {step}: the one before is still being written")
-        else:
+            return
+        try:
             self.submit(*self._capture())
+        except TapeStopped as error:
+            log.warning(f"no snapshot of this moment: {error}")
 
     def _capture(self) -> tuple[Capture, Snapshot]:
-        parts, capture = self._parts, self._parts.model.capture(bounded=True)
-        machine, stats, tape_bytes = parts.machine, parts.stats, parts.tape.position
+        """Write on the tape that this moment is captured, and capture it; a second time without another line."""
+        parts, machine, tape = self._parts, self._parts.machine, self._parts.tape
+        if self._line[0] != tape.position:
+            head = tape.head
+            parts.taped.on_snapshot(machine.global_step, parts.clock.now_s(), head)
+            self._line = (tape.position, head)
+        capture, stats, (end, head) = parts.model.capture(bounded=True), parts.stats, self._line
         state, counted = json.dumps(machine.state()), stats.state()
-        return capture, Snapshot(machine.global_step, state, tape_bytes, stats.tokens, counted, parts.clock.now_s())
+        return capture, Snapshot(machine.global_step, state, end, stats.tokens, counted, parts.clock.now_s(), head)
 
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:
         assert not self.busy, "one snapshot at a time"
@@ -184,16 +196,14 @@ class SnapshotWriter:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
         self.wait(tell)
-        parts = self._parts
-        try:  # the machine has not asked for it, so only this line tells a replay of it
-            parts.taped.on_snapshot(parts.machine.global_step, parts.clock.now_s())
+        try:
+            self._write_now(tell)
+            while self.condition and not self._parts.stop.wait(RETRY_S):
+                tell()
+                self._write_now(tell)
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
-        self._write_now(tell)
-        while self.condition and not self._parts.stop.wait(RETRY_S):
-            tell()
-            self._write_now(tell)
         self.saved = not self.condition
 
     def _write_now(self, tell: Callable[[], None]) -> None:
