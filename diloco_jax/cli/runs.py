@@ -8,7 +8,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,30 +34,48 @@ IMPORTING = "importing JAX and the program"
 log = logging.getLogger(__name__)
 
 
-def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
-    """Make the run's folder with the resolved config in it."""
+@contextmanager
+def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
+    """Make the run's folder with the resolved config in it, and hold its lock; before that nothing there changes."""
     from diloco_jax.runtime.local.resume import check_resumable, check_same_run
-    from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, TAPE_FILE, new_run_dir, newest_run_dir
+    from diloco_jax.runtime.records.files import (
+        CONFIG_FILE,
+        METRICS_FILE,
+        SUPERVISOR_LOCK,
+        SYNCER_LOCK,
+        TAPE_FILE,
+        new_run_dir,
+        newest_run_dir,
+    )
+    from diloco_jax.runtime.records.folder_lock import FolderLock, refuse_if_locked
+    from diloco_jax.runtime.records.signals import PARENT_ENV
     from diloco_jax.settings.text import load, save
 
-    resume = arguments.name == "train" and arguments.resume
+    supervises, resume = arguments.name in ("train", "chaos"), arguments.name == "train" and arguments.resume
     choose = newest_run_dir if resume else new_run_dir
     run_dir = Path(arguments.run_dir) if arguments.run_dir else choose(Path(config.runs_dir), config.name)
     target = run_dir / CONFIG_FILE
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"--run-dir {run_dir} is a file; name a folder")
+    own_lock = SUPERVISOR_LOCK if supervises else SYNCER_LOCK
+    if PARENT_ENV not in os.environ:
+        refuse_if_locked(run_dir, SUPERVISOR_LOCK)
+    refuse_if_locked(run_dir, SYNCER_LOCK)
+    # A syncer of release 0.2.0 locks its tape instead.
+    refuse_if_locked(run_dir, TAPE_FILE)
     if resume:
         check_resumable(run_dir)
-    elif arguments.name in ("train", "chaos") and (run_dir / METRICS_FILE).exists():
+    elif supervises and (run_dir / METRICS_FILE).exists():
         raise ValueError(
             f"{run_dir} holds a run already; go on with it (--resume), choose another --run-dir, or remove that folder"
         )
     if target.exists() and (run_dir / TAPE_FILE).exists():
         check_same_run(load(target), config, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (target.exists() and target.samefile(arguments.config)):
-        save(config, target)
-    return run_dir
+    with FolderLock(run_dir, own_lock):
+        if not (target.exists() and target.samefile(arguments.config)):
+            save(config, target)
+        yield run_dir
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -68,8 +87,8 @@ def train(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments)
     check_input(config)
-    run_dir = _run_dir(arguments, config)
-    summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
+    with _run_folder(arguments, config) as run_dir:
+        summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
     if arguments.json:
         print(json.dumps({"run_dir": str(run_dir), **summary}))
     if not summary:
@@ -79,7 +98,11 @@ def train(arguments: argparse.Namespace) -> int:
 
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    run_dir = _run_dir(arguments, config)
+    with _run_folder(arguments, config) as run_dir:
+        return _sync(config, run_dir, rewind=arguments.rewind)
+
+
+def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.records.signals import give_memory_back
@@ -101,7 +124,7 @@ def syncer(arguments: argparse.Namespace) -> int:
         model = Evaluator(config)
     page = _begin_page(config, run_dir)
     try:
-        summary = SyncerRun(config, run_dir, stop, model, rewind=arguments.rewind).run()
+        summary = SyncerRun(config, run_dir, stop, model, rewind=rewind).run()
     finally:
         if page is not None:
             page.terminate()
@@ -205,21 +228,21 @@ def chaos(arguments: argparse.Namespace) -> int:
 
     config = for_chaos(config, len(schedule))
     check_input(config)
-    run_dir = _run_dir(arguments, config)
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    result = run_chaos(config, run_dir, schedule, say)
+    with _run_folder(arguments, config) as run_dir:
+        result = run_chaos(config, run_dir, schedule, say)
     show(arguments, {"run_dir": str(run_dir), "seed": arguments.seed, **result}, lambda _: table(result))
     return FAILED if result["problems"] else 0
 
 
 def baseline(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    run_dir = _run_dir(arguments, config)
-    tell_phase(run_dir, "trainer", IMPORTING)
-    stop = _begin_process(run_dir)
-    from diloco_jax.runtime.local.baseline import DataParallelRun
+    with _run_folder(arguments, config) as run_dir:
+        tell_phase(run_dir, "trainer", IMPORTING)
+        stop = _begin_process(run_dir)
+        from diloco_jax.runtime.local.baseline import DataParallelRun
 
-    DataParallelRun(config, run_dir, stop).run()
+        DataParallelRun(config, run_dir, stop).run()
     return 0
 
 
