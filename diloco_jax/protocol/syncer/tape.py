@@ -202,7 +202,8 @@ def returns(lines: Iterable[str]) -> Counter[Moment]:
         if line.startswith(_LATER_LIVES):
             try:
                 kind, _, *arguments = json.loads(line)
-                del arguments[_BEGIN_A_LIFE[kind]]
+                own = _BEGIN_A_LIFE[kind]
+                del arguments[own : own + 1]  # the stamp
                 moment = back_to(kind, arguments)
             except _NOT_A_LINE:
                 continue

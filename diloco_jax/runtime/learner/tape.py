@@ -11,7 +11,7 @@ of the step, so a value that went into a merge has its steps on a tape, whatever
     ["sent", fragment_id, global_step, local_step]                 the value of a round left
     ["step", local_step, clock, [[start, stop], ...], loss]        clock: step of the schedule; then what it read
     ["lost", lines]                                                the disk took so many lines not: no replay from here
-    ["end", reason, [digest of each fragment held]]
+    ["end", reason, [digest of each fragment held], head]          head of the hash chain over the lines before
 """
 
 import json
@@ -24,7 +24,8 @@ from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.records.files import TAPES
-from diloco_jax.runtime.records.tape_file import LineFile
+from diloco_jax.runtime.records.tape_chain import Chain
+from diloco_jax.runtime.records.tape_file import LineFile, raw_lines
 from diloco_jax.runtime.records.telemetry import finite
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class LearnerTape:
         self._path = learner_tape_path(run_dir, learner_id, incarnation)
         self._file: LineFile | None = None
         self._lost = 0
+        self._chain = Chain()
         self.note("begin", learner_id, incarnation, step_samples, STAMP)
 
     def adopt(self, message: GlobalFragment) -> None:
@@ -51,23 +53,36 @@ class LearnerTape:
         self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
 
     def end(self, reason: str, digests: Sequence[int]) -> None:
-        self.note("end", reason, digests)
+        chain = Chain(self._chain.head)
+        for line in self._lost_line():
+            chain.add(line)
+        self.note("end", reason, digests, chain.head)
         if self._file is not None:
             self._file.close()
 
     def note(self, *fields: Any) -> None:
         """Write down one line: its kind, and what belongs to it (see above)."""
-        line = json.dumps(finite(fields), allow_nan=False, separators=(",", ":")) + "\n"
-        if self._lost:
-            line = json.dumps(["lost", self._lost], separators=(",", ":")) + "\n" + line
+        lines = [*self._lost_line(), _line(*fields)]
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = LineFile(self._path)
-            self._file.append(line.encode())
+                for line in raw_lines(self._path):
+                    self._chain.add(line)
+            self._file.append(b"".join(line + b"\n" for line in lines))
         except OSError as error:
             if not self._lost:
                 log.warning(f"{self._path.name} cannot be written ({error}); training goes on, replay will not work")
             self._lost += 1
             return
+        for line in lines:
+            self._chain.add(line)
         self._lost = 0
+
+    def _lost_line(self) -> list[bytes]:
+        """Return what comes before the next line if the disk refused some."""
+        return [_line("lost", self._lost)] if self._lost else []
+
+
+def _line(*fields: Any) -> bytes:
+    return json.dumps(finite(fields), allow_nan=False, separators=(",", ":")).encode()
