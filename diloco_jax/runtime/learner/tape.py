@@ -25,7 +25,7 @@ from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.records.files import TAPES
 from diloco_jax.runtime.records.tape_chain import Chain
-from diloco_jax.runtime.records.tape_file import LineFile, raw_lines
+from diloco_jax.runtime.records.tape_file import SegmentedFile
 from diloco_jax.runtime.records.telemetry import finite
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,8 @@ class LearnerTape:
 
     def __init__(self, run_dir: Path, learner_id: str, incarnation: int, step_samples: int) -> None:
         self._path = learner_tape_path(run_dir, learner_id, incarnation)
-        self._file: LineFile | None = None
+        self._file: SegmentedFile | None = None
         self._lost = 0
-        self._chain = Chain()
         self.note("begin", learner_id, incarnation, step_samples, STAMP)
 
     def adopt(self, message: GlobalFragment) -> None:
@@ -53,7 +52,7 @@ class LearnerTape:
         self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
 
     def end(self, reason: str, digests: Sequence[int]) -> None:
-        chain = Chain(self._chain.head)
+        chain = Chain(self._file.head if self._file is not None else "")
         for line in self._lost_line():
             chain.add(line)
         self.note("end", reason, digests, chain.head)
@@ -66,17 +65,13 @@ class LearnerTape:
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(self._path)
-                for line in raw_lines(self._path):
-                    self._chain.add(line)
-            self._file.append(b"".join(line + b"\n" for line in lines))
+                self._file = SegmentedFile(self._path)
+            self._file.append(*lines)
         except OSError as error:
             if not self._lost:
                 log.warning(f"{self._path.name} cannot be written ({error}); training goes on, replay will not work")
             self._lost += 1
             return
-        for line in lines:
-            self._chain.add(line)
         self._lost = 0
 
     def _lost_line(self) -> list[bytes]:

@@ -23,7 +23,20 @@ from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 SEGMENT_BYTES = 1 << 24  # from which on a segment is closed
-PRESET = 2  # of xz; measured by scripts/bench/tape.py
+# What repeats in a tape is in its last lines, so a small window is enough, and it needs little memory and time: see
+# scripts/bench/tape.
+_FILTERS: list[dict[str, int]] = [
+    {
+        "id": lzma.FILTER_LZMA2,
+        "dict_size": 1 << 18,
+        "lc": 4,
+        "lp": 0,
+        "pb": 0,
+        "mode": lzma.MODE_NORMAL,
+        "mf": lzma.MF_BT4,
+        "nice_len": 64,
+    }
+]
 PACKED = ".xz"
 DRAFT = ".tmp"
 _DIGITS = 15
@@ -152,7 +165,7 @@ class Packer:
     def _compressed(self, source: Path, draft: Path) -> bool:
         """Write a compressed copy that outlives a lost machine; False if it was stopped."""
         with source.open("rb") as raw, draft.open("wb") as file:
-            compressor = lzma.LZMACompressor(preset=PRESET)
+            compressor = lzma.LZMACompressor(filters=_FILTERS)
             while chunk := raw.read(_CHUNK_BYTES):
                 if self._stop.is_set():
                     return False

@@ -115,31 +115,25 @@ class TapeStopped(Exception):
     """The run was stopped while the tape could not be written: this input was not executed, and none may follow."""
 
 
-@dataclass(eq=False)
-class TapeFile:
-    """Appends to a run's tape; a full disk makes it wait, not fail. Its process holds the folder's `syncer.lock`.
+class SegmentedFile:
+    """Appends whole lines to a tape of any length, and keeps the head of its hash chain. One process writes it.
 
-    `position` is that in the whole tape, `head` that of its hash chain there.
+    `position` is that in the whole tape. Errors of the disk are those of LineFile.
     """
 
-    path: Path
-    stop: threading.Event  # set from outside when the run shall end: then waiting ends too
-    on_wait: Callable[[], None]  # called before each wait, on the writing thread, with `condition` set
-    segment_bytes: int = segments.SEGMENT_BYTES
-    condition: str = ""
-
-    def __post_init__(self) -> None:
-        self._file = LineFile(self.path)
-        segments.undo_unfinished(self.path)
-        closed = closed_segments(self.path)
+    def __init__(self, path: Path, segment_bytes: int = segments.SEGMENT_BYTES) -> None:
+        self.path = path
+        self._file = LineFile(path)
+        self._segment_bytes = self._closes_at = segment_bytes
+        segments.undo_unfinished(path)
+        closed = closed_segments(path)
         self._first = closed[-1].end if closed else 0
         self._chain = Chain(closed[-1].head if closed else "")
-        for line in raw_lines(self.path, self._first):
+        for line in raw_lines(path, self._first):
             self._chain.add(line)
         self._packer = Packer()
         for segment in closed:
             self._packer.pack(segment)
-        self._closes_at = self.segment_bytes
 
     @property
     def position(self) -> int:
@@ -149,22 +143,13 @@ class TapeFile:
     def head(self) -> str:
         return self._chain.head
 
-    def write(self, line: str) -> None:
-        """Append a line; returns when the operating system has it, or raises TapeStopped if the run was stopped."""
+    def append(self, *lines: bytes) -> None:
+        """Write lines, without their line breaks: all of them or none."""
         if self._file.position >= self._closes_at:
             self._close_segment()
-        data = line.encode()
-        while True:
-            try:
-                self._file.append(data + b"\n")
-            except OSError as error:
-                self._blocked(error)
-                continue
-            self._chain.add(data)
-            if self.condition:
-                log.info(f"{self.path} can be written again; rounds go on")
-                self.condition = ""
-            return
+        self._file.append(b"".join(line + b"\n" for line in lines))
+        for line in lines:
+            self._chain.add(line)
 
     def _close_segment(self) -> None:
         """Make what is written a closed segment, and begin another file; the tape's path is never without one."""
@@ -179,7 +164,7 @@ class TapeFile:
             os.replace(draft, self.path)
         except OSError as error:
             log.warning(f"{self.path} stays one file for now: no segment of it can be closed ({error})")
-            self._closes_at = self._file.position + self.segment_bytes
+            self._closes_at = self._file.position + self._segment_bytes
             if file is not None:
                 file.close()
             for path in (segment.path, draft):
@@ -188,8 +173,48 @@ class TapeFile:
             return
         file.path = self.path
         self._file.close()
-        self._file, self._first, self._closes_at = file, segment.end, self.segment_bytes
+        self._file, self._first, self._closes_at = file, segment.end, self._segment_bytes
         self._packer.pack(segment)
+
+    def close(self) -> None:
+        """Close the file; a segment that is being compressed is left to the next process."""
+        self._packer.close()
+        self._file.close()
+
+
+@dataclass(eq=False)
+class TapeFile:
+    """Appends to a run's tape; a full disk makes it wait, not fail. Its process holds the folder's `syncer.lock`."""
+
+    path: Path
+    stop: threading.Event  # set from outside when the run shall end: then waiting ends too
+    on_wait: Callable[[], None]  # called before each wait, on the writing thread, with `condition` set
+    segment_bytes: int = segments.SEGMENT_BYTES
+    condition: str = ""
+
+    def __post_init__(self) -> None:
+        self._file = SegmentedFile(self.path, self.segment_bytes)
+
+    @property
+    def position(self) -> int:
+        return self._file.position
+
+    @property
+    def head(self) -> str:
+        return self._file.head
+
+    def write(self, line: str) -> None:
+        """Append a line; returns when the operating system has it, or raises TapeStopped if the run was stopped."""
+        while True:
+            try:
+                self._file.append(line.encode())
+            except OSError as error:
+                self._blocked(error)
+                continue
+            if self.condition:
+                log.info(f"{self.path} can be written again; rounds go on")
+                self.condition = ""
+            return
 
     def _blocked(self, error: OSError) -> None:
         if not self.condition:
@@ -203,7 +228,6 @@ class TapeFile:
             raise TapeStopped(f"stopped while {self.condition}")
 
     def close(self) -> None:
-        self._packer.close()
         self._file.close()
 
 
