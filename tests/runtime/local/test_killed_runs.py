@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.helpers import call, kill_processes, replayed, start, wait_for
+from tests.runtime.helpers import call, json_lines, kill_processes, replayed, start, wait_for
 from tests.runtime.syncer.test_failover import Job, folder, tape_of
 
 __all__ = ["folder"]  # a fixture
 
 KILLS = int(os.environ.get("DILOCO_TEST_KILLS", "3"))
-SOONEST_S, LATEST_S = 3.0, 12.0
-STARTS = 2  # that are killed before anybody trains
-STEPS = 600
+STARTS = 2  # kills of a life that has not merged anything
+LATEST_S = 5.0  # of the other kills, after their life has merged something
+STEPS = 100 + 80 * KILLS
 
 
 @pytest.mark.slow
@@ -27,17 +27,17 @@ def test_a_run_that_is_killed_often_is_resumed_audited_and_replayed(folder: Path
     """Snapshots every two global steps are asked for faster than they are written: some are skipped."""
     chance = random.Random(KILLS)
     numbers = {"sync_every": 6, "num_fragments": 6, "quorum": 1, "snapshot_every": 2}
-    job = Job(folder, train={"steps": STEPS, "eval_every": 0}, protocol=numbers)
-    epoch = 1
-    job.reached(4, epoch)
+    job = Job(folder, 0.05, train={"steps": STEPS, "eval_every": 0}, protocol=numbers)
     for number in range(KILLS):
-        at_start = number < STARTS
-        if not at_start:
-            epoch = wait_for(lambda: job.status["epoch"] if job.status["global_step"] else 0, "another life", 100)
-        time.sleep(chance.uniform(0.5, SOONEST_S) if at_start else chance.uniform(SOONEST_S, LATEST_S))
+        if number in range(1, 1 + STARTS):
+            time.sleep(chance.uniform(1.0, 10.0))
+        else:
+            wait_for(lambda: merged_in_this_life(job.run_dir) >= 3, "some rounds of this life", 200)
+            time.sleep(chance.uniform(0.0, LATEST_S))
         job.kill_everybody()
         assert not (job.run_dir / "summary.json").exists(), "it was over before it was killed: more steps are needed"
         job.process = job.begin("--resume")
+    wait_for(lambda: merged_in_this_life(job.run_dir) >= 3, "some rounds of the last life", 200)
     failover_starts(job)
     _, summary = job.finish()
     assert summary["complete"] and summary["global_steps"] == STEPS
@@ -50,19 +50,31 @@ def test_a_run_that_is_killed_often_is_resumed_audited_and_replayed(folder: Path
     replayed(job.run_dir)
 
 
+def merged_in_this_life(run_dir: Path) -> int:
+    """How many rounds were merged since the newest process of the syncer began."""
+    kinds = [line[0] for line in json_lines(run_dir / "tape.jsonl")] if (run_dir / "tape.jsonl").exists() else []
+    begins = [number for number, kind in enumerate(kinds) if kind in ("begin", "restart", "rewind")]
+    told = (run_dir / "syncer.address").exists()
+    return kinds[begins[-1] :].count("merged") if begins and told else 0
+
+
 def failover_starts(job: Job) -> None:
-    """A syncer that finds this folder, with its older snapshots alone, and learners that may be alive."""
-    job.reached(job.status["global_step"] + 4, job.status["epoch"])
-    copy = job.run_dir.with_name("copy")
-    shutil.copytree(job.run_dir, copy, ignore=shutil.ignore_patterns("*.lock", "status.json", "*.part", "*.arrays", "health"))
-    snapshots = sorted((copy / "checkpoints").glob("step_*"))
-    for newer in snapshots[1:]:
+    """A syncer takes up a copy of the folder that has lost all snapshots but the oldest one."""
+    copy, ignored = job.run_dir.with_name("copy"), ("*.lock", "status.json", "*.part", "*.arrays", "health")
+    shutil.copytree(job.run_dir, copy, ignore=shutil.ignore_patterns(*ignored))
+    for newer in sorted((copy / "checkpoints").glob("step_*"))[1:]:
         shutil.rmtree(newer)
-    before = len(tape_of(copy)) if (copy / "tape.jsonl").read_bytes().endswith(b"\n") else 0
+    lives = len(begun(copy))
     process = start("syncer", copy / "config.yaml", "--run-dir", copy)
     try:
-        wait_for(lambda: '["restart"' in "".join(json.dumps(line[:1]) for line in tape_of(copy)[before:]), "its life", 60)
+        wait_for(lambda: len(begun(copy)) > lives or process.poll() is not None, "its life", 100)
+        assert begun(copy)[-1] == "restart", process.communicate()[0]
     finally:
         process.kill()
         process.communicate()
         kill_processes(copy)
+
+
+def begun(run_dir: Path) -> list[str]:
+    """The lines with which lives of the syncer begin."""
+    return [line[0] for line in json_lines(run_dir / "tape.jsonl") if line[0] in ("begin", "restart", "rewind")]
