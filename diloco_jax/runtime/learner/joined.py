@@ -212,7 +212,7 @@ class Joined:
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
             effects = machine.on_step(self._step_tokens, told_s, told_loss, now_s, samples_end=batch.end)
-            self._tape.note("step", machine.local_step, clock, batch.ranges, loss)
+            self._tape.step(machine.local_step, clock, batch.ranges, loss)
             self._metrics.step(machine.local_step, metrics, took_s, self._step_tokens)
             return effects
 

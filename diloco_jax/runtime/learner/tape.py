@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.protocol.releases import STAMP
@@ -50,6 +52,10 @@ class LearnerTape:
 
     def state(self, effect: AdoptState, donor_incarnation: int, donor_step: int) -> None:
         self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
+
+    def step(self, local_step: int, clock: int, ranges: Sequence[Sequence[int]], loss: float) -> None:
+        """Write down a step; of its loss the digits that tell one float32 from the next: devices compute no others."""
+        self.note("step", local_step, clock, ranges, float(str(np.float32(loss))))
 
     def end(self, reason: str, digests: Sequence[int]) -> None:
         chain = Chain(self._file.head if self._file is not None else "")

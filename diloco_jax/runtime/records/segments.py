@@ -4,11 +4,11 @@
     RUN/tape/FIRST-END-HEAD.jsonl         lines before them: bytes FIRST to END of the whole tape, closed
     RUN/tape/FIRST-END-HEAD.jsonl.xz      the same, compressed without loss
 
-FIRST and END are positions in the whole tape, HEAD is that of the hash chain at END (tape_chain.py). Positions, lines and
-heads are those of one stream: nothing depends on where it was cut. A short run has one file.
+FIRST and END are positions in the whole tape, HEAD is that of the hash chain at END (tape_chain.py). Positions, lines
+and heads are those of one stream: nothing depends on where it was cut. A short run has one file.
 
-A process may be killed at any moment. A segment that is still the newest file, too, was not closed; of a segment that is
-there twice the one that is not compressed counts.
+A process may be killed at any moment. A segment that is still the newest file, too, was not closed. If a segment is
+there twice, the file that is not compressed counts.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ def _is_newest(path: Path, tape: Path) -> bool:
 
 
 def undo_unfinished(tape: Path) -> None:
-    """Take back the closing of a segment that a kill interrupted, and remove unfinished files. Its writer calls this."""
+    """Take back the closing of a segment that a kill interrupted, and remove unfinished files. For its writer only."""
     folder = folder_of(tape)
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if path.suffix == DRAFT or _is_newest(path, tape):
@@ -120,8 +120,8 @@ def segment_lines(segment: Segment, start: int, line_bytes_max: int) -> Iterator
         raise ValueError(f"{segment.path} is damaged ({error}): restore it from a copy") from error
     if position != segment.end:
         raise ValueError(
-            f"{segment.path} is damaged: its lines end at byte {position} of the tape, not at {segment.end}; restore it "
-            "from a copy"
+            f"{segment.path} is damaged: its lines end at byte {position} of the tape, not at {segment.end}; restore "
+            "it from a copy"
         )
 
 

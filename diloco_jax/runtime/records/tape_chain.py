@@ -2,9 +2,9 @@
 
     head of no lines = ""        head after a line = H(head before it, line)
 
-A line that is missing, doubled or changed gives every later head another value. A head costs a microsecond per line, and
-is continued from the last one that is known: no line has to be read twice. The line of a snapshot holds the head before
-it, and so do the snapshot (`tape_head`), the names of closed segments and the summary.
+A line that is missing, doubled or changed gives every later head another value. A head costs a microsecond per line,
+and is continued from the last one that is known: no line has to be read twice. The line of a snapshot holds the head
+before it, and so does the snapshot (`tape_head`). Names of closed segments and the summary hold that at their end.
 """
 
 import json
@@ -69,10 +69,12 @@ def checked(lines: Iterable[bytes], tape: str, marks: Iterable[Mark]) -> Iterato
             mark = waiting.pop()
             if mark.position != position or mark.head != (told if mark.in_line else chain.head):
                 raise ValueError(
-                    f"{tape} is not the tape of {mark.what} at its byte {mark.position} (line {number}; its lines up to "
-                    f"{known} agree with its snapshots): restore the tape, or move away what is not of this run"
+                    f"{tape} is not the tape of {mark.what} at its byte {mark.position} (line {number}; its lines up "
+                    f"to {known} agree with its snapshots): restore the tape, or move away what is not of this run"
                 )
         yield line
     if waiting:
         mark = waiting[0]
-        raise ValueError(f"{tape} ends at byte {position}, but {mark.what} was made at byte {mark.position}: restore the rest")
+        raise ValueError(
+            f"{tape} ends at byte {position}, but {mark.what} was made at byte {mark.position}: restore the rest"
+        )

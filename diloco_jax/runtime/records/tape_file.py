@@ -66,7 +66,7 @@ class LineFile:
 
 
 class Tail:
-    """A reader of a file of lines that others write, as far as it is whole. It begins again in a file that replaces it."""
+    """A reader of a file of lines that others write, as far as it is whole. It follows a file that replaces its own."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path

@@ -77,15 +77,17 @@ def _of_other_histories(folder: Path, tape: Path, size: int) -> dict[Path, str]:
         if end > size:
             found[path] = f"it was taken at byte {end} of a tape that has {size}"
         elif (line := line_before(tape, end)) is None or (head and head_in(line) != head):
-            found[path] = f"it is of another run, or of another history of this one: byte {end} of the tape is not its own"
+            found[path] = (
+                f"it is of another run, or of another history of this one: byte {end} of the tape is not its own"
+            )
     return found
 
 
 def _no_snapshot(folder: Path, others: int) -> str:
     if others:
         return (
-            f"{folder} holds {others} snapshots, but none of them was taken of this tape: restore the tape, or export a "
-            "snapshot's model (diloco export) and begin a new run from it"
+            f"{folder} holds {others} snapshots, but none of them was taken of this tape: restore the tape, or export "
+            "a snapshot's model (diloco export) and begin a new run from it"
         )
     return (
         f"{folder} holds no snapshot from which this run can go on; start a new run (another --run-dir), and set "

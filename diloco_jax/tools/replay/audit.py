@@ -27,6 +27,7 @@ from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of, w
 COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
 BEGINNING = Moment(-1)
 
+
 class Auditor:
     """The keeper of the book of one run: reads the syncer's tape, and what each input led to, and enters it."""
 
@@ -194,7 +195,9 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
         elif isinstance(entry, TapedStep):
             name = life[0]
             if entry.local_step != local_step + 1 and not lost:
-                findings.add(f"{path.name} line {number} is of local step {entry.local_step}, expected {local_step + 1}")
+                findings.add(
+                    f"{path.name} line {number} is of local step {entry.local_step}, expected {local_step + 1}"
+                )
                 return
             local_step = entry.local_step
             for start, stop in entry.ranges:
@@ -207,8 +210,8 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
                     return
     if local_step < reported.get(life, 0):
         findings.add(
-            f"{path.name} ends at local step {local_step}, but step {reported[life]} was reported: the end of the tape is "
-            "missing"
+            f"{path.name} ends at local step {local_step}, but step {reported[life]} was reported: the end of the tape "
+            "is missing"
         )
 
 

@@ -90,8 +90,8 @@ def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
                 learner_id = entry.learner_id
             if fields[0] == "end" and fields[3:] and fields[3] != chain.head:
                 raise ValueError(
-                    f"{path}: among its lines before line {number} one is missing, doubled or changed since it was written; "
-                    "copy the tape of this learner's machine again"
+                    f"{path}: among its lines before line {number} one is missing, doubled or changed since it was "
+                    "written; copy the tape of this learner's machine again"
                 )
             chain.add(raw)
             if entry is not None:
@@ -229,8 +229,8 @@ class NeededLives:
             newest = self._newest.get(life, 0)
             if need.lost_at is None and len(need.steps) < newest:
                 raise ValueError(
-                    f"{need.path} ends after local step {len(need.steps)}, but step {newest} was reported to the syncer; the "
-                    "end of the tape is missing"
+                    f"{need.path} ends after local step {len(need.steps)}, but step {newest} was reported to the "
+                    "syncer; the end of the tape is missing"
                 )
             self._queue.append(life)
         return self.lives[life]

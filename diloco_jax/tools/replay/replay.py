@@ -145,12 +145,16 @@ class Replay:
 
     def on_loss(self, life: script.LearnerLife, step: TapedStep, loss: float) -> None:
         """Compare a step with the tape: it tells where a difference began."""
-        told = loss if math.isfinite(loss) else None  # as tapes write it
-        if self._compare and not self.step_difference and told != step.loss:
+        if self._compare and not self.step_difference and _on_tape(loss) != _on_tape(step.loss):
             self.step_difference = (
                 f"local step {step.local_step} of {life.learner_id} (incarnation {life.incarnation}): loss {loss}, "
                 f"the run had {step.loss}"
             )
+
+
+def _on_tape(loss: float | None) -> np.float32 | None:
+    """Return a loss as a tape has it: a float32, however many digits were written; None if it is not finite."""
+    return None if loss is None or not math.isfinite(loss) else np.float32(loss)
 
 
 def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:

@@ -11,7 +11,15 @@ import pytest
 from diloco_jax.runtime.records import segments
 from diloco_jax.runtime.records.segments import Packer, Segment, closed_segments
 from diloco_jax.runtime.records.tape_chain import Chain, Mark, checked
-from diloco_jax.runtime.records.tape_file import Tail, TapeFile, last_time_s, line_before, raw_lines, read_lines, tape_bytes
+from diloco_jax.runtime.records.tape_file import (
+    Tail,
+    TapeFile,
+    last_time_s,
+    line_before,
+    raw_lines,
+    read_lines,
+    tape_bytes,
+)
 
 LINES = [json.dumps(["tick", float(number)], separators=(",", ":")) for number in range(60)]
 SEGMENT = 100

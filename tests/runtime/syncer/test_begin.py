@@ -153,12 +153,16 @@ def test_a_rewind_with_other_histories_alone_changes_nothing(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "run/checkpoints")
     shutil.copytree(tmp_path / "other/checkpoints", tmp_path / "run/checkpoints")
     before = (tmp_path / "run/tape.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"holds 1 snapshots, but none of them was taken of this tape: restore the tape, or"):
+    with pytest.raises(
+        ValueError, match=r"holds 1 snapshots, but none of them was taken of this tape: restore the tape, or"
+    ):
         Process(tmp_path / "run", REWIND, 9.0)
     assert (tmp_path / "run/tape.jsonl").read_bytes() == before and names(tmp_path / "run") == ["step_00000003"]
 
 
-def test_snapshots_of_an_older_release_have_no_head_and_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_of_an_older_release_have_no_head_and_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     older = Process(tmp_path, FRESH)
     monkeypatch.setattr(type(older.tape), "head", "")
     older.live(4).ends()

@@ -168,7 +168,10 @@ def test_learner_that_reads_what_is_not_its_own(tmp_path: Path, excess: int) -> 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda lines: lines[:-9], "b.1.jsonl ends at local step 3, but step 6 was reported: the end of the tape is missing"),
+        (
+            lambda lines: lines[:-9],
+            "b.1.jsonl ends at local step 3, but step 6 was reported: the end of the tape is missing",
+        ),
         (lambda lines: [x for x in lines if '"step",3,' not in x], "line 13 is of local step 4, expected 3"),
     ],
 )
@@ -225,11 +228,13 @@ def test_files_beside_the_tape_must_be_of_it(tmp_path: Path) -> None:
     snapshot = tmp_path / "checkpoints" / "step_00000009" / "meta" / "data.json"
     snapshot.parent.mkdir(parents=True)
     snapshot.write_text(json.dumps({"tape_bytes": size, "tape_head": chain.head}))
-    with pytest.raises(ValueError, match="is not the tape of .*step_00000009 at its byte"):
+    with pytest.raises(ValueError, match=r"is not the tape of .*step_00000009 at its byte"):
         result_of(pair)
     snapshot.unlink()
     lost = pair.tape.pop()
-    with pytest.raises(ValueError, match=f"ends at byte {size - len(lost) - 1}, but .*summary.json was made at byte {size}"):
+    with pytest.raises(
+        ValueError, match=f"ends at byte {size - len(lost) - 1}, but .*summary.json was made at byte {size}"
+    ):
         audit(pair.finish(), pair.config, STEPS)
 
 
