@@ -16,17 +16,16 @@ of the step, so a value that went into a merge has its steps on a tape, whatever
 
 import json
 import logging
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.records.files import TAPES
-from diloco_jax.runtime.records.tape_chain import Chain
+from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.runtime.records.tape_file import SegmentedFile
 from diloco_jax.runtime.records.telemetry import finite
 
@@ -55,10 +54,10 @@ class LearnerTape:
 
     def step(self, local_step: int, clock: int, ranges: Sequence[Sequence[int]], loss: float) -> None:
         """Write down a step; of its loss the digits that tell one float32 from the next: devices compute no others."""
-        self.note("step", local_step, clock, ranges, float(str(np.float32(loss))))
+        self.note("step", local_step, clock, ranges, shortest_float32(loss))
 
     def end(self, reason: str, digests: Sequence[int]) -> None:
-        chain = Chain(self._file.head if self._file is not None else "")
+        chain = TapeChain(self._file.head if self._file is not None else "")
         for line in self._lost_line():
             chain.add(line)
         self.note("end", reason, digests, chain.head)
@@ -83,6 +82,18 @@ class LearnerTape:
     def _lost_line(self) -> list[bytes]:
         """Return what comes before the next line if the disk refused some."""
         return [_line("lost", self._lost)] if self._lost else []
+
+
+def shortest_float32(value: float) -> float:
+    """Return the number of fewest digits that is this value as float32; one that is too large for that as it is."""
+    try:
+        packed = struct.pack("f", value)
+    except OverflowError:
+        return value
+    for digits in range(6, 9):
+        if struct.pack("f", short := float(f"{value:.{digits}g}")) == packed:
+            return short
+    return float(f"{value:.9g}")
 
 
 def _line(*fields: Any) -> bytes:

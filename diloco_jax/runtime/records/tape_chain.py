@@ -16,7 +16,7 @@ HEAD_BYTES = 16
 _SNAPSHOT = b'["snapshot"'
 
 
-class Chain:
+class TapeChain:
     """The head of the lines so far."""
 
     def __init__(self, head: str = "") -> None:
@@ -31,8 +31,8 @@ class Chain:
         return self._head.hex()
 
 
-class Mark(NamedTuple):
-    """What a file beside the tape says of it: its head at a position, or in the snapshot's line that ends there."""
+class TapeMark(NamedTuple):
+    """Claim of a file beside the tape: the tape's head at a position, or in the snapshot's line that ends there."""
 
     position: int
     head: str
@@ -51,10 +51,10 @@ def head_in(line: bytes) -> str:
     return str(head)
 
 
-def checked(lines: Iterable[bytes], tape: str, marks: Iterable[Mark]) -> Iterator[bytes]:
+def checked(lines: Iterable[bytes], tape: str, marks: Iterable[TapeMark]) -> Iterator[bytes]:
     """Pass on all lines of a tape; ValueError if they are not those that snapshots, segments and marks were made of."""
     waiting = sorted(marks, reverse=True)
-    chain, position, known = Chain(), 0, 0
+    chain, position, known = TapeChain(), 0, 0
     for number, line in enumerate(lines, start=1):
         told = head_in(line)
         if told and told != chain.head:

@@ -21,7 +21,7 @@ from typing import IO
 
 from diloco_jax.runtime.records import segments
 from diloco_jax.runtime.records.segments import Packer, closed_segments, segment_lines
-from diloco_jax.runtime.records.tape_chain import Chain
+from diloco_jax.runtime.records.tape_chain import TapeChain
 
 LINE_BYTES_MAX = 1 << 24  # that a reader takes; a hello with 4096 learners' worth of names is far below
 RETRY_S = 0.5  # between two attempts to write a tape
@@ -128,7 +128,7 @@ class SegmentedFile:
         segments.undo_unfinished(path)
         closed = closed_segments(path)
         self._first = closed[-1].end if closed else 0
-        self._chain = Chain(closed[-1].head if closed else "")
+        self._chain = TapeChain(closed[-1].head if closed else "")
         for line in raw_lines(path, self._first):
             self._chain.add(line)
         self._packer = Packer()

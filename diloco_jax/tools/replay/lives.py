@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.protocol.releases import check_readable
 from diloco_jax.runtime.learner.tape import learner_tape_path
-from diloco_jax.runtime.records.tape_chain import Chain
+from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.runtime.records.tape_file import raw_lines
 from diloco_jax.tools.replay.script import Brought, LearnerLife, MergedRound, Name, Script
 
@@ -75,7 +75,7 @@ Entry = Begin | TookValue | TookState | Copied | SentValue | TapedStep | Lost
 
 def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
     """Yield the lines of a learner's tape that a replay needs, with their numbers; ValueError names a wrong one."""
-    learner_id, chain = "", Chain()
+    learner_id, chain = "", TapeChain()
     try:
         for number, raw in enumerate(raw_lines(path), start=1):
             line = raw.decode(errors="replace")

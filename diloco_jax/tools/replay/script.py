@@ -21,7 +21,7 @@ from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import Moment, back_to, captured, check_life, replay, returns
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE
 from diloco_jax.runtime.records.segments import closed_segments
-from diloco_jax.runtime.records.tape_chain import Mark, checked
+from diloco_jax.runtime.records.tape_chain import TapeMark, checked
 from diloco_jax.runtime.records.tape_file import raw_lines, read_lines
 
 if TYPE_CHECKING:
@@ -171,10 +171,10 @@ def inputs(
         raise
 
 
-def marks_of(tape: Path) -> Iterator[Mark]:
+def marks_of(tape: Path) -> Iterator[TapeMark]:
     """Yield what closed segments, the summary and the snapshots beside a tape say of it; older releases say nothing."""
     for segment in closed_segments(tape):
-        yield Mark(segment.end, segment.head, segment.path.name)
+        yield TapeMark(segment.end, segment.head, segment.path.name)
     files = [tape.with_name(SUMMARY_FILE), *tape.parent.glob(f"{CHECKPOINTS}/step_*/meta/data.json")]
     for path in files:
         try:
@@ -183,7 +183,7 @@ def marks_of(tape: Path) -> Iterator[Mark]:
         except (OSError, ValueError, TypeError, KeyError):
             continue
         of_run = path == files[0]
-        yield Mark(position, head, str(path) if of_run else str(path.parents[1]), in_line=not of_run)
+        yield TapeMark(position, head, str(path) if of_run else str(path.parents[1]), in_line=not of_run)
 
 
 def without_stamp(line: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.runtime.records import segments
 from diloco_jax.runtime.records.segments import Packer, Segment, closed_segments
-from diloco_jax.runtime.records.tape_chain import Chain, Mark, checked
+from diloco_jax.runtime.records.tape_chain import TapeChain, TapeMark, checked
 from diloco_jax.runtime.records.tape_file import (
     Tail,
     TapeFile,
@@ -39,7 +39,7 @@ def written(path: Path, lines: list[str] = LINES) -> TapeFile:
 
 
 def head_of(lines: list[str]) -> str:
-    chain = Chain()
+    chain = TapeChain()
     for line in lines:
         chain.add(line.encode())
     return chain.head
@@ -204,7 +204,7 @@ def chained() -> list[str]:
     return lines
 
 
-def through(lines: list[str], *marks: Mark) -> list[str]:
+def through(lines: list[str], *marks: TapeMark) -> list[str]:
     return [line.decode() for line in checked((line.encode() for line in lines), "tape.jsonl", marks)]
 
 
@@ -225,14 +225,17 @@ def test_a_file_of_another_history_or_behind_the_end_is_named() -> None:
     size = sum(len(line) + 1 for line in lines)
     at = sum(len(line) + 1 for line in lines[:11])
     own = json.loads(lines[10])[3]
-    assert through(lines, Mark(size, head_of(lines), "the summary"), Mark(at, own, "step 9", in_line=True)) == lines
+    assert (
+        through(lines, TapeMark(size, head_of(lines), "the summary"), TapeMark(at, own, "step 9", in_line=True))
+        == lines
+    )
     with pytest.raises(ValueError, match=f"is not the tape of the summary at its byte {size} .line 33"):
-        through(lines, Mark(size, own, "the summary"))
-    for mark in (Mark(at, head_of(lines), "step 9", in_line=True), Mark(at - 1, own, "step 9", in_line=True)):
+        through(lines, TapeMark(size, own, "the summary"))
+    for mark in (TapeMark(at, head_of(lines), "step 9", in_line=True), TapeMark(at - 1, own, "step 9", in_line=True)):
         with pytest.raises(ValueError, match="is not the tape of step 9 at its byte"):
             through(lines, mark)
     with pytest.raises(ValueError, match=f"ends at byte {size}, but the summary was made at byte {size + 9}: restore"):
-        through(lines, Mark(size + 9, own, "the summary"))
+        through(lines, TapeMark(size + 9, own, "the summary"))
 
 
 def test_raw_lines_are_those_of_the_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.tape_chain import Chain
+from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.runtime.records.tape_file import TapeFile, read_lines
 from diloco_jax.runtime.syncer import snapshots
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, begin
@@ -96,7 +96,7 @@ def test_a_captured_snapshot_is_on_the_tape_and_a_skipped_one_is_not(
     process.writer.save()
     go_on.set()
     process.writer.wait()
-    chain = Chain()
+    chain = TapeChain()
     chain.add(process.lines[0].encode())
     assert [json.loads(line) for line in process.lines[1:]] == [["snapshot", 0.0, 4, chain.head]]
     meta = checkpoint.CheckpointReader(tmp_path / "checkpoints" / "step_00000004").meta

@@ -11,7 +11,7 @@ from invariants.draw import random_scenario
 
 from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
 from diloco_jax.protocol.messages import LearnerMessage, Lease
-from diloco_jax.runtime.records.tape_chain import Chain
+from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.sim.node import Effects, Observer
 from diloco_jax.tools.replay import sample_book
 from diloco_jax.tools.replay.audit import Auditor, audit, describe
@@ -218,7 +218,7 @@ def test_files_beside_the_tape_must_be_of_it(tmp_path: Path) -> None:
     pair.join("a")
     pair.steps(4, "a")
     lines = [line.encode() for line in pair.tape]
-    chain = Chain()
+    chain = TapeChain()
     for line in lines:
         chain.add(line)
     size = sum(len(line) + 1 for line in lines)
