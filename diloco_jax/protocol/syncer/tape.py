@@ -52,6 +52,9 @@ class Moment(NamedTuple):
     head: str = ""  # of the hash chain before its line; "" where drivers kept none
 
 
+BEGINNING = Moment(-1)
+
+
 class Moments(Generic[T]):
     """Values at snapshots, each kept until the tape has gone back to it for the last time.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
-from diloco_jax.protocol.syncer.tape import Moment, Moments, back_to, lives, replay, returns
+from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, lives, replay, returns
 from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
@@ -24,7 +24,6 @@ from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot
 
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
-BEGINNING = Moment(-1)
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
-from diloco_jax.protocol.syncer.tape import Moment, Moments, back_to, captured, returns
+from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, captured, returns
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.runtime.records.telemetry import read_object
@@ -25,7 +25,6 @@ from diloco_jax.tools.replay.sample_book import Book, Findings, Life, Range, Sam
 from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of, without_stamp
 
 COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
-BEGINNING = Moment(-1)
 
 
 class Auditor:

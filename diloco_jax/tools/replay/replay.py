@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.protocol.syncer.tape import Moment, Moments
+from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments
 from diloco_jax.runtime.model.arithmetic import Capture, local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import make_model
@@ -36,8 +36,6 @@ from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, use
 from diloco_jax.training.whole_state.layout import HostState
 from diloco_jax.training.whole_state.moving import MovingLayout
-
-BEGINNING = Moment(-1)
 
 
 class Replay:
