@@ -32,6 +32,7 @@ CHUNK_BYTES = 1 << 26  # of a file
 _PIECES = "pieces"  # key of the description: group -> path, axis, start, stop and checksum of each piece
 _ITSELF = "checksum"  # likewise: of the rest of the description
 _UNREADABLE = "unreadable_"  # prefix of a checkpoint that was set aside
+OTHER_HISTORY = "other_history_"  # likewise, of one that belongs to another run or to lost rounds
 _AT_ONCE = 2  # chunks that are copied, or written, at a time
 
 T = TypeVar("T")
@@ -238,9 +239,9 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(checkpoint: Path) -> None:
+def set_aside(checkpoint: Path, prefix: str = _UNREADABLE) -> None:
     """Rename a checkpoint so that nobody takes it for one, replacing what was set aside of the same step before."""
-    target = checkpoint.with_name(_UNREADABLE + checkpoint.name)
+    target = checkpoint.with_name(prefix + checkpoint.name)
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.rename(target)
 

@@ -3,14 +3,16 @@
 from pathlib import Path
 
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
+from diloco_jax.runtime.records.segments import closed_segments
 from diloco_jax.runtime.records.snapshot_names import complete, how_to_use
 from diloco_jax.runtime.records.tape_file import last_line
 
 
 def has_begun(run_dir: Path) -> bool:
     """Return whether the tape of a run has at least one whole line; without one there is no history to continue."""
+    tape = run_dir / TAPE_FILE
     try:
-        return last_line(run_dir / TAPE_FILE) is not None
+        return last_line(tape) is not None or bool(closed_segments(tape))
     except FileNotFoundError:
         return False
 
@@ -24,7 +26,8 @@ def check_history(run_dir: Path, *, rewinds: bool = False) -> None:
     if snapshots:
         raise ValueError(
             f"{tape} {what}, but {run_dir / CHECKPOINTS} holds {len(snapshots)} snapshots, the newest "
-            f"{snapshots[0].name}: without its tape the run cannot continue. Put the tape back, or {how_to_use(run_dir)}"
+            f"{snapshots[0].name}: without its tape the run cannot continue. Put the tape back, or "
+            f"{how_to_use(run_dir)}"
         )
     if rewinds:
         raise ValueError(

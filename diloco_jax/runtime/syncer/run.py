@@ -332,7 +332,7 @@ class SyncerRun:
             if listener is not None:
                 listener.close(FAREWELL_S)
             merges.close()
-        summary = self._conclude(watch, writer, ended_s)
+        summary = self._conclude(watch, writer, tape, ended_s)
         writer.close()
         tape.close()
         if self._shards is not None:
@@ -340,7 +340,7 @@ class SyncerRun:
         self._pulse.close()
         return summary
 
-    def _conclude(self, watch: Watch, writer: SnapshotWriter, ended_s: float) -> dict[str, Any]:
+    def _conclude(self, watch: Watch, writer: SnapshotWriter, tape: TapeFile, ended_s: float) -> dict[str, Any]:
         watch.tell()
         self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
@@ -359,6 +359,7 @@ class SyncerRun:
         summary = {**found, **summary, "alarms": alarms}
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
+        summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning:
             log.warning(warning)

@@ -62,7 +62,7 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     assert f"the run goes on from {snapshots[1]}" in log
     tape = tape_of(job.run_dir)
     assert tape[: len(before)] == before
-    kind, now_s, global_step, epoch, _ = tape[len(before)]
+    kind, now_s, global_step, epoch, *_ = tape[len(before)]
     assert (kind, f"step_{global_step:08d}", epoch) == ("rewind", snapshots[1], 2)
     assert now_s >= before[-1][1]
     check_end(job.run_dir)
