@@ -1,11 +1,33 @@
-"""The history of a run, which its tape has: whether a folder has one, and what its snapshots are without."""
+"""The history of a run: whether its folder has a tape, the names of its snapshots, and what those are without it.
+
+This module is light enough for processes that read no snapshot.
+"""
 
 from pathlib import Path
 
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
 from diloco_jax.runtime.records.segments import closed_segments
-from diloco_jax.runtime.records.snapshot_names import complete, how_to_use
 from diloco_jax.runtime.records.tape_file import last_line
+
+_PREFIX = "step_"
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder whose writer came to its end, newest first."""
+    steps = [p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(steps, key=global_step_of, reverse=True)
+
+
+def global_step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def how_to_use(run_dir: Path) -> str:
+    """Say how people use a snapshot from which its run cannot go on."""
+    return (
+        f"write the newest snapshot for other programs (diloco export {run_dir} --out MODEL) and start a new run from "
+        "it in another folder (diloco train CONFIG --model.weights MODEL --run-dir NEW)"
+    )
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -247,8 +247,9 @@ class TapeFile:
 
     def close(self) -> None:
         """Close the file; lines that the disk does not take now are lost, and with them inputs that led to nothing."""
-        with contextlib.suppress(OSError):
-            self._file.append(b"".join(self._waiting))
+        if self._waiting:
+            with contextlib.suppress(OSError):
+                self._file.append(*self._waiting)
         self._waiting.clear()
         self._file.close()
 

@@ -17,9 +17,9 @@ from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, limits_before, lives, replay, returns
 from diloco_jax.runtime.model.global_model import Parameters
-from diloco_jax.runtime.records import checkpoint, snapshot_names
+from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
-from diloco_jax.runtime.records.history import check_history, has_begun
+from diloco_jax.runtime.records.history import check_history, has_begun, how_to_use
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, set_others_aside
@@ -128,7 +128,7 @@ def _rewind(
         why += f"; and {len(refused) - NAMED_MAX} more" if len(refused) > NAMED_MAX else ""
         raise ValueError(
             f"{folder} holds {len(refused)} snapshots, but this run can continue from none of them ({why}). To use "
-            f"one, {snapshot_names.how_to_use(parts.run_dir)}"
+            f"one, {how_to_use(parts.run_dir)}"
         )
     if loaded is None:
         raise ValueError(
@@ -136,10 +136,10 @@ def _rewind(
             "the next one leaves some"
         )
     path, snapshot = loaded
+    set_others_aside(folder, TapeExtent(parts.run_dir / TAPE_FILE, parts.tape.position))
     for other in checkpoint.complete(folder):  # of the void future: nobody may take it for the newest later
         if checkpoint.global_step_of(other) > snapshot.global_step:
             checkpoint.set_aside(other)
-    set_others_aside(folder, TapeExtent(parts.run_dir / TAPE_FILE, parts.tape.position))
     state = _restored(parts, snapshot)  # before the tape says that it was
     # Counted from the snapshot on: a long tape need not be read whole.
     epoch = state["epoch"][0] + lives(read_lines(parts.run_dir / TAPE_FILE, snapshot.tape_bytes))
