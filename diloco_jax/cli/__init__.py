@@ -1,1 +1,1 @@
-"""The `diloco` command: its parser, its words, and a thin module for each group of subcommands."""
+"""The `diloco` command: its parser, the list of its commands, and a thin module for each group of them."""

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import load_config, show
+from diloco_jax.settings.packed import packed
 
 CONFIGS = {  # a function of the shell that offers the package's configs, and files
     "bash": '_diloco_configs() { compgen -W "%s" -- "$1"; compgen -f -X "!*.yaml" -- "$1"; compgen -d -- "$1"; }',
@@ -15,6 +17,14 @@ CONFIGS = {  # a function of the shell that offers the package's configs, and fi
 }
 
 
+def _init_options(parser: Parser) -> None:
+    parser.add_argument(
+        "config", nargs="?", choices=tuple(packed()), default="quickstart", metavar="NAME", help=", ".join(packed())
+    )
+    parser.add_argument("--dir", default=".", help="folder for them; default: this one")
+
+
+@command("init", "Write a config to begin with, and its schema for your editor.", _init_options)
 def init(arguments: argparse.Namespace) -> int:
     """Write a config to begin with, and the schema beside it."""
     from diloco_jax.settings.packed import SCHEMA_FILE, copy_config
@@ -27,6 +37,7 @@ def init(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@command("schema", "Print the JSON Schema of a config, for editors.")
 def schema(_: argparse.Namespace) -> int:
     from diloco_jax.settings.text import config_schema
 
@@ -34,22 +45,26 @@ def schema(_: argparse.Namespace) -> int:
     return 0
 
 
+def _completion_options(parser: Parser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="")
+
+
+@command("completion", "Print a script that makes a shell complete this command.", _completion_options)
 def completion(arguments: argparse.Namespace) -> int:
     """Print a script that completes commands, options, settings and configs."""
     import shtab
 
-    from diloco_jax.settings.packed import packed
     from diloco_jax.settings.text import config_schema, setting_names
 
     completers: dict[str, Any] = {"config": dict.fromkeys(CONFIGS, "_diloco_configs") | {"fish": "(_diloco_configs)"}}
     completers |= dict.fromkeys(("run", "run_dir", "folder", "dir", "out"), shtab.DIRECTORY)
     settings = [*setting_names(config_schema())]
-    for command in _commands(arguments.parser):
-        if command.get_default("takes_overrides") and command.get_default("name") != "simulate":
+    for sub in _commands(arguments.parser):
+        if sub.get_default("takes_overrides") and sub.get_default("name") != "simulate":
             for name, text in settings:
-                if f"--{name}" not in command._option_string_actions:  # `chaos` has a --seed of its own
-                    command.add_argument(f"--{name}", help=" ".join(text.split(". ")[0].split()).replace("%", "%%"))
-        for action in command._actions:
+                if f"--{name}" not in sub._option_string_actions:  # `chaos` has a --seed of its own
+                    sub.add_argument(f"--{name}", help=" ".join(text.split(". ")[0].split()).replace("%", "%%"))
+        for action in sub._actions:
             if action.choices is None and action.dest in completers:
                 action.complete = completers[action.dest]  # type: ignore[attr-defined]
     preamble: Any = {arguments.shell: CONFIGS[arguments.shell] % " ".join(packed())}
@@ -63,6 +78,29 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
             yield from action.choices.values()
 
 
+def _tokenize_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument(
+        "source",
+        help="file, folder or URL (gs://, s3://) of text, JSONL, Parquet, Arrow or ArrayRecord, as the names say",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="FOLDER|train:SIZE|bytes",
+        help="folder with Hugging Face's tokenizer.json, train:SIZE for a new one of so many ids, or bytes",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
+    parser.add_argument("--field", default="text", help="column or key with the text; default: text")
+    parser.add_argument("--patterns", nargs="+", default=["*"], help="which files of a folder, such as *.py")
+    parser.add_argument("--workers", type=int, help="processes; default: one on each core")
+
+
+@command(
+    "tokenize",
+    "Text to a token store, which runs read; the same command goes on after an interruption.",
+    _tokenize_options,
+)
 def tokenize(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -103,6 +141,12 @@ def _describe(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _data_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_json()
+
+
+@command("data", "What a run will read: sources, tokens, epochs, samples as text.", _data_options)
 def data(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.report.reading import describe, reading
 

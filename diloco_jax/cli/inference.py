@@ -1,33 +1,45 @@
 """Subcommands about the model of a run: evaluate it, ask it tasks, let it write, bring it in from elsewhere or out."""
 
+from __future__ import annotations
+
 import argparse
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import run_config, show
 from diloco_jax.protocol.releases import install_hint
-from diloco_jax.runtime.model.evaluation import Evaluator
-from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
-from diloco_jax.runtime.records.files import CHECKPOINTS
-from diloco_jax.runtime.records.telemetry import finite
-from diloco_jax.settings.packed import find_config
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import load
-from diloco_jax.tools.inference.language import Language, Writing
-from diloco_jax.tools.live.words import scores_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from diloco_jax.settings.run import RunConfig
+    from diloco_jax.tools.inference.language import Language
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 TEMPERATURES = (1e-6, 1e6)  # others overflow float32
 PROMPT, TEMPERATURE = "\n", 0.7  # the beginning of a line
 
 
+def _evaluate_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run; or a config, for the model that its run would begin with")
+    parser.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
+    parser.add_argument("--tasks", metavar="NAMES", help="of lm-eval, separated by commas, in place of the data")
+    parser.add_argument("--tasks-folder", metavar="DIR", help="with tasks of your own; nothing is fetched then")
+    parser.add_argument("--limit", type=int, help="questions per task at most; default: all")
+
+
+@command("eval", "Evaluate the global model of a run on its held-out data, or on public tasks.", _evaluate_options)
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss of the newest checkpoint on the held-out data, or its scores in tasks."""
+    from diloco_jax.runtime.model.evaluation import Evaluator
+    from diloco_jax.runtime.records.telemetry import finite
+    from diloco_jax.tools.live.words import scores_text
+
     for name in ("batches", "limit"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ValueError(f"--{name} is {value}; use at least 1")
@@ -50,6 +62,8 @@ def _measured(row: Mapping[str, Any]) -> str:
 
 
 def _ask(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.records.telemetry import finite
+
     folder = None if arguments.tasks_folder is None else Path(arguments.tasks_folder)
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--tasks-folder {folder} is no folder; give one with lm-eval's YAML files")
@@ -71,8 +85,31 @@ def _ask(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _sample_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run; or a config, for the model that its run would begin with")
+    parser.add_argument("--prompt", default="\n", help="text to continue; default: the beginning of a line")
+    parser.add_argument("--tokens", type=int, default=200, help="how many; default: 200")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="0: always the likeliest token (greedy); default: 0.7, 1: as the model says",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest tokens that together have this probability; default: 1, all",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+
+
+@command("sample", "Print what the global model of a run writes.", _sample_options)
 def sample(arguments: argparse.Namespace) -> int:
     """Print what the newest checkpoint writes, as it is written."""
+    from diloco_jax.tools.inference.language import Writing
+
     how = Writing(arguments.temperature, arguments.top_p, arguments.seed)
     cold_or_hot = not (how.temperature == 0 or TEMPERATURES[0] <= how.temperature <= TEMPERATURES[1])
     if arguments.tokens < 1 or cold_or_hot or not 0 < how.top_p <= 1 or not arguments.prompt:
@@ -95,6 +132,8 @@ def sample(arguments: argparse.Namespace) -> int:
 
 def written(run: Path, count: int) -> str:
     """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if it is not of text."""
+    from diloco_jax.tools.inference.language import Writing
+
     try:
         language, _ = _language(str(run))
     except ValueError:
@@ -107,12 +146,19 @@ def _harmless(text: str) -> str:
 
 
 def _language(run: str) -> tuple[Language, int]:
+    from diloco_jax.tools.inference.language import Language
+
     config, parameters, global_step = _newest(run)
     return Language(config, parameters), global_step
 
 
 def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
     """Return a run's config, its newest checkpoint's parameters and global step; of a config, what it begins with."""
+    from diloco_jax.runtime.model.evaluation import Evaluator
+    from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
+    from diloco_jax.runtime.records.files import CHECKPOINTS
+    from diloco_jax.settings.text import load
+
     if Path(run).is_file():
         config = load(run)
         return config, dict(Evaluator(config).initial_parameters()), 0
@@ -123,8 +169,23 @@ def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
     return load(run_config(run)), parameters, meta["global_step"]
 
 
+def _begin_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("folder", help="with config.json and *.safetensors, as Hugging Face's hub has them")
+    parser.add_argument(
+        "--config",
+        help="all but the model: YAML file, or a config of the package, such as quickstart; default: the settings'"
+        " defaults",
+    )
+    parser.add_argument("--out", metavar="CONFIG", help="the config to write; default: the folder's name, .yaml")
+
+
+@command(
+    "import", "Write a config whose run begins with the weights of a public model; checks them all.", _begin_options
+)
 def begin(arguments: argparse.Namespace) -> int:
     """Write a config that begins with the weights of a public model."""
+    from diloco_jax.settings.packed import find_config
     from diloco_jax.tools.export.files import begin_with
 
     folder = Path(arguments.folder)
@@ -136,8 +197,23 @@ def begin(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run")
+    parser.add_argument("--format", choices=["hf", "orbax", "npz"], default="hf", help="hf: for transformers; default")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for it")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of hf's tensors; default: float32, as the run has them",
+    )
+
+
+@command("export", "Write the newest model of a run, finished or under way, for other programs.", _export_options)
 def export(arguments: argparse.Namespace) -> int:
     """Write a run's newest model for other programs."""
+    from diloco_jax.settings.text import load
     from diloco_jax.tools.export.files import export
 
     config, run_dir, out = load(run_config(arguments.run)), Path(arguments.run), Path(arguments.out)

@@ -12,14 +12,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, check_command, function_of, make_parser, read_words
+from diloco_jax.cli.commands import COMMANDS, make_parser
+from diloco_jax.cli.parser import check_command
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.local.machine import limit_jax, look
 from diloco_jax.runtime.records.os_errors import number_of
 from diloco_jax.runtime.records.os_errors import remedy as remedy_of
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
-TRAINING = {"train", "chaos", "learner", CHAOS_LEARNER, COMPILE, "islands", "baseline", "replay"}  # or start who does
 # May be over at the next attempt.
 DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
@@ -28,15 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     if (here := os.getcwd()) not in sys.path:  # as for `python -m`: people's own models lie there
         sys.path.append(here)
-    words = read_words()
-    parser = make_parser(words)
-    check_command(parser, sys.argv[1:] if arguments is None else arguments, words)
+    parser = make_parser()
+    check_command(parser, sys.argv[1:] if arguments is None else arguments, COMMANDS)
     known, rest = parser.parse_known_args(arguments)
     if rest and not known.takes_overrides:
         known.sub.error(known.sub.near_option(rest[0]) or f"unrecognized arguments: {' '.join(rest)}")
     known.overrides = rest
     known.leave = None
-    if known.name in TRAINING:
+    if known.command.trains:
         limit_jax(os.environ, look(os.environ))
     else:  # to look at an accelerator would take it, or most of its memory, from a run
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status_of(known: argparse.Namespace) -> int:
     """Run the command; errors for people become one line and a status."""
     try:
-        status = function_of(known.calls)(known)
+        status: int = known.command(known)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `diloco status RUN | head`: whoever read us has seen enough

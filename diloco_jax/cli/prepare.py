@@ -8,10 +8,27 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.records.signals import FAILED
+from diloco_jax.sim.goodput.settings import Assumptions
 
 
+def _certs_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("folder", help="where the files go; what is there already stays as it is")
+    parser.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
+    parser.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
+    parser.add_argument(
+        "--renew",
+        type=int,
+        default=0,
+        metavar="DAYS",
+        help="sign certificates anew that are valid for less than so many days; processes need no restart",
+    )
+
+
+@command("certs", "Make certificates and a token for a run: a test authority, syncer, learners.", _certs_options)
 def certs(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.trust.certificates import describe, make, settings
 
@@ -23,6 +40,19 @@ def certs(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_run_dir()
+    parser.takes_json()
+    parser.add_argument("--island", help="the learner that runs on this machine; default: this is the syncer's")
+    parser.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    parser.add_argument("--seconds", type=float, default=3.0, help="to measure throughput each way; default: 3")
+    parser.add_argument(
+        "--listen", action="store_true", help="on the syncer's machine before a run: answer the islands' doctors"
+    )
+
+
+@command("doctor", "Check this machine and its way to the syncer, before or during a run.", _doctor_options)
 def doctor(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.signals import stop_on_signals
     from diloco_jax.runtime.records.status import known_address
@@ -40,6 +70,20 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 0 if result["ok"] else FAILED
 
 
+def _launch_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument(
+        "way",
+        choices=["gke", "gce", "tpu-vm", "slurm", "sky"],
+        help="Kubernetes, Compute Engine or Cloud TPU API of Google Cloud; GPU hosts of Slurm or SkyPilot",
+    )
+    parser.takes_config("YAML file, or a config of the package, such as quickstart; its cloud section says where")
+    parser.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
+    parser.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
+    parser.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
+
+
+@command("launch", "Manifests and commands that start a run on a cloud or a cluster.", _launch_options)
 def launch(arguments: argparse.Namespace) -> int:
     from functools import partial
 
@@ -76,6 +120,28 @@ def launch(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _preflight_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_json()
+    parser.add_argument(
+        "--topology",
+        action="append",
+        default=[],
+        metavar="SLICE",
+        help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
+    )
+    parser.add_argument(
+        "--search",
+        metavar="FILE",
+        help="try policies of remat, micro-batches and mesh splits; FILE keeps what was found, a search goes on there",
+    )
+    parser.add_argument(
+        "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"
+    )
+    parser.add_argument("--write", metavar="CONFIG", help="where to write the config with the cheapest settings found")
+
+
+@command("preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", _preflight_options)
 def preflight(arguments: argparse.Namespace) -> int:
     from concurrent.futures import Future
 
@@ -109,6 +175,27 @@ def preflight(arguments: argparse.Namespace) -> int:
     return 0 if result["ok"] else FAILED
 
 
+def _simulate_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        help="rigid, elastic (both data parallel), sync (DiLoCo in lockstep), decoupled; default: all",
+    )
+    parser.add_argument("--learners", type=int, nargs="+", help="default: 2 4 8 16")
+    parser.add_argument("--chips", nargs="+", help="of all learners together; default: 150k 300k 600k 1.2m 2.4m")
+    parser.add_argument("--hours", type=float, help="simulated time; default: a day")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    parser.add_argument("--workers", type=int, help="processes; default: one on each core")
+    parser.add_argument("--fast", action="store_true", help="without the protocol's machines: no rounds, much faster")
+    parser.add_argument("--tapes", metavar="DIR", help="of one run: write its tapes there, for `diloco replay`")
+    parser.takes_settings(
+        "settings may follow as --hardware.name value, --wan.name value and --protocol.name value",
+        "list all settings with their sources, and exit",
+    )
+
+
+@command("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods.", _simulate_options)
 def simulate(arguments: argparse.Namespace) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
@@ -140,11 +227,23 @@ def _path(option: str, text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
+def _plan_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.takes_config(nargs="?")
+    for each in fields(Assumptions):
+        text, source = each.metadata["help"], each.metadata["source"]
+        if each.default:
+            text += f"; default: {each.default:g}" + (f" ({source})" if source else "")
+        kind = int if isinstance(each.default, int) else float
+        option = f"--{each.name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, metavar="N", help=text.replace("%", "%%"))
+
+
+@command("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change.", _plan_options)
 def plan(arguments: argparse.Namespace) -> int:
     if not arguments.config:
         raise ValueError("no config is named; give a YAML file, or quickstart")
     from diloco_jax.runtime.records.telemetry import finite
-    from diloco_jax.sim.goodput.settings import Assumptions
     from diloco_jax.tools.plan.advice import advise
     from diloco_jax.tools.plan.case import case_of
     from diloco_jax.tools.plan.forecast import forecast

@@ -14,13 +14,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import run_config, show
 from diloco_jax.runtime.records.files import CONFIG_FILE
 from diloco_jax.runtime.records.signals import FAILED
-from diloco_jax.transport.link import TransportConfig
 
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
+    from diloco_jax.transport.link import TransportConfig
 
 
 def load(path: str | Path) -> RunConfig:
@@ -30,10 +31,20 @@ def load(path: str | Path) -> RunConfig:
     return load(path)
 
 
+def _status_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("--watch", action="store_true", help="show the live view until the run ends, q or Ctrl-C")
+    parser.add_argument("run", help="folder of the run, or host:port of its syncer")
+    parser.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
+    parser.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+
+
+@command("status", "What a run does now, and what it waits for.", _status_options)
 def status(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.liveness import DEAD
     from diloco_jax.runtime.records.status import read_status
     from diloco_jax.tools.live.words import describe
+    from diloco_jax.transport.link import TransportConfig
 
     own = Path(arguments.run) / CONFIG_FILE
     chosen = arguments.config or (own if own.exists() else None)
@@ -85,9 +96,19 @@ def _watch(
     return view.status
 
 
+def _drain_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("learner", help="name of the learner, such as island-0")
+    parser.add_argument("run", help="folder of the run, or host:port of its syncer")
+    parser.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
+    parser.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+
+
+@command("drain", "Let one learner leave after its current step; the others go on.", _drain_options)
 def drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.status import is_address, syncer_at
     from diloco_jax.transport.calls import ask_drain
+    from diloco_jax.transport.link import TransportConfig
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):
@@ -102,6 +123,14 @@ def drain(arguments: argparse.Namespace) -> int:
     return 0 if ok else FAILED
 
 
+def _profile_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run, on the machine of the island")
+    parser.add_argument("--island", required=True, help="name of the learner, such as island-0")
+    parser.add_argument("--steps", type=int, default=10, help="how many, 1 to 1000; default: 10")
+
+
+@command("profile", "Profile some steps of an island, while it trains, for xprof and TensorBoard.", _profile_options)
 def profile(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.learner.profiling import ask_profile
 
@@ -110,6 +139,22 @@ def profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _report_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="folder of a run to hold it against, such as `diloco baseline`'s"
+    )
+    parser.add_argument(
+        "--perfetto",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="instead, write all islands on one timeline for ui.perfetto.dev; default: RUN/perfetto.json.gz",
+    )
+
+
+@command("report", "Write report.html of a run: its page, as it is now, in one file.", _report_options)
 def report(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.report.perfetto import write_perfetto
     from diloco_jax.tools.view.page import write_report
@@ -125,6 +170,23 @@ def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _view_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", nargs="+", help="folder of a run")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: 127.0.0.1, any free port"
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file with the token, so that the address stays as it is; made if there is none. Default: a new token",
+    )
+    parser.add_argument(
+        "--allow-plaintext", action="store_true", help="serve an address that is not loopback without encryption"
+    )
+
+
+@command("view", "The page of a run in your browser, finished or under way; of several, side by side.", _view_options)
 def view(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.signals import die_with_parent
     from diloco_jax.tools.view.board import Board
@@ -146,6 +208,12 @@ def view(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _compare_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", nargs="+", help="folder of a run")
+
+
+@command("compare", "What came of several runs, and the settings in which they differ.", _compare_options)
 def compare(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.view.compare import compare as compare_runs
     from diloco_jax.tools.view.compare import describe
@@ -155,6 +223,19 @@ def compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replay_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run; with --config, of a simulation's tapes")
+    parser.add_argument(
+        "--until", type=int, help="stop after the first merged round of this global step or a later one"
+    )
+    parser.add_argument("--config", help="train as a simulation's tapes say: YAML file with model, data, optimizer")
+    parser.add_argument("--out", help="with --config: folder for the result; default: a new one below runs_dir")
+
+
+@command(
+    "replay", "Train a run again from its tapes, and compare the result bit for bit.", _replay_options, trains=True
+)
 def replay(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.files import new_run_dir
     from diloco_jax.runtime.records.history import has_begun
@@ -201,6 +282,13 @@ def _replay_as_island(config: RunConfig, arguments: argparse.Namespace) -> int |
     return subprocess.run(command + ["--json"] * arguments.json, env=environment, check=False).returncode
 
 
+def _audit_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run, or of a simulation's tapes")
+    parser.add_argument("--config", help="YAML file with the protocol's settings; default: config.yaml of the run")
+
+
+@command("audit", "What became of every sample that a run handed out, from its tapes.", _audit_options)
 def audit(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.replay.audit import audit as audit_run
     from diloco_jax.tools.replay.audit import describe

@@ -16,13 +16,12 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
-from diloco_jax.cli.words import CHAOS_LEARNER
 from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
 from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
-from diloco_jax.transport.link import check_name, split_address
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
 PAGE_END_S = 5.0
+CHAOS_LEARNER = "chaos-learner"
 IMPORTING = "importing JAX and the program"
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,26 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
         yield run_dir, config
 
 
+def _train_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_run_dir()
+    parser.add_argument("--json", action="store_true", help="print summary.json at the end, no live view")
+    parser.add_argument("--quiet", action="store_true", help="no live view")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue a run that ended early, or a complete one with higher train.steps or train.tokens: --run-"
+        "dir, or the last",
+    )
+
+
+@command(
+    "train",
+    "A whole run on this machine: syncer and islands, live view, report.",
+    _train_options,
+    example="diloco train quickstart --train.steps 200 --run-dir runs/mine",
+    trains=True,
+)
 def train(arguments: argparse.Namespace) -> int:
     live = not (arguments.json or arguments.quiet)
     if live and sys.stdout.isatty() and not arguments.settings:  # which takes seconds, before there is a view
@@ -112,6 +132,13 @@ def train(arguments: argparse.Namespace) -> int:
     return 0 if summary["complete"] else INTERRUPTED
 
 
+def _syncer_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_run_dir()
+    parser.add_argument("--rewind", action="store_true", help="nobody is alive: go on from the newest snapshot alone")
+
+
+@command("syncer", "The syncer alone, for real machines; in a run's folder it goes on.", _syncer_options)
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     with _run_folder(arguments, config) as (run_dir, config):
@@ -178,7 +205,27 @@ def _await_syncer(arguments: argparse.Namespace, run_dir: Path, config: RunConfi
     return address
 
 
+def _learner_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_run_dir()
+    parser.add_argument("--island", required=True, help="name of the learner, unique in the run")
+    parser.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    parser.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
+    parser.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
+    parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where host 0 of the island listens")
+    parser.add_argument(
+        "--preemption",
+        metavar="gce|FILE",
+        help="leave politely when Google Cloud's metadata server, or the existence of FILE, says that this machine"
+        " will be taken away; SIGTERM always says so",
+    )
+    parser.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)
+
+
+@command("learner", "One learner alone, for real machines.", _learner_options, trains=True)
 def learner(arguments: argparse.Namespace) -> int:
+    from diloco_jax.transport.link import check_name, split_address
+
     if arguments.syncer:
         split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
@@ -189,6 +236,10 @@ def learner(arguments: argparse.Namespace) -> int:
             held.enter_context(_learner_lock(run_dir, name))
             tell_phase(run_dir, name, IMPORTING)
         return _learn(arguments, config, run_dir, held)
+
+
+# A learner of `diloco chaos`, on which faults can be brought from outside.
+chaos_learner = command(CHAOS_LEARNER, options=_learner_options, trains=True)(learner.function)
 
 
 def _learner_lock(run_dir: Path, name: str) -> LearnerLock:
@@ -219,9 +270,9 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         if loaded is not None:
             make = partial(LearnerRun, make_loop=lambda *_: loaded)
     if arguments.name == CHAOS_LEARNER:
-        from diloco_jax.tools.chaos.learner import chaos_learner
+        from diloco_jax.tools.chaos import learner as faulty
 
-        make = chaos_learner
+        make = faulty.chaos_learner
     incarnation = arguments.incarnation
     if incarnation is None:
         incarnation = next_incarnation(run_dir, arguments.island)
@@ -240,7 +291,16 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
 
 
+def _islands_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_run_dir()
+    parser.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+
+
+@command("islands", "All islands in this process, for one controller of several slices.", _islands_options, trains=True)
 def islands(arguments: argparse.Namespace) -> int:
+    from diloco_jax.transport.link import split_address
+
     if arguments.syncer:
         split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
@@ -265,6 +325,17 @@ def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) ->
     return INTERRUPTED if stop.is_set() else 0
 
 
+def _chaos_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_run_dir()
+    parser.takes_json()
+    parser.add_argument("--faults", type=int, default=20, help="how many; default: 20")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
+    parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all")
+    parser.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
+
+
+@command("chaos", "A local run under a schedule of faults: what came back, when.", _chaos_options, trains=True)
 def chaos(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.chaos.schedule import KINDS, draw_schedule
 
@@ -293,6 +364,12 @@ def chaos(arguments: argparse.Namespace) -> int:
     return FAILED if result["problems"] else 0
 
 
+def _baseline_options(parser: Parser) -> None:
+    parser.takes_config()
+    parser.takes_run_dir()
+
+
+@command("baseline", "The data-parallel baseline in this process, for `train`.", _baseline_options, trains=True)
 def baseline(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     with _run_folder(arguments, config) as (run_dir, config):
@@ -304,6 +381,13 @@ def baseline(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _compile_ahead_options(parser: Parser) -> None:
+    parser.add_argument("config")
+    parser.add_argument("--island")
+    parser.add_argument("--run-dir")
+
+
+@command("compile", options=_compile_ahead_options, trains=True)
 def compile_ahead(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     told = partial(tell_phase, Path(arguments.run_dir), f"compiler-{arguments.island}")
@@ -316,6 +400,13 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _merge_shard_options(parser: Parser) -> None:
+    parser.add_argument("config")
+    parser.add_argument("--shard", type=int, required=True)
+    parser.add_argument("--connection", type=int, required=True)
+
+
+@command("merge-shard", options=_merge_shard_options)
 def merge_shard(arguments: argparse.Namespace) -> int:
     from multiprocessing.connection import Connection
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,8 +14,8 @@ import pytest
 import yaml
 
 import diloco_jax
+from diloco_jax.cli.commands import COMMANDS, EXAMPLES, GROUPS, HIDDEN, make_parser
 from diloco_jax.cli.main import main
-from diloco_jax.cli.words import function_of, read_words
 from diloco_jax.settings.packed import find_config, packed
 from diloco_jax.settings.text import load
 from tests.runtime.helpers import ROOT, environment
@@ -35,8 +36,31 @@ def test_init_writes_a_config_and_its_schema_once(
     assert "is there already" in capsys.readouterr().err and target.read_text(encoding="utf-8") == "name: mine\n"
 
 
-def test_every_command_names_a_function() -> None:
-    assert [name for name, entry in read_words().items() if not callable(function_of(entry["calls"]))] == []
+def test_help_lists_each_command_once_in_its_group_and_ends_with_examples() -> None:
+    text = make_parser().format_help()
+    groups = dict(zip(GROUPS, re.split("|".join(f"{title}:\n" for title in GROUPS), text)[1:], strict=True))
+    for title, commands in GROUPS.items():
+        assert re.findall(r"(?m)^  ([a-z]+)\b", groups[title].partition("options:")[0]) == [c.name for c in commands]
+    assert all(each.name not in text for each in HIDDEN if each.name != "compile") and len(HIDDEN) == 3
+    assert text.splitlines()[-3:] == [f"  {each}" for each in EXAMPLES] and "  compile " not in text
+
+
+def test_commands_import_nothing_heavy_before_they_are_called() -> None:
+    heavy = {"jax", "numpy", "pydantic", "grpc", "rich", "yaml", "diloco_jax.settings.run"}
+    code = f"import sys, diloco_jax.cli.commands; print(*({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_example_lines_are_command_lines() -> None:
+    examples = [*EXAMPLES, *(each.example for each in COMMANDS if each.example)]
+    for each in examples:
+        words = re.split(r"  +", each)[0].split()
+        assert words[0] == "diloco" and make_parser().parse_known_args(words[1:])[0].name == words[1]
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit):
+        main(["train", "--help"])
+    example = "  diloco train quickstart --train.steps 200 --run-dir runs/mine"
+    assert said.getvalue().splitlines()[-2:] == ["example:", example]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from diloco_jax.cli.words import make_parser, read_words
+from diloco_jax.cli.commands import make_parser
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load, parse
 from diloco_jax.tools.launch import common
@@ -162,7 +162,7 @@ def test_every_config_finds_what_it_needs_in_its_pods(path: Path, tmp_path: Path
         for file in common.certificate_files(who):
             shutil.copy(made / file, root / "etc/diloco/certs" / file)
         words = [word.replace("/etc", f"{root}/etc").replace("/var", f"{root}/var") for word in container["args"]]
-        arguments = make_parser(read_words()).parse_args(words)
+        arguments = make_parser().parse_args(words)
         config = load(arguments.config)
         credentials(config.transport, who)  # it reads and checks all of them
         assert Path(arguments.run_dir).parent.is_dir(), "no volume holds the run's folder"

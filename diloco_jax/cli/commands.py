@@ -1,0 +1,35 @@
+"""All commands of `diloco`, in the groups and the order in which `diloco --help` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from diloco_jax.cli import first, inference, prepare, records, runs
+from diloco_jax.cli.parser import Command, Parser, build_parser
+
+GROUPS: Mapping[str, tuple[Command, ...]] = {
+    "run, and watch it": (
+        runs.train, records.status, records.view, records.drain, records.profile, records.report, records.compare,
+        runs.chaos,
+    ),
+    "prepare": (
+        first.init, first.data, first.tokenize, inference.begin, prepare.doctor, prepare.plan, prepare.preflight,
+        prepare.simulate, prepare.launch, prepare.certs,
+    ),
+    "machines and their roles": (runs.syncer, runs.learner, runs.islands, runs.baseline),
+    "after training": (inference.evaluate, inference.sample, inference.export, records.replay, records.audit),
+    "editor and shell": (first.schema, first.completion),
+}  # fmt: skip
+# Processes of a run start each other with these.
+HIDDEN = (runs.chaos_learner, runs.merge_shard, runs.compile_ahead)
+COMMANDS = (*(each for group in GROUPS.values() for each in group), *HIDDEN)
+EXAMPLES = (
+    "diloco train quickstart                     train a small model on this machine",
+    "diloco status runs/quickstart --watch       watch it from another terminal",
+    "diloco sample runs/quickstart --tokens 100  print what the trained model writes",
+)
+
+
+def make_parser() -> Parser:
+    """Make the command line's parser with all commands."""
+    return build_parser(GROUPS, HIDDEN, EXAMPLES)
