@@ -8,12 +8,11 @@ import logging
 import shutil
 import threading
 import time
-import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 from wsgiref.simple_server import WSGIServer
 
 import prometheus_client as prometheus
@@ -37,11 +36,226 @@ STATES = ("starting", "running", EVALUATING, "complete", "stopped")
 ABSENT = "absent"  # condition of an island that nobody has seen yet
 PHASES = ("quorum", "grace", "pull", "merge")
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)  # in seconds
-METRICS = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))  # each with its help and its key
 ROUND = ("diloco_round_phase_seconds", "a round's wait for its quorum, its grace window, and its pull and merge")
 BROADCAST = ("diloco_broadcast_seconds", "from a merge until an island has read the new version")
 
 log = logging.getLogger(__name__)
+
+
+class MetricRow(NamedTuple):
+    """A metric: how it is described to Prometheus, and the function that reads its value."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    unit: str
+    help: str
+    value: Callable[[Mapping[str, Any]], Any]
+    # Label of several values; "" for a metric with one value.
+    label: str = ""
+
+
+def _if_known(key: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda row: row.get(key)
+
+
+# Each reads what the loop reported and what `Exposition._found` adds to it.
+RUN_METRICS = (
+    MetricRow(
+        "diloco_run_state", "gauge", "", "1 for the state that the run is in, else 0", itemgetter("states"), "state"
+    ),
+    MetricRow(
+        "diloco_status_timestamp_seconds",
+        "gauge",
+        "seconds",
+        "when the syncer's loop last told of the run, since 1970",
+        itemgetter("unix_s"),
+    ),
+    MetricRow("diloco_global_step", "gauge", "", "rounds that have closed", itemgetter("global_step")),
+    MetricRow("diloco_expected_global_steps", "gauge", "steps", "rounds of the whole run", itemgetter("total_steps")),
+    MetricRow(
+        "diloco_overlap_steps", "gauge", "steps", "inner steps that a round may take", itemgetter("overlap_steps")
+    ),
+    MetricRow(
+        "diloco_rounds_merged_total",
+        "counter",
+        "rounds",
+        "rounds that made a new version of a fragment",
+        itemgetter("merged_rounds"),
+    ),
+    MetricRow(
+        "diloco_rounds_abandoned_total",
+        "counter",
+        "rounds",
+        "rounds without a usable value, in this process",
+        itemgetter("abandoned"),
+    ),
+    MetricRow(
+        "diloco_values_merged_total",
+        "counter",
+        "",
+        "values in merged rounds: per round, its contributors",
+        itemgetter("merged_parts"),
+    ),
+    MetricRow(
+        "diloco_values_rejected_total",
+        "counter",
+        "",
+        "values that merges left out, in this process",
+        itemgetter("rejected"),
+        "island",
+    ),
+    MetricRow("diloco_tokens_total", "counter", "tokens", "tokens trained on", itemgetter("tokens")),
+    MetricRow(
+        "diloco_tokens_merged_total", "counter", "tokens", "tokens merged, each once", itemgetter("merged_tokens")
+    ),
+    MetricRow(
+        "diloco_samples", "gauge", "samples", "samples that were leased, and their fates", itemgetter("samples"), "fate"
+    ),
+    MetricRow("diloco_received_bytes_total", "counter", "bytes", "bytes from islands", itemgetter("up_bytes")),
+    MetricRow("diloco_sent_bytes_total", "counter", "bytes", "bytes to islands", itemgetter("down_bytes")),
+    MetricRow("diloco_evaluation_loss", "gauge", "", "loss of the newest evaluation", itemgetter("eval_loss")),
+    MetricRow("diloco_goodput_ratio", "gauge", "ratio", "goodput since the run began", itemgetter("goodput")),
+    MetricRow("diloco_uptime_ratio", "gauge", "ratio", "uptime since the run began", itemgetter("uptime")),
+    MetricRow("diloco_alarms", "gauge", "", "alarms of this moment", itemgetter("alarms_by_kind"), "kind"),
+    MetricRow(
+        "diloco_unlisted_islands",
+        "gauge",
+        "islands",
+        "islands of other names than the config's first 256",
+        itemgetter("unlisted"),
+    ),
+    MetricRow(
+        "diloco_snapshot_interval_rounds",
+        "gauge",
+        "rounds",
+        "rounds between two snapshots; 0: only the last is saved",
+        itemgetter("snapshot_every"),
+    ),
+    MetricRow(
+        "diloco_snapshot_global_step", "gauge", "", "global step of the newest snapshot", itemgetter("snapshot_step")
+    ),
+    MetricRow(
+        "diloco_snapshot_timestamp_seconds",
+        "gauge",
+        "seconds",
+        "when the newest snapshot was written, since 1970",
+        itemgetter("snapshot_unix_s"),
+    ),
+    MetricRow(
+        "diloco_snapshot_duration_seconds",
+        "gauge",
+        "seconds",
+        "how long writing the newest snapshot took",
+        itemgetter("snapshot_took_s"),
+    ),
+    MetricRow(
+        "diloco_snapshot_failures_total",
+        "counter",
+        "",
+        "snapshots that this process could not write",
+        itemgetter("snapshot_failures"),
+    ),
+    MetricRow(
+        "diloco_disk_free_bytes", "gauge", "bytes", "free space where the run's folder is", itemgetter("disk_free")
+    ),
+    MetricRow(
+        "diloco_disk_size_bytes", "gauge", "bytes", "size of the disk with the run's folder", itemgetter("disk_size")
+    ),
+    MetricRow(
+        "diloco_certificate_expiry_timestamp_seconds",
+        "gauge",
+        "seconds",
+        "when the syncer's certificates expire, since 1970",
+        itemgetter("expiries"),
+        "certificate",
+    ),
+)
+# Each reads an island's row of the status, with what the island measures. The label `island` is added to all of them.
+ISLAND_METRICS = (
+    MetricRow(
+        "diloco_island_condition",
+        "gauge",
+        "",
+        "1 for the condition that the island is in, else 0",
+        _if_known("condition"),
+        "condition",
+    ),
+    MetricRow("diloco_island_steps_total", "counter", "steps", "inner steps", _if_known("local_step")),
+    MetricRow("diloco_island_tokens_total", "counter", "tokens", "tokens trained on", _if_known("tokens")),
+    MetricRow("diloco_island_restarts_total", "counter", "", "starts after the first one", _if_known("restarts")),
+    MetricRow(
+        "diloco_island_step_seconds",
+        "gauge",
+        "seconds",
+        "seconds of an inner step, moving average",
+        _if_known("step_s"),
+    ),
+    MetricRow(
+        "diloco_island_loss", "gauge", "", "training loss of the newest step; may be NaN or infinite", _if_known("loss")
+    ),
+    MetricRow(
+        "diloco_island_participation_ratio",
+        "gauge",
+        "ratio",
+        "rounds in which it was merged, over rounds merged",
+        _if_known("participation"),
+    ),
+    MetricRow(
+        "diloco_island_last_merged_round",
+        "gauge",
+        "",
+        "global step of the newest round that merged it",
+        _if_known("last_merged_round"),
+    ),
+    MetricRow(
+        "diloco_island_staleness_rounds",
+        "gauge",
+        "rounds",
+        "rounds closed since the newest that it had heard of",
+        _if_known("staleness"),
+    ),
+    MetricRow(
+        "diloco_island_broadcast_seconds",
+        "gauge",
+        "seconds",
+        "way of a new version to it, moving average, at most tau steps",
+        _if_known("broadcast_s"),
+    ),
+    MetricRow(
+        "diloco_island_gradient_norm", "gauge", "", "norm of its gradient before clipping", _if_known("grad_norm")
+    ),
+    MetricRow(
+        "diloco_island_learning_rate", "gauge", "", "learning rate of its inner optimizer", _if_known("learning_rate")
+    ),
+    MetricRow(
+        "diloco_island_data_wait_ratio",
+        "gauge",
+        "ratio",
+        "share of the time in steps for which it waited for data",
+        _if_known("waiting_for_data"),
+    ),
+    MetricRow(
+        "diloco_island_mfu_ratio",
+        "gauge",
+        "ratio",
+        "model FLOPs utilisation, if the peak of its devices is known",
+        _if_known("mfu"),
+    ),
+    MetricRow(
+        "diloco_island_device_memory_bytes",
+        "gauge",
+        "bytes",
+        "memory in use on its fullest device",
+        _if_known("device_bytes"),
+    ),
+    MetricRow(
+        "diloco_island_host_memory_bytes",
+        "gauge",
+        "bytes",
+        "memory of its process; of several, the leader's",
+        _if_known("host_bytes"),
+    ),
+)
 
 
 class Exposition(Collector):
@@ -131,18 +345,18 @@ class Exposition(Collector):
         if not self._told:
             return
         told = self._told | self._found(self._told)
-        for name, (words, key, *label) in METRICS["run"].items():
-            value = told[key]
+        for row in RUN_METRICS:
+            value = row.value(told)
             values = {(key,): each for key, each in value.items()} if isinstance(value, Mapping) else {(): value}
-            yield _metric(name, words, label, values)
-        rows = {row["learner"]: {**row["metrics"], **row} for row in told["learners"]}
-        for name, (words, key) in METRICS["island"].items():
-            found = {each: rows.get(each, {"condition": ABSENT}).get(key) for each in self._names}
-            if key == "condition":
+            yield _metric(row, [row.label] if row.label else [], values)
+        rows = {each["learner"]: {**each["metrics"], **each} for each in told["learners"]}
+        for row in ISLAND_METRICS:
+            found = {each: row.value(rows.get(each, {"condition": ABSENT})) for each in self._names}
+            if row.label:
                 several = {(each, one): float(one == found[each]) for each in found for one in (*CONDITIONS, ABSENT)}
-                yield _metric(name, words, ("island", key), several)
+                yield _metric(row, ["island", row.label], several)
             else:
-                yield _metric(name, words, ("island",), {(each,): value for each, value in found.items()})
+                yield _metric(row, ["island"], {(each,): value for each, value in found.items()})
 
     def _found(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the loop need not tell: from its words, the settings, the disk, and who writes snapshots."""
@@ -166,10 +380,10 @@ class Exposition(Collector):
         }
 
 
-def _metric(name: str, words: str, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:
+def _metric(row: MetricRow, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:
     """Return a metric with a sample for each value that is known; the keys are tuples of the labels' values."""
-    metric = Metric(name.removesuffix("_total"), words, "counter" if name.endswith("_total") else "gauge")
+    metric = Metric(row.name.removesuffix("_total"), row.help, row.kind)
     for key, value in values.items():
         if value is not None:
-            metric.add_sample(name, dict(zip(labels, key, strict=True)), value)
+            metric.add_sample(row.name, dict(zip(labels, key, strict=True)), value)
     return metric
