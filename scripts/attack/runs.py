@@ -18,7 +18,7 @@ from tests.runtime.helpers import ROOT, call, environment, kill_processes, notes
 STEPS = 200
 QUICK_S, SLOW_S = 0.02, 1.0
 END_S = 240.0
-BEGIN_S = 120.0
+BEGIN_S = 240.0
 SMALL: dict[str, Any] = {
     "islands": {"devices": 1},
     "model": {
