@@ -12,7 +12,7 @@ LINE_LENGTH_MAX = 120
 
 PACKAGE = "diloco_jax"
 FOLDERS = (PACKAGE, "tests", "scripts", "configs", "docs", ".ci")
-TEXT_SUFFIXES = {"", ".py", ".sh", ".md", ".toml", ".yaml", ".yml", ".txt", ".proto", ".cfg"}
+TEXT_SUFFIXES = {"", ".py", ".sh", ".md", ".toml", ".yaml", ".yml", ".txt", ".proto", ".cfg", ".j2"}
 PYTHON_SHEBANG = re.compile(r"#!.*\bpython")
 
 # Written in pieces so that this file passes its own test.

@@ -86,15 +86,21 @@ def tokenize(arguments: argparse.Namespace) -> int:
         out = build_store(source, arguments.tokenizer, Path(arguments.out), arguments.workers or 0, tell)
     facts = read_facts(out)
     told = {name: facts[name] for name in ("tokens", "documents", "bytes", "vocab_size", "tokenizer")}
+    told |= {name: facts[name] for name in ("rows_left_out", "documents_replaced") if name in facts}
     show(arguments, {"out": str(out), **told, "files": len(facts["files"])}, _describe)
     return 0
 
 
 def _describe(result: dict[str, Any]) -> str:
-    return (
+    lines = [
         f"{result['tokens']:,} tokens of {result['documents']:,} documents, {result['bytes'] / result['tokens']:.2f} "
         f"bytes per token, {result['vocab_size']:,} ids: {result['out']}"
-    )
+    ]
+    if rows := result.get("rows_left_out"):
+        lines.append(f"{rows:,} rows have no text (null, or empty) and are left out")
+    if count := result.get("documents_replaced"):
+        lines.append(f"{count:,} documents have U+FFFD, which replaces bytes that are not valid UTF-8")
+    return "\n".join(lines)
 
 
 def data(arguments: argparse.Namespace) -> int:

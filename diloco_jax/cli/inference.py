@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.cli.shared import run_config, show
+from diloco_jax.protocol.releases import install_hint
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
 from diloco_jax.runtime.records.files import CHECKPOINTS
@@ -57,7 +58,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     try:
         from diloco_jax.tools.inference.harness import ask_tasks
     except ImportError as error:
-        raise ValueError(f"--tasks needs lm-eval ({error}); pip install 'diloco-jax[eval]'") from error
+        raise ValueError(f"--tasks needs lm-eval ({error}); {install_hint('eval')}") from error
     language, step = _language(arguments.run)
     scores = ask_tasks(language, arguments.tasks.split(","), folder, arguments.limit)
     lines = [f"global step {step}:"]

@@ -68,7 +68,9 @@ def _status_of(known: argparse.Namespace) -> int:
         of_file = isinstance(error, OSError) and error.filename is not None
         words = f"{error.filename}: {error.strerror}" if of_file else str(error)  # type: ignore[union-attr]
         full = isinstance(error, OSError) and error.errno in DISK_TROUBLE
-        remedy = f"; {'free space there' if full else 'correct its rights, or choose another path'}" if of_file else ""
+        denied = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        advice = "choose another path" if not denied else "correct its permissions, or choose another path"
+        remedy = f"; {'free space there' if full else advice}" if of_file else ""
         print(f"diloco {known.name}: {words}{remedy}", file=sys.stderr)
         return FAILED if full else WRONG_INPUT
     except KeyboardInterrupt:

@@ -10,16 +10,24 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.shared import run_config, show
 from diloco_jax.runtime.records.files import CONFIG_FILE
 from diloco_jax.runtime.records.signals import FAILED
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import load
 from diloco_jax.transport.link import TransportConfig
+
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
+
+
+def load(path: str | Path) -> RunConfig:
+    """Load a config, with all that a config may name, which takes a second."""
+    from diloco_jax.settings.text import load
+
+    return load(path)
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -29,11 +37,20 @@ def status(arguments: argparse.Namespace) -> int:
 
     own = Path(arguments.run) / CONFIG_FILE
     chosen = arguments.config or (own if own.exists() else None)
-    config = load(chosen) if chosen else None
-    transport = config.transport if config is not None else None
+
+    @cache
+    def config() -> RunConfig | None:
+        return load(chosen) if chosen else None
+
+    def transport() -> TransportConfig:
+        found = config()
+        return found.transport if found is not None else TransportConfig()
+
+    if arguments.config or arguments.watch:
+        config()
     read = partial(read_status, arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
     if arguments.watch:
-        found = _watch(arguments, own.parent if own.exists() else None, config, read) or read()
+        found = _watch(arguments, own.parent if own.exists() else None, config(), read) or read()
     else:
         show(arguments, found := read(), describe)
     return FAILED if found.get("state") in DEAD else 0

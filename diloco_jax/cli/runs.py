@@ -8,7 +8,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
 from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
-from diloco_jax.transport.link import check_name
+from diloco_jax.transport.link import check_name, split_address
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
@@ -33,30 +34,53 @@ IMPORTING = "importing JAX and the program"
 log = logging.getLogger(__name__)
 
 
-def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
-    """Make the run's folder with the resolved config in it."""
-    from diloco_jax.runtime.local.resume import check_resumable, check_same_run
-    from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, TAPE_FILE, new_run_dir, newest_run_dir
-    from diloco_jax.settings.text import load, save
+@contextmanager
+def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tuple[Path, RunConfig]]:
+    """Make the run's folder with the resolved config in it, return both, and hold its lock.
 
-    resume = arguments.name == "train" and arguments.resume
+    Before the lock is held nothing there changes.
+    """
+    from diloco_jax.runtime.local.resume import check_resumable, check_same_run
+    from diloco_jax.runtime.records.files import (
+        CONFIG_FILE,
+        METRICS_FILE,
+        SUPERVISOR_LOCK,
+        SYNCER_LOCK,
+        TAPE_FILE,
+        new_run_dir,
+        newest_run_dir,
+    )
+    from diloco_jax.runtime.records.folder_lock import FolderLock, refuse_if_locked
+    from diloco_jax.runtime.records.signals import PARENT_ENV
+    from diloco_jax.settings.text import as_begun, load, save
+
+    supervises, resume = arguments.name in ("train", "chaos"), arguments.name == "train" and arguments.resume
     choose = newest_run_dir if resume else new_run_dir
     run_dir = Path(arguments.run_dir) if arguments.run_dir else choose(Path(config.runs_dir), config.name)
     target = run_dir / CONFIG_FILE
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"--run-dir {run_dir} is a file; name a folder")
+    own_lock = SUPERVISOR_LOCK if supervises else SYNCER_LOCK
+    if PARENT_ENV not in os.environ:
+        refuse_if_locked(run_dir, SUPERVISOR_LOCK)
+    refuse_if_locked(run_dir, SYNCER_LOCK)
+    # A syncer of release 0.2.0 locks its tape instead.
+    refuse_if_locked(run_dir, TAPE_FILE)
     if resume:
         check_resumable(run_dir)
-    elif arguments.name in ("train", "chaos") and (run_dir / METRICS_FILE).exists():
+    elif supervises and (run_dir / METRICS_FILE).exists():
         raise ValueError(
             f"{run_dir} holds a run already; go on with it (--resume), choose another --run-dir, or remove that folder"
         )
     if target.exists() and (run_dir / TAPE_FILE).exists():
-        check_same_run(load(target), config, run_dir)
+        began = load(target)
+        config = as_begun(config, began)
+        check_same_run(began, config, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (target.exists() and target.samefile(arguments.config)):
-        save(config, target)
-    return run_dir
+    with FolderLock(run_dir, own_lock):
+        if not (target.exists() and target.samefile(arguments.config)):
+            save(config, target)
+        yield run_dir, config
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -68,8 +92,8 @@ def train(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments)
     check_input(config)
-    run_dir = _run_dir(arguments, config)
-    summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
+    with _run_folder(arguments, config) as (run_dir, config):
+        summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
     if arguments.json:
         print(json.dumps({"run_dir": str(run_dir), **summary}))
     if not summary:
@@ -79,7 +103,11 @@ def train(arguments: argparse.Namespace) -> int:
 
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    run_dir = _run_dir(arguments, config)
+    with _run_folder(arguments, config) as (run_dir, config):
+        return _sync(config, run_dir, rewind=arguments.rewind)
+
+
+def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.records.signals import give_memory_back
@@ -101,7 +129,7 @@ def syncer(arguments: argparse.Namespace) -> int:
         model = Evaluator(config)
     page = _begin_page(config, run_dir)
     try:
-        summary = SyncerRun(config, run_dir, stop, model, rewind=arguments.rewind).run()
+        summary = SyncerRun(config, run_dir, stop, model, rewind=rewind).run()
     finally:
         if page is not None:
             page.terminate()
@@ -120,19 +148,36 @@ def _begin_page(config: RunConfig, run_dir: Path) -> subprocess.Popen[bytes] | N
     return subprocess.Popen(words, env={**os.environ, PARENT_ENV: str(os.getpid())})
 
 
+def _await_syncer(arguments: argparse.Namespace, run_dir: Path, config: RunConfig, stop: Event) -> str:
+    """Return the address of the syncer once somebody listens there, before anything is loaded or compiled for it."""
+    from dataclasses import replace
+
+    from diloco_jax.runtime.records.files import ADDRESS_FILE
+    from diloco_jax.runtime.records.status import known_address
+    from diloco_jax.transport.reach import await_listener
+
+    address = arguments.syncer or known_address(run_dir, config)
+    told = run_dir / ADDRESS_FILE
+    setting = "--syncer" if arguments.syncer else str(told) if told.exists() else "transport.address"
+    await_listener(replace(config.transport, address=address), setting, log.warning, stop)
+    return address
+
+
 def learner(arguments: argparse.Namespace) -> int:
+    if arguments.syncer:
+        split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     if not (arguments.standby or arguments.host):  # a spare is nobody yet
         tell_phase(run_dir, check_name(arguments.island), IMPORTING)
     stop = _begin_process(run_dir)
+    address = "" if arguments.standby else _await_syncer(arguments, run_dir, config, stop)
     log.info(IMPORTING)
     from diloco_jax.runtime.island.join import join, leave
     from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.preemption import check_source, watch
     from diloco_jax.runtime.learner.run import LearnerRun, follow
     from diloco_jax.runtime.local.run import next_incarnation
-    from diloco_jax.runtime.records.status import known_address
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
     if arguments.standby:
@@ -141,7 +186,7 @@ def learner(arguments: argparse.Namespace) -> int:
         go = stand_by(config, run_dir, arguments.island, loads=arguments.name != CHAOS_LEARNER)
         if go is None:
             return 0
-        arguments.syncer, arguments.incarnation, loaded = go
+        address, arguments.incarnation, loaded = go
         if loaded is not None:
             make = partial(LearnerRun, make_loop=lambda *_: loaded)
     if arguments.name == CHAOS_LEARNER:
@@ -151,7 +196,6 @@ def learner(arguments: argparse.Namespace) -> int:
     incarnation = arguments.incarnation
     if incarnation is None:
         incarnation = next_incarnation(run_dir, arguments.island)
-    address = arguments.syncer or known_address(run_dir, config)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
     if config.island(arguments.island).hosts > 1:
@@ -168,16 +212,17 @@ def learner(arguments: argparse.Namespace) -> int:
 
 
 def islands(arguments: argparse.Namespace) -> int:
+    if arguments.syncer:
+        split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
+    address = _await_syncer(arguments, run_dir, config, stop)
     from diloco_jax.runtime.local.controller import IslandsRun, use_pathways
-    from diloco_jax.runtime.records.status import known_address
 
     if config.islands.pathways:
         use_pathways()
-    address = arguments.syncer or known_address(run_dir, config)
     run = IslandsRun(config, run_dir, address, stop)
     tell_phase(run_dir, CONTROLLER, "")  # each island has its own
     run.run()
@@ -205,21 +250,21 @@ def chaos(arguments: argparse.Namespace) -> int:
 
     config = for_chaos(config, len(schedule))
     check_input(config)
-    run_dir = _run_dir(arguments, config)
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    result = run_chaos(config, run_dir, schedule, say)
+    with _run_folder(arguments, config) as (run_dir, config):
+        result = run_chaos(config, run_dir, schedule, say)
     show(arguments, {"run_dir": str(run_dir), "seed": arguments.seed, **result}, lambda _: table(result))
     return FAILED if result["problems"] else 0
 
 
 def baseline(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    run_dir = _run_dir(arguments, config)
-    tell_phase(run_dir, "trainer", IMPORTING)
-    stop = _begin_process(run_dir)
-    from diloco_jax.runtime.local.baseline import DataParallelRun
+    with _run_folder(arguments, config) as (run_dir, config):
+        tell_phase(run_dir, "trainer", IMPORTING)
+        stop = _begin_process(run_dir)
+        from diloco_jax.runtime.local.baseline import DataParallelRun
 
-    DataParallelRun(config, run_dir, stop).run()
+        DataParallelRun(config, run_dir, stop).run()
     return 0
 
 

@@ -1,6 +1,7 @@
 """The command `train`: a local run from its config to its report, with a live view."""
 
 import json
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
+from diloco_jax.runtime.local.check_input import memory_bytes, oversized
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
 from diloco_jax.tools.live.view import LiveView, run_in
-from diloco_jax.tools.live.words import alarm_line, scores_text
+from diloco_jax.tools.live.words import alarm_line, ended_lines, scores_text, stands
 from diloco_jax.tools.view.page import write_report
 
 ALARMS_SHOWN = 8
@@ -34,6 +36,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
 
     run = LocalRun(config, run_dir, say, stop, resume=resume)
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
+    if warning := oversized(config, memory_bytes()):
+        say(warning)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier stop
     try:
         if live:
@@ -59,15 +63,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         report = f"report {write_report(run_dir)}"
     except ValueError as error:  # stopped before the first step
         report = f"no report: {error}"
-    ending = "complete" if summary["complete"] else "stopped"
-    loss = "not finite" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"
-    if config.model.own and summary["eval_loss"] is None:
-        loss = "not told (the islands evaluate)"
-    loss += scores_text(summary["eval_scores"])
-    say(
-        f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
-        f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
-    )
+    say(ending(summary, config))
     from diloco_jax.cli.inference import written  # with what computes, of which this process had no need
 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
@@ -75,9 +71,28 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     say(report)
     if not summary["complete"] and (run_dir / TAPE_FILE).exists():
         say(f"go on: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
-    told = [alarm_line(alarm) for alarm in summary["alarms"]]
+    told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
     if more := told[ALARMS_SHOWN:]:
         told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
-    for text in told:
+    for text in [*told, *ended_lines(summary["alarms"])]:
         Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
     return summary
+
+
+def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
+    """Say how a run ended: how far it came, and what its newest evaluation found."""
+    loss, scores = summary["eval_loss"], scores_text(summary["eval_scores"])
+    own = config.model.own
+    if loss is not None:
+        found = f"evaluation loss {loss:.4f}{scores}"
+    elif summary.get("evaluated", True):
+        found = f"evaluation loss not finite{scores}"
+    elif summary["complete"]:
+        found = "no evaluation" + (": the loops give join() no evaluate=" if own else ", see the alarms")
+    else:
+        found = "before the first evaluation"
+    steps, spent = summary["global_steps"], f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
+    if summary["complete"]:
+        return f"complete: {found} after {steps} global steps and {spent}"
+    of = f" of {config.train.steps}" if config.train.steps and not config.train.tokens else ""
+    return f"stopped after {steps}{of} global steps and {spent}, {found}"

@@ -27,6 +27,7 @@ from diloco_jax.protocol.messages import Adopted, Lease
 Range = tuple[int, int]
 Share = tuple[int, int, int, int]  # that a value has in a version: fragment, version, since, samples (as on_merged)
 BOOK = 1 << 32  # more samples than one incarnation is ever given
+ORDER_MAX = 1 << 61  # positions and sample numbers that leases may reach: a message carries numbers of up to 2^62
 
 
 class Batch(NamedTuple):
@@ -231,9 +232,11 @@ class LeaseBook:
         return holding
 
     def grant(self, learner_id: str, count: int) -> list[Lease]:
-        """Hand out `count` more samples; returns the leases to send."""
+        """Hand out `count` more samples; returns the leases to send, none where the numbers of an order end."""
         holding = self.holdings[learner_id]
         sample = holding.granted
+        if max(self._next, sample) + count > ORDER_MAX:
+            return []
         while count > 0:
             start, stop = self._take(count)
             holding.granted += stop - start

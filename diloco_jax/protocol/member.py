@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.claims import Asked, Reported
 from diloco_jax.protocol.messages import NO_VERSION, Adopted, Arrived, Hello, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
@@ -73,6 +74,7 @@ class Credit:
     merged_round: dict[int, int] = field(default_factory=dict)  # fragment -> newest round that merged a value of it
     merged_tokens: int = 0  # of its reported ones, those up to its newest value that a round has merged
     merged_mark: int = 0  # rounds merged when it last had a share in one, or became active
+    asked: dict[int, Asked] = field(default_factory=dict)  # fragment -> the report on which it was last asked for
     alarmed: bool = False
     strikes: int = 0  # values in a row that could not be used
     expelled: bool = False
@@ -103,7 +105,9 @@ class Member:
     restarts: int = 0
     rounds: int = 0  # rounds in which a value of this learner was merged
     local_step: int = 0
-    tokens: int = 0
+    tokens: int = 0  # as far as they are plausible (claims.py)
+    reported_tokens: int = 0
+    samples: int = -1  # of its newest report; -1: unknown
     global_step: int = 0
     adopted: tuple[Adopted, ...] = ()
     step_samples: int = 1
@@ -120,17 +124,26 @@ class Member:
         totals = (self.total_steps, self.total_tokens, self.restarts + 1, self.rounds)
         return Member(self.learner_id, incarnation, now_s, now_s, JOINING, *totals)
 
-    def record(self, report: StepReport, config: ProtocolConfig, now_s: float) -> None:
-        """Take over a report that is newer than all before."""
+    def record(self, report: StepReport, tokens: int, config: ProtocolConfig, now_s: float) -> None:
+        """Take over a report that is newer than all before, as of so many plausible tokens."""
         if self.local_step > 0:  # the first step of an incarnation compiles: no sample of its speed
             self.step_s = ema(self.step_s, report.step_s, config.ema_decay)
         if report.arrived and self.step_s is not None:
             self.down.record(report.arrived, config.overlap_steps * self.step_s, config.ema_decay, now_s)
         self.local_step = report.local_step
-        self.tokens = report.tokens
+        self.tokens, self.reported_tokens, self.samples = tokens, report.tokens, report.samples
         self.global_step = report.global_step
         self.adopted = report.adopted
         self.loss = report.loss
+
+    def asked_for(self, fragment_id: int, global_step: int) -> None:
+        """Remember its newest report, on which this round asks it for a fragment."""
+        held = self.adopted[fragment_id]
+        self.credit.asked[fragment_id] = Asked(global_step, self.local_step, self.reported_tokens, held)
+
+    def reported(self, fragment_id: int) -> Reported:
+        """Return what its newest report says of a fragment."""
+        return Reported(self.local_step, self.reported_tokens, self.samples, self.adopted[fragment_id])
 
     @property
     def holds_all(self) -> bool:
@@ -167,6 +180,7 @@ class Member:
         del plain["down"], plain["credit"]
         plain["merged_base"] = list(self.credit.merged_base.items())
         plain["merged_round"] = list(self.credit.merged_round.items())
+        plain["asked"] = [[fragment_id, *asked] for fragment_id, asked in self.credit.asked.items()]
         plain["sent"] = [[fragment_id, *sent] for fragment_id, sent in self.down.sent.items()]
         plain["will_hold"] = list(self.down.will_hold)
         return dict(sorted(plain.items()))
@@ -179,6 +193,9 @@ class Member:
             for name in plain.keys() & set(owner.__slots__):  # one that an older release did not write has its default
                 setattr(owner, name, plain[name])
         member.adopted = tuple(Adopted(*held) for held in plain["adopted"])
+        member.reported_tokens = plain.get("reported_tokens", member.tokens)
+        asked = (Asked(*report, Adopted(*held)) for _, *report, held in plain.get("asked", ()))
+        member.credit.asked = dict(zip((row[0] for row in plain.get("asked", ())), asked, strict=True))
         member.credit.merged_base = {fragment_id: version for fragment_id, version in plain["merged_base"]}
         member.credit.merged_round = {fragment_id: version for fragment_id, version in plain["merged_round"]}
         member.down.offered = tuple(plain["offered"])

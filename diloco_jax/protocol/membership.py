@@ -12,6 +12,7 @@ Only active members count as live. A member that is gone keeps its record: its t
 
 import re
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any
 
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
@@ -151,6 +152,17 @@ class Membership:
         """Lower median of the live learners' step times: one slow island must not stretch everybody's window."""
         times = sorted([m.step_s for m in self.members.values() if m.state == ACTIVE and m.step_s is not None])
         return times[(len(times) - 1) // 2] if times else None
+
+    def usual_step_tokens(self, member: Member) -> float:
+        """Lower median of the live learners' tokens per inner step; this member's own if none is live, else infinite.
+
+        One of two is the lower one, so a learner with a wrong counter does not set the measure for itself.
+        """
+        counted = [m for m in self.members.values() if m.state == ACTIVE and m.total_steps > 0]
+        if not counted and member.total_steps > 0:
+            counted = [member]
+        rates = sorted([m.total_tokens / m.total_steps for m in counted])
+        return rates[(len(rates) - 1) // 2] if rates else inf
 
     def broadcast_s(self, step_s: float | None) -> tuple[float, float]:
         """Return the way of a new version to the live learners, and its wait before that; 0 before any has told.

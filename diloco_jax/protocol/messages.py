@@ -119,7 +119,10 @@ class FragmentValue(NamedTuple):
 
 
 class AnchorValue(NamedTuple):
-    """Answer to an AnchorRequest: the exact global value that this learner adopted last (float32 payload)."""
+    """Answer to an AnchorRequest: the exact global value that this learner adopted last (float32 payload).
+
+    A driver hands a value that cannot be used to the syncer's machine as one of version -1.
+    """
 
     learner_id: str
     incarnation: int

@@ -8,6 +8,7 @@ Rules of this file
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 from diloco_jax.protocol.turns import Groups, Periods, Schedule, fits, groups_of
@@ -15,6 +16,9 @@ from diloco_jax.protocol.turns import Groups, Periods, Schedule, fits, groups_of
 LEARNERS_MAX_LIMIT = 4096
 OVERLAP_STEPS_MAX = 10_000  # learners look so far ahead in every step
 RECOVERY_TURNS_MAX = 1000
+GRACE_MIN_S_MAX = 10.0
+SHORT_STEPS = 3  # of them are shorter than `grace_min_s` where it matters
+FIRST_TURN_S = 1.0  # wait of a round in the first turn of the fragments for learners that have not made a step yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,12 @@ class ProtocolConfig:
     grace_steps_max: float = 1.0
     """Cap of the grace window in inner steps. Low: 0, which with K = 1 merges one learner at a time.
     High: rounds wait for slow islands, and more of them have a share."""
+    grace_min_s: float = 0.1
+    """Least grace window in seconds, less three inner steps: it matters where steps are shorter than a third of it.
+    A round then waits so long for learners with such steps, even if the plan leaves no slack for that, and in the first
+    turn of the fragments up to 1 s for learners that still start. With longer steps, or grace_steps_max 0, it has no
+    effect. Low: 0, with steps of milliseconds the first learner to report is merged alone. High: a fast learner that
+    hangs holds every round as long."""
     grace_safety: float = 0.9
     """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Low: rounds close early,
     with few islands. High: 1 leaves nothing for a slow link, and rounds may end late."""
@@ -84,6 +94,10 @@ class ProtocolConfig:
     steps meanwhile. Low: a large state is never there in time. High: waits long for a donor that hangs."""
     strikes_max: int = 3
     """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, at once. High: late."""
+    tokens_per_step_factor_max: float = 64.0
+    """Times the median of the islands' tokens per inner step that one island's step counts for at most, in its weight
+    and towards train.tokens; 0 for no limit. So one wrong counter does not decide a merge or end a run. Low: large
+    islands count for less than they did. High: a wrong counter counts for more; weights go with its square."""
     unmerged_rounds_max: int = 96
     """Rounds without a share of a live learner after which an alarm is raised: it works for nothing. Low: alarms about
     slow islands. High: an island works long for nothing before anybody hears."""
@@ -110,6 +124,9 @@ class ProtocolConfig:
         ]
         for name in ("heartbeat_s", "resend_s", "pull_timeout_s", "release_s", "restore_s"):
             limits.append((name, getattr(self, name) > 0, "above 0"))
+        factor = self.tokens_per_step_factor_max
+        limits.append(("tokens_per_step_factor_max", factor == 0 or 1 <= factor < inf, "at least 1, or 0 for no limit"))
+        limits.append(("grace_min_s", 0 <= self.grace_min_s <= GRACE_MIN_S_MAX, f"0 to {GRACE_MIN_S_MAX}"))
         least = {"grace_steps_max": 0, "snapshot_every": 0, "lease_ahead_steps": 2, "strikes_max": 1}
         for name, number in {**least, "unmerged_rounds_max": 1}.items():
             limits.append((name, getattr(self, name) >= number, f"at least {number}"))
@@ -219,6 +236,21 @@ def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float
     return max(0.0, min(config.grace_safety * slack_s, config.grace_steps_max * step_s))
 
 
+def grace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
+    """Return the least wait of a round for learners with short steps: what SHORT_STEPS steps leave of `grace_min_s`.
+
+    Where a step takes a few milliseconds, the way of a message and the scheduling of processes take as long. The slack
+    of Eq. 3 is then nothing, and each round would merge the first learner that reports. With steps of a third of
+    `grace_min_s`, or longer ones, the floor is 0, so that Eq. 3 alone decides.
+
+    Args:
+        step_s: xi_step as in `grace_window_s`.
+    """
+    if step_s is None or not config.grace_steps_max:
+        return 0.0
+    return max(0.0, config.grace_min_s - SHORT_STEPS * step_s)
+
+
 class Closing(NamedTuple):
     """The decision to close a round or not, and the numbers behind it."""
 
@@ -236,7 +268,7 @@ class Closing(NamedTuple):
             few = f"{self.live} live learners are fewer than the quorum of {self.quorum}"
             return f"{few}: training goes on, merging is paused"
         if self.state == "collecting":
-            return f"{self.fresh} of {self.quorum} learners reported a step, {self.live} live"
+            return f"{self.fresh} of {self.live} live learners reported a step, the quorum is {self.quorum}"
         if self.state == "grace":
             return f"quorum met, {self.fresh} of {self.live} live learners reported, grace {self.waits_s:.3f} s left"
         if self.fresh >= self.live:

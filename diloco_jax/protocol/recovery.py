@@ -21,6 +21,7 @@ Receiver and Donor are parts of a learner's machine, Matchmaker is one of the sy
 from collections.abc import Container
 from typing import Any
 
+from diloco_jax.protocol.bounds import PARTS_MAX
 from diloco_jax.protocol.effects import (
     AdoptState,
     Drop,
@@ -49,8 +50,8 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 PARTS_IN_FLIGHT = 4
 PATIENCE = 2.0  # times the longest wait for a part so far: what a narrow link still carries is not asked for twice
 PATIENCE_LEASES = 4.0  # at most so many leases
-PARTS_MAX = 1 << 22  # of one state; with parts of 1 MiB that is 4 TiB
 STATES_MAX = 2  # copies that a donor keeps at a time
+AVOIDED_MAX = 64  # failures of donors that are remembered for one receiver
 
 
 class Receiver:
@@ -332,7 +333,9 @@ class Matchmaker:
 
     def _part_ways(self, receiver: str, reason: str) -> Send:
         donor, _ = self._donors.pop(receiver)
-        self._avoided.setdefault(receiver, []).append(donor)
+        failed = self._avoided.setdefault(receiver, [])
+        failed.append(donor)
+        del failed[:-AVOIDED_MAX]
         return Send(receiver, StateUnavailable(donor, reason))
 
     def on_done(self, receiver: str) -> list[Effect]:

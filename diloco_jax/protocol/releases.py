@@ -31,3 +31,11 @@ def check_readable(what: str, stamp: Any = STAMP) -> None:
             f"{PROTOCOL}: go on with {release}, or begin a new run with the model (`diloco export --format hf` by "
             f"{release}, `diloco import` by this one)"
         )
+
+
+def install_hint(extra: str) -> str:
+    """Return the commands that install an extra of this package, which no index has: from a clone, or from a wheel."""
+    wheel = f"diloco_jax-{RELEASE}-py3-none-any.whl"
+    return (
+        f"in a clone run pip install -e '.[{extra}]', elsewhere pip install 'dist/{wheel}[{extra}]' (docs/install.md)"
+    )

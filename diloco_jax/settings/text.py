@@ -25,6 +25,9 @@ from diloco_jax.settings.run import RunConfig
 
 CONFIG_BYTES_MAX = 1 << 20
 WRITTEN_BY = "# diloco-jax"  # and a release: the first line of the config in a run's folder
+# Settings that a run of an earlier release has no line for in its config, which otherwise lists all of them, with the
+# value under which that run decides as it did.
+BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0}
 PLAINER = {  # what pydantic says of a value's type, and what people write in a config
     "Input should be": "it must be",
     "a valid string": "text, in quotes",
@@ -51,10 +54,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ValueError: the file is missing, is no YAML mapping, or a key or value is wrong; names it and the remedy.
     """
     values = read_values(Path(path))
+    first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
+    if first.startswith(WRITTEN_BY):
+        values = _as_it_was(values)
     try:
         config = parse(values, str(path))
     except ValueError as error:
-        first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
         wrote = first.removeprefix(WRITTEN_BY).strip()
         if not first.startswith(WRITTEN_BY) or wrote == RELEASE:
             raise
@@ -62,6 +67,31 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"{error}. diloco-jax {wrote} wrote it, this is {RELEASE}: use {wrote} for this run"
         ) from error
     return parse(_overridden(values, overrides), "command line") if overrides else config
+
+
+def _as_it_was(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the settings that the config of an older run lacks, as `BEFORE` has them."""
+    result = copy.deepcopy(dict(values))
+    for name, value in BEFORE.items():
+        section, _, key = name.partition(".")
+        if isinstance(here := result.setdefault(section, {}), dict):
+            here.setdefault(key, value)
+    return result
+
+
+def as_begun(config: RunConfig, began: RunConfig) -> RunConfig:
+    """Return a config with the settings of `BEFORE` as the run has them that began with `began`.
+
+    A run of an earlier release may be resumed from the user's own file, which names none of them. Other values than
+    the default were given on purpose, and stay.
+    """
+    for name in BEFORE:
+        section, _, key = name.partition(".")
+        ours, theirs, usual = (getattr(each, section) for each in (config, began, RunConfig()))
+        if getattr(ours, key) == getattr(usual, key):
+            kept = dataclasses.replace(ours, **{key: getattr(theirs, key)})
+            config = dataclasses.replace(config, **{section: kept})
+    return config
 
 
 def show_settings(path: str | Path, prog: str) -> None:
@@ -156,6 +186,27 @@ def parse_text(text: str, source: str) -> RunConfig:
 def dump(config: RunConfig) -> str:
     """Write the config as YAML, every setting in full; `parse` reads it back to an equal RunConfig."""
     return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def dump_chosen(config: RunConfig) -> str:
+    """Write as YAML only the settings that differ from their defaults; `parse` reads them back to an equal RunConfig.
+
+    A reader of another release need not know settings that nobody has changed.
+    """
+    chosen = _differences(_ADAPTER.dump_python(config, mode="json"), _ADAPTER.dump_python(RunConfig(), mode="json"))
+    return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
+
+
+def _differences(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that differ; a mapping with other keys than the usual one is returned whole."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        default = usual.get(key)
+        if key in usual and value == default:
+            continue
+        same_keys = isinstance(value, Mapping) and isinstance(default, Mapping) and value.keys() == default.keys()
+        found[key] = _differences(value, default) if same_keys else value  # type: ignore[arg-type]
+    return found
 
 
 def save(config: RunConfig, path: Path) -> None:

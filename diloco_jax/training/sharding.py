@@ -82,9 +82,11 @@ class MeshConfig:
         fill = num_devices // math.prod(size for size in given.values() if size != -1)
         data, fsdp, expert, tensor = (fill if size == -1 else size for size in given.values())
         if fill == 0 or data * fsdp * expert * tensor != num_devices:
+            axes = " ".join(f"{axis}={size}" for axis, size in given.items())
+            devices = f"{num_devices} device{'s' * (num_devices != 1)}"
             raise ValueError(
-                f"mesh {' '.join(f'{axis}={size}' for axis, size in given.items())} does not fit {num_devices} "
-                "devices; make the product equal to the number of devices, or give one axis -1"
+                f"mesh {axes} does not fit {devices}; make the product equal to the number of devices, or give one "
+                "axis -1"
             )
         return data, fsdp, expert, tensor
 

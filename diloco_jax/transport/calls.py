@@ -141,7 +141,7 @@ def unanswered(config: TransportConfig, trouble: str) -> TransportError:
         return TransportError(f"no connection with the syncer at {config.address}: {trouble}")
     return TransportError(
         f"no syncer answered at {config.address} within {config.connect_timeout_s:g} s: start it, correct "
-        "transport.address, or raise transport.connect_timeout_s"
+        "that address, or raise transport.connect_timeout_s"
     )
 
 

@@ -10,16 +10,14 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from diloco_jax.protocol.bounds import FRAGMENTS_MAX, PAIRS_MAX, PARTS_MAX
 from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX, SCORE_LENGTH_MAX, SCORES_MAX
 from diloco_jax.transport.link import NAME_LENGTH_MAX
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
 COUNTER_MAX = 1 << 62
-FRAGMENTS_MAX = 16384  # elements of a tuple with one entry per fragment
-PAIRS_MAX = 256  # of a fingerprint
 PAIR_LENGTH_MAX = 1 << 16
 REASON_LENGTH_MAX = 4000
-PARTS_MAX = 1 << 22  # of a state
 TEXT_LENGTHS_MAX = {
     "reason": REASON_LENGTH_MAX,
     "leaf": REASON_LENGTH_MAX,

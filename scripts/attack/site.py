@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
         "lease_s": 6.0,
         "heartbeat_s": 1.0,
         "resend_s": 1.0,
-        "pull_timeout_s": 3.0,
+        "pull_timeout_s": 10.0,
         "restore_s": 2.0,
     },
     "wire": {"up": "float32", "down": "float32"},

@@ -44,7 +44,8 @@ from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
-from diloco_jax.tools.budget.memory import payload_bytes, size
+from diloco_jax.tools.budget.figures import size
+from diloco_jax.tools.budget.memory import payload_bytes
 from diloco_jax.tools.budget.needs import kinds_of, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.link import Delivery, Link, TransportError

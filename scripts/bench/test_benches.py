@@ -38,6 +38,7 @@ QUICK = [
     Bench("donor", f"{ISLAND} --json"),
     Bench("fuzz", "--inputs 100"),
     Bench("join", f"{ISLAND} --devices 1 --nice 0 --json"),
+    Bench("long_run", "--days 0.001 --runs 1 --json"),
     Bench("memory", "--parameters 1e6 --fragments 4 --learners 2 --step-s 0.05 --json"),
     Bench("methods", "M=1 H=4,tau=2,adopt=rebase --steps 8 --dim 32 --layers 1 --held-out 64 --json", results=2),
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),

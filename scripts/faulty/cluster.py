@@ -120,10 +120,20 @@ class FaultyCluster(Cluster):
         elif kind == "corrupt":
             network.corrupt(node.name)
             self._plan_heal(fault, partial(network.cure, node.name))
+        elif kind == "hostile":
+            self.host.hostile.names.add(node.name)
+            self._plan_heal(fault, partial(self._replace, learner))
         else:
             assert kind == "poison", f"unknown fault {kind}"
             node.poisoned += 1
             self._plan_heal(fault, partial(_detoxify, node))
+
+    def _replace(self, learner: MortalLearner) -> None:
+        """End the process of a hostile learner, and start an honest one."""
+        self.host.hostile.names.discard(learner.node.name)
+        if learner.node.process is not None:
+            learner.kill(learner.node.process, NEVER_S)
+            learner.start()
 
     def _seek(self, fault: Fault) -> None:
         """Wait for the moment at which this fault can strike, for a while."""

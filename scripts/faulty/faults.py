@@ -20,6 +20,7 @@ class Fault(NamedTuple):
     narrow: payloads pass at `factor` bytes per second.
     corrupt: payloads arrive garbled now and then.
     poison: the learner's values cannot be used (NaN, infinite, wildly large).
+    hostile: the learner says anything (hostile.py); then its process ends, and a new incarnation starts.
     donor_crash: the crash of whoever gives its state to another learner, as soon as somebody does.
     syncer_crash: the syncer's process is gone, maybe in the middle of an input; after `duration_s` another one starts.
     rewind: as soon as there is a snapshot, every process is gone, but those of `learners`, whom nobody finds; after

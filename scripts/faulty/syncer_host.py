@@ -15,6 +15,7 @@ from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import MakeSyncer, World
 from diloco_jax.sim.syncer_process import SyncerHost
 from faulty.faults import Fault
+from faulty.hostile import Hostile
 from faulty.learner import MortalLearner
 from faulty.scenario import FaultyScenario
 from faulty.syncer_process import Disk, MortalSyncer
@@ -32,13 +33,15 @@ class MortalSyncerHost(SyncerHost):
         self, world: World, learners: Mapping[str, MortalLearner], make_syncer: MakeSyncer, taped: bool
     ) -> None:
         assert isinstance(world.scenario, FaultyScenario), "steps and evaluations have settings of their own"
-        self.disk = Disk()
+        self.disk, self.hostile = Disk(), Hostile(world.scenario.seed)
         size, fragments = world.scenario.step_bytes, range(world.scenario.config.num_fragments)
         steps = {} if size is None else dict.fromkeys(fragments, size)
         super().__init__(world, learners, partial(make_syncer, step_bytes=steps, plan=world.scenario.plan), taped)
 
     def _new_process(self, machine: Syncer, values: Sequence[Value]) -> MortalSyncer:
-        return MortalSyncer(self._world, self.tape, machine, list(values), self._taped, self.disk, self._on_death)
+        return MortalSyncer(
+            self._world, self.tape, machine, list(values), self._taped, self.disk, self._on_death, self.hostile
+        )
 
     def drain(self, learner_id: str) -> None:
         """Ask a learner to leave, as somebody does on the command line."""

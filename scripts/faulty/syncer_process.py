@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.effects import Effect
-from diloco_jax.protocol.messages import LearnerMessage
+from diloco_jax.protocol.bounds import objection
+from diloco_jax.protocol.effects import Drop, Effect
+from diloco_jax.protocol.messages import LearnerMessage, Refuse
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Value
@@ -13,6 +14,7 @@ from diloco_jax.sim.network import SimulatedLink
 from diloco_jax.sim.node import World
 from diloco_jax.sim.syncer_process import SyncerProcess
 from faulty.holdings import Step
+from faulty.hostile import Hostile
 from faulty.network import Garbled
 from faulty.scenario import FaultyScenario
 
@@ -70,6 +72,7 @@ class MortalSyncer(SyncerProcess):
         taped: bool,
         disk: Disk,
         die: Callable[[], None],
+        hostile: Hostile,
     ) -> None:
         super().__init__(world, tape, machine, values, taped)
         self.steps: dict[int, Value] = {}  # fragment -> the value from which it has a step to its newest one
@@ -77,13 +80,31 @@ class MortalSyncer(SyncerProcess):
         self._dying = False
         self._disk = disk
         self._die = die
+        self._hostile = hostile
 
     def _arrive(self, item: tuple[SimulatedLink, LearnerMessage | Garbled]) -> None:
         link, message = item
         if not isinstance(message, Garbled):
-            super()._arrive((link, message))
+            hostile = link.learner_id in self._hostile.names
+            for arrived in self._hostile.sent(message) if hostile else (message,):
+                if objection(arrived):
+                    self._refuse(link, arrived)
+                else:
+                    super()._arrive((link, arrived))
         elif self.alive:  # an anchor, or a part of a state that its receiver would not take either
             self.heard[link.learner_id] = link
+
+    def _refuse(self, link: SimulatedLink, message: LearnerMessage) -> None:
+        """Give the machine a message that is out of bounds: it changes nothing, and leaves no trace on the tape."""
+        if not self.alive:
+            return
+        lines, before = len(self._tape), repr(self.machine.membership.members.get(link.learner_id))
+        self.heard[link.learner_id] = link
+        effects = self.inputs.on_message(message, self._engine.now_s)
+        refused = all(isinstance(each, Drop) or isinstance(each.message, Refuse) for each in effects)  # type: ignore[union-attr]
+        same = repr(self.machine.membership.members.get(link.learner_id)) == before
+        assert refused and same and len(self._tape) == lines, f"{message} led to {effects}"
+        self._carry_out(effects, message)
 
     def _renew(self, fragment_id: int, value: Value) -> None:
         scenario, before = self._world.scenario, self.values[fragment_id]

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./scripts/invariants/sweep", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="random settings and faults are drawn from it")
     parser.add_argument("--count", type=int, default=1, help="so many seeds from --seed on, one line each")
+    parser.add_argument("--hostile", action="store_true", help="each run has a learner that says anything")
     parser.add_argument("--tapes", type=Path, metavar="DIR", help="write the run's tapes there, for `diloco replay`")
     parser.add_argument("--quiet", action="store_true", help="print the verdict only")
     parser.add_argument("--bench", action="store_true", help="measure events per second without faults and checkers")
@@ -30,15 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.bench:
         return _bench(options.learners, options.steps)
     if options.count > 1:
-        return _sweep(range(options.seed, options.seed + options.count))
+        return _sweep(range(options.seed, options.seed + options.count), hostile=options.hostile)
     try:
-        return _show(options.seed, quiet=options.quiet, tapes=options.tapes)
+        return _show(options.seed, quiet=options.quiet, tapes=options.tapes, hostile=options.hostile)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
-def _show(seed: int, *, quiet: bool, tapes: Path | None) -> int:
-    scenario = random_scenario(seed)
+def _show(seed: int, *, quiet: bool, tapes: Path | None, hostile: bool) -> int:
+    scenario = random_scenario(seed, hostile=hostile)
     timeline = Timeline()
     verdict = judge(scenario, observers=[timeline], tapes=tapes)
     if not quiet:
@@ -50,10 +51,10 @@ def _show(seed: int, *, quiet: bool, tapes: Path | None) -> int:
     return 1 if verdict.problem else 0
 
 
-def _sweep(seeds: range) -> int:
+def _sweep(seeds: range, *, hostile: bool) -> int:
     failed = 0
     for seed in seeds:
-        verdict = judge(random_scenario(seed))
+        verdict = judge(random_scenario(seed, hostile=hostile))
         failed += bool(verdict.problem)
         print(verdict, flush=True)
     print(f"{len(seeds)} seeds, {failed} failed")

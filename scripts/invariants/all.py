@@ -4,6 +4,7 @@ from invariants.budget import BudgetHolds
 from invariants.checker import Checker
 from invariants.evaluations import ScoresAreOfTheModel
 from invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
+from invariants.hostile import HostileIsHarmless
 from invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
 from invariants.leases import LeasesAccount
 from invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
@@ -33,6 +34,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     TapeReplays,
     BudgetHolds,
     ScoresAreOfTheModel,
+    HostileIsHarmless,
     RoundsAdvance,
     EverybodyTrains,
     VersionsConverge,

@@ -156,6 +156,14 @@ class GivesTwice(LeaseBook):
         return super()._take(count)
 
 
+class Boundless(LeaseBook):
+    """Leases positions beyond the numbers that a message can carry."""
+
+    def _take(self, count: int) -> tuple[int, int]:
+        start, stop = super()._take(count)
+        return start + (1 << 62), stop + (1 << 62)
+
+
 class Optimist(LeaseBook):
     """Believes that every merge arrives."""
 

@@ -43,10 +43,12 @@ class BudgetHolds(Checker):
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        if rewound_to >= 0:
+        if rewound_to >= 0 and not self.hostile:
             self._counted, self._values = deepcopy(self._kept[rewound_to]), {}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if self.hostile:
+            return  # it tells how many tokens it trained on, and hostile.py bounds what counts of them
         machine, dropped = self.cluster.syncer, {effect.peer for effect in effects if isinstance(effect, Drop)}
         if isinstance(given, FragmentValue) and given.learner_id not in dropped:
             self._values.setdefault(given.global_step, {})[given.learner_id, given.incarnation] = given.tokens
@@ -82,7 +84,7 @@ class BudgetHolds(Checker):
             self._asked[note.global_step, name] = self.cluster.syncer.membership.members[name].local_step * step_tokens
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        if began:
+        if began and not self.hostile:
             clock, before = process.step.clock, self._clocks.get(process.key, 0)
             furthest = self._counted.tokens // self._step_tokens + self._reach
             self.check(clock >= before, f"the schedule of {process.name} goes back from step {before} to {clock}")

@@ -23,6 +23,8 @@ class Checker(Observer):
     def __init__(self, cluster: FaultyCluster) -> None:
         self.cluster = cluster
         self.config = cluster.scenario.config
+        hostile = [fault for fault in cluster.scenario.faults if fault.kind == "hostile"]
+        self.hostile = {name for fault in hostile for name in fault.learners}  # whose own account is worth nothing
         self.lives = 1  # of the syncer's process
         self.lineage = 0  # times that the run went back to a snapshot
         self.lineages = {1: 0}  # life -> lineage

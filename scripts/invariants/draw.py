@@ -28,11 +28,12 @@ WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when 
     "rewind": 2,
 }
 KINDS = tuple(WEIGHTS)
+HOSTILE_SHARE = 0.15  # of seeds: a learner says anything for a while
 PERIODS_SHARE = 0.3  # of seeds: fragments differ in their periods, or these change on the way
 
 
-def random_scenario(seed: int) -> FaultyScenario:
-    """Draw a scenario with random settings and faults, the same for equal seeds."""
+def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
+    """Draw a scenario with random settings and faults, the same for equal seeds; hostile: with a hostile learner."""
     random = Random(seed)
     learners = random.randint(1, LEARNERS_MAX)
     names = FaultyScenario(learners=learners).names
@@ -74,7 +75,14 @@ def random_scenario(seed: int) -> FaultyScenario:
     share = random.choice(
         (0.0, random.uniform(0.1, 0.9))
     )  # of the tokens of all steps; half of the runs have no budget
-    return replace(drawn, tokens=int(share * drawn.total_steps * drawn.budget.step_tokens))
+    drawn = replace(drawn, tokens=int(share * drawn.total_steps * drawn.budget.step_tokens))
+    own = Random(f"hostile of {seed}")  # so that other seeds draw what they always drew
+    others = [name for name in stayers[1:] if name not in leaving]
+    if not others or not (own.random() < HOSTILE_SHARE or hostile):
+        return drawn
+    at_s = own.uniform(0.0, 0.7 * until_s)
+    fault = Fault(at_s, "hostile", (own.choice(others),), own.uniform(0.3, 1.0) * (until_s - at_s))
+    return replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
 
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:

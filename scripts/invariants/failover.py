@@ -129,7 +129,7 @@ class AnchorsAgree(HealthyChecker):
                 self._agree(self.lineage, fragment_id, version, digest, "a merge")
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, Hello):
+        if isinstance(given, Hello) and given.learner_id not in self.hostile:
             self._offers.setdefault(given.learner_id, []).append((now_s, given.versions))
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):

@@ -58,7 +58,7 @@ class LeasesAccount(Checker):
             self._compare()
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        if not began:
+        if not began or process.name in self.hostile:
             return
         life, (ranges, stop) = process.key, process.step.batch
         size, end = process.node.step_samples, self._ends.get(life, 0)

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from faulty.cluster import FaultyCluster
 
-from diloco_jax.protocol.effects import Adopt, Send
+from diloco_jax.protocol.effects import Adopt, Drop, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     GlobalFragment,
@@ -90,7 +90,9 @@ class WholeWhereNeeded(Checker):
         self._bases.clear()
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, StepReport):
+        # The syncer drops reports of hostile learners.
+        dropped = any(isinstance(effect, Drop) for effect in effects)
+        if isinstance(given, StepReport) and not dropped:
             newest = self._reported.setdefault(given.learner_id, given)
             if (given.incarnation, given.local_step) > (newest.incarnation, newest.local_step):
                 self._reported[given.learner_id] = given

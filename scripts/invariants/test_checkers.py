@@ -53,6 +53,7 @@ SCENARIO = FaultyScenario(
     seed=1,
 )
 QUORUM = replace(SCENARIO, config=replace(CONFIG, quorum=3))
+HOSTILE = replace(SCENARIO, faults=(Fault(5.0, "hostile", ("island-2",), 100.0),))
 LOCKSTEP = replace(SCENARIO, config=replace(CONFIG, overlap_steps=0, quorum=3))
 ONE_FRAGMENT = replace(SCENARIO, config=replace(CONFIG, num_fragments=1, sync_every=1, overlap_steps=3))
 FAILOVER = FaultyScenario(
@@ -317,6 +318,7 @@ BROKEN = [
     (checkers.ScoresAreOfTheModel, with_learner(broken.Fanciful, EVALUATED), "is of"),
     (checkers.LeasesAccount, with_syncer(broken.GivesTwice), "was leased to island-. while it was out"),
     (checkers.LeasesAccount, with_syncer(broken.Optimist), "its tape says"),
+    (checkers.HostileIsHarmless, with_syncer(broken.Boundless, HOSTILE), "led to what cannot be sent"),
     (checkers.LeasesAccount, with_syncer(broken.Overcounter, ONE_FRAGMENT), "its tape says"),
     (checkers.LeasesAccount, with_learner(broken.Adrift), "island-. reads"),
     (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value"),
@@ -372,6 +374,7 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
         RECOVERY,
         POISON,
         STEPS,
+        HOSTILE,
         replace(RECOVERY, load_s=3.0),
         replace(SCENARIO, merge_s=2.0),
     ],

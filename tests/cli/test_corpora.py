@@ -55,6 +55,10 @@ def test_texts_become_a_store_that_a_run_reads(
     size = sum(path.stat().st_size for path in texts.iterdir())
     assert (made["documents"], made["bytes"], made["vocab_size"]) == (20, size, 280)
     assert "20 documents" in call(capsys, "tokenize", texts, "--tokenizer", "train:280", "--out", tmp_path / "out")
+    assert (made["rows_left_out"], made["documents_replaced"]) == (0, 0)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": null}\n{"text": "\xff"}\n')
+    said = call(capsys, "tokenize", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", tmp_path / "rows")
+    assert "\n1 rows have no text" in said and "\n1 documents have U+FFFD" in said
     store = {"path": str(tmp_path / "out"), "weight": 3.0}
     more = {"path": str(texts), "format": "text", "patterns": ["1*.txt"]}
     how = {"documents": "whole", "tokenizer": str(tmp_path / "out"), "evaluation": {"other": store}}

@@ -42,7 +42,7 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert max(s.network.loss for s in scenarios) > 0.09
     assert any(s.network.duplication and s.network.reorder for s in scenarios)
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
-    assert kinds == {*WEIGHTS, "leave", "join", "drain"}
+    assert kinds == {*WEIGHTS, "leave", "join", "drain", "hostile"}
     assert any(not scenario.faults for scenario in scenarios)
 
 

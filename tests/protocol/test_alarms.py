@@ -107,6 +107,12 @@ def test_conditions_of_islands_are_alarms() -> None:
     assert first.told() == {**first._asdict(), "remedy": REMEDIES["gone"]}
 
 
+def test_every_kind_is_told_of_in_the_past() -> None:
+    told = [Alarm(kind, who, "").past for kind in REMEDIES for who in ("a", "")]
+    assert not [text for text in told if "{" in text or " is " in text or " are " in text]
+    assert Alarm("loss", "a", "").past == "a loss of a was not as it should be"
+
+
 def test_the_documentation_has_every_kind() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     section = page.partition("## Alarms")[2].partition("\n## ")[0]
@@ -125,6 +131,8 @@ def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
     assert book.look([later], 3.0) == ([], []) and book.standing == [later], "its text is the newest"
     assert book.look([], 2.9 + CALM) == ([], []) and book.standing == [later], "it may come again"
     assert book.look([], 3.0 + CALM) == ([], [later]) and book.standing == []
+    (over,) = book.told()
+    assert over["past"] == "a was silent" and (over["from_s"], over["until_s"], over["stands"]) == (1.0, 3.0, False)
     book.look([SILENT], 19.0)
     (told,) = book.told()
     assert told == {**SILENT.told(), "from_s": 19.0, "until_s": 19.0, "lasted_s": 2.0, "times": 2, "stands": True}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot
 from diloco_jax.protocol.member import GONE
-from diloco_jax.protocol.messages import Adopted, AnchorRequest, AnchorValue, Refuse, Stop, Welcome
+from diloco_jax.protocol.messages import NO_VERSION, Adopted, AnchorRequest, AnchorValue, Refuse, Stop, Welcome
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.pair import Pair
 from tests.protocol.steady import STEADY
@@ -190,6 +190,50 @@ def test_a_version_with_other_bits_than_were_made_is_not_taken() -> None:
     effects = syncer.on_message(anchor("a", 1, 1, bits=666), 6.5)
     assert "another digest than was made" in only(effects, Drop)[0].reason and not only(effects, Restore)
     assert sent(effects, "b") == [AnchorRequest(1, 1)]
+    assert only(syncer.on_message(anchor("b", 1, 1), 7.0), Restore) == [Restore(1, 1)]
+
+
+def test_a_version_that_cannot_exist_is_neither_asked_for_nor_taken() -> None:
+    syncer = restarted()  # at global step 2 with tau = 2: rounds 3 and 4 are the last that anybody may have heard of
+    effects = syncer.on_message(hello("evil", versions=(0, 1_000_000, 0, 0), epoch=1), 6.0)
+    assert not any(isinstance(message, AnchorRequest) for message in sent(effects, "evil"))
+    effects = syncer.on_message(anchor("evil", 1, 1_000_000), 6.5)
+    assert "cannot exist: the run is at global step 2" in only(effects, Drop)[0].reason and not only(effects, Restore)
+    effects = syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 7.0)
+    assert sent(effects, "a")[1:] == [AnchorRequest(1, 1)], "the one that was made is asked for"
+    effects = syncer.on_message(anchor("a", 1, 1), 7.5)
+    assert only(effects, Restore) == [Restore(1, 1)] and syncer.global_step == 2 and not syncer.finished
+    assert fragment(2, 1, 1)._replace(epoch=2) in sent(effects, "evil"), "it gets what the run goes on from"
+
+
+def test_two_learners_with_the_same_bits_know_more_than_a_tape_that_lost_its_end() -> None:
+    syncer = restarted()
+    for name, version in (("a", 41), ("b", 41), ("evil", 1_000_001)):
+        effects = syncer.on_message(hello(name, versions=(0, version, 0, 0), epoch=1), 6.0)
+    copy = new(restore_s=10.0, quorum=2)
+    copy.restore(json.loads(json.dumps(syncer.state())))
+    for machine in (syncer, copy):
+        effects = machine.on_message(anchor("b", 1, 41), 7.0)
+        assert only(effects, Restore) == [Restore(1, 41)] and machine.global_step == 41
+
+
+@pytest.mark.parametrize("version", [3, 5, 6])
+def test_a_version_that_no_round_in_flight_can_have_made_is_not_believed(version: int) -> None:
+    """Round 3 is of fragment 3, round 5 of fragment 1 but too far, round 6 of fragment 2 and too far."""
+    syncer = restarted()
+    effects = syncer.on_message(hello("a", versions=(0, version, 0, 0), epoch=1), 6.0)
+    assert not any(isinstance(message, AnchorRequest) for message in sent(effects, "a"))
+
+
+def test_an_anchor_that_a_driver_cannot_use_is_asked_of_another_holder() -> None:
+    syncer = restarted()
+    for name in ("a", "b"):
+        syncer.on_message(hello(name, versions=(0, 1, 0, 0), epoch=1), 6.0)
+    effects = syncer.on_message(anchor("a", 1, NO_VERSION, 0), 6.5)
+    assert only(effects, Drop) == [Drop("a", "its value of fragment 1 cannot be used")]
+    assert sent(effects, "b") == [AnchorRequest(1, 1)]
+    again = syncer.on_message(anchor("a", 1, NO_VERSION, 0), 6.6)
+    assert sent(again, "b") == [], "who goes on like that does not make others send twice"
     assert only(syncer.on_message(anchor("b", 1, 1), 7.0), Restore) == [Restore(1, 1)]
 
 

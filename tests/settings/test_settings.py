@@ -11,12 +11,24 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.run import ModelConfig, RunConfig
 from diloco_jax.settings.slices import GENERATIONS, Topology
-from diloco_jax.settings.text import WRITTEN_BY, config_schema, dump, load, parse, save, setting_names
+from diloco_jax.settings.text import (
+    WRITTEN_BY,
+    as_begun,
+    config_schema,
+    dump,
+    dump_chosen,
+    load,
+    parse,
+    parse_text,
+    save,
+    setting_names,
+)
 from diloco_jax.training.sharding import MeshConfig
 from tests.tables import rows
 
@@ -170,3 +182,31 @@ def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: li
 def test_every_setting_has_its_help() -> None:
     told = dict(setting_names(CHECK.schema))
     assert told["islands.mesh.fsdp"].startswith("Devices that") and len(told) > 100 and all(told.values())
+
+
+def test_a_run_of_an_earlier_release_keeps_its_decisions(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    save(RunConfig(), path)
+    assert load(path).protocol.grace_min_s == RunConfig().protocol.grace_min_s > 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(line for line in lines if "grace_min_s" not in line), encoding="utf-8")
+    old = load(path)
+    assert old.protocol.grace_min_s == 0 and as_begun(RunConfig(), old) == old
+    assert load(path, ["--protocol.grace_min_s", "0.5"]).protocol.grace_min_s == 0.5
+    chosen = RunConfig(protocol=ProtocolConfig(grace_min_s=0.2))
+    assert as_begun(chosen, old) == chosen, "what a user has set stays, and is refused elsewhere"
+    own = tmp_path / "own.yaml"
+    own.write_text("protocol: {quorum: 1}", encoding="utf-8")
+    assert load(own) == RunConfig(), "a file of the user's own has the defaults of this release"
+
+
+def test_a_config_for_another_release_has_only_what_was_chosen() -> None:
+    config = RunConfig(
+        name="own",
+        protocol=ProtocolConfig(quorum=2, sync_later={50: 48}),
+        model=ModelConfig(args={"dim": 64}),
+        trackers=(),
+    )
+    text = dump_chosen(config)
+    assert parse_text(text, "the syncer") == config and "grace" not in text
+    assert dump_chosen(RunConfig()) == "{}\n" and parse_text("{}", "the syncer") == RunConfig()

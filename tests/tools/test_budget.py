@@ -14,7 +14,8 @@ from diloco_jax.cli.main import main
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.sim.goodput.settings import Assumptions
-from diloco_jax.tools.budget.memory import chip_memory, size
+from diloco_jax.tools.budget.figures import size
+from diloco_jax.tools.budget.memory import chip_memory
 from diloco_jax.tools.budget.needs import IslandKind, plan_of
 from diloco_jax.tools.doctor import examine as examining
 from diloco_jax.tools.doctor.host import Check, ProcessPart

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import tokenizers
 
 from diloco_jax.training.data import documents, tokenizing
 from diloco_jax.training.data.config import DataConfig, PartConfig
@@ -183,6 +185,89 @@ def test_a_long_document_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch, t
     assert tokenizer.decode(ids[:-1]) == text
 
 
+@pytest.mark.parametrize(
+    ("single", "before", "after"),
+    [
+        ("<s> $A </s>", "<s>", "</s>"),
+        ("<s> $A", "<s>", "</s>"),
+        ("$A </s>", "", "</s>"),
+        ("<s> $A <s>", "<s>", "<s></s>"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [7, 1000])
+def test_special_tokens_are_at_the_ends_of_a_document_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, single: str, before: str, after: str, at_once: int
+) -> None:
+    """However many pieces it is cut into; `single` is the tokenizer's template."""
+    monkeypatch.setattr("diloco_jax.training.data.tokenizer.ENCODED_AT_ONCE", at_once)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["one line\n"], trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer, text = open_tokenizer(tmp_path), "one line\n" * 9 + "and a word without an end"
+    assert tokenizer.decode(tokenizer.encode_document(text)) == f"{before}{text}{after}"
+    assert tokenizer.encode_document("") == []
+
+
+def test_rows_without_text_and_replaced_bytes_are_counted(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 become replacement characters in each format, halves of characters too."""
+    good = json.dumps({"text": "good"}).encode()
+    rows = [good, b"", b" \t", b'{"text": null}', b'{"text": ""}', b'{"text": "b\xe4d"}', b'{"text": "\\ud800"}', good]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(rows))
+    pieces, _ = list_pieces(TextSource(str(tmp_path / "a.jsonl")))
+    texts = [text for piece in pieces for text in read_documents(piece)]
+    assert texts == ["good", "", "", "b\ufffdd", "\ufffd", "good"]
+    store = Store(build_store(TextSource(str(tmp_path / "a.jsonl")), "bytes", tmp_path / "out", workers=1))
+    assert [store.facts[key] for key in ("documents", "rows_left_out", "documents_replaced")] == [4, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary"])
+def test_bytes_of_a_table_are_text(tmp_path: Path, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    from pyarrow import parquet
+
+    column = pyarrow.array([b"good", b"b\xe4d", None], "binary")
+    if kind == "string":  # Arrow does not look at what is written
+        column = pyarrow.Array.from_buffers(pyarrow.string(), 3, column.buffers())
+    elif kind == "large_string":
+        wide = column.cast("large_binary")
+        column = pyarrow.Array.from_buffers(pyarrow.large_string(), 3, wide.buffers())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    pieces, _ = list_pieces(TextSource(str(tmp_path / "a.parquet")))
+    assert [text for piece in pieces for text in read_documents(piece)] == ["good", "b\ufffdd", ""]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "a" 1}', "Expecting ',' delimiter (character 14 of the line)"),
+        (b'{"txt": "a"}', "it has txt; name the field"),
+        (b'{"text": 3}', "field 'text' holds int, not text"),
+        (b"[]", "it is no object"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, why: str, packed: bool) -> None:
+    """In any piece of the file; a piece does not know how many lines are before it."""
+    rows = [*lines(TEXTS).splitlines(), b"", line, *lines(TEXTS).splitlines()]
+    raw = b"\n".join(rows)
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    pieces, _ = list_pieces(TextSource(str(path)))
+    where = f"line {len(TEXTS) + 2}, at byte {len(lines(TEXTS)) + 1}"
+    with pytest.raises(ValueError, match=re.escape(f"{path} cannot be read as jsonl: {where}: {why}")):
+        [text for piece in pieces for text in read_documents(piece)]
+
+
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
     return build_store(TextSource(write_jsonl(tmp_path)), "bytes", tmp_path / "out", workers=1)
@@ -312,7 +397,11 @@ def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
         (TextSource("{folder}/blank.jsonl"), "bytes", "all its documents are empty"),
         (TextSource("{folder}/a.jsonl", field="body"), "bytes", "has text, id; name the field"),
         (TextSource("{folder}/a.jsonl", field="id"), "bytes", "field 'id' holds int, not text"),
-        (TextSource("{folder}/bad.jsonl"), "bytes", "bad.jsonl cannot be read as jsonl"),
+        (
+            TextSource("{folder}/bad.jsonl"),
+            "bytes",
+            "bad.jsonl cannot be read as jsonl: line 2, at byte 14: Expecting .:. delimiter .character 8 of",
+        ),
         (TextSource("{folder}"), "bytes", "several formats .jsonl, parquet."),
         pytest.param(
             TextSource("gs://bucket/x"), "bytes", "needs a package .*: .*gcsfs.*extra 'gs'", marks=WITHOUT_GCSFS
@@ -324,7 +413,11 @@ def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
         (TextSource("{folder}/a.jsonl"), "train:9", "a number from 257 to 1048576"),
         (TextSource("{folder}/bad.jsonl.xz"), "bytes", "bad.jsonl.xz cannot be read as jsonl: Input format"),
         (TextSource("{folder}/bad.jsonl.gz"), "bytes", "bad.jsonl.gz cannot be read as jsonl: Not a gzipped file"),
-        (TextSource("{folder}/deep.jsonl"), "bytes", "deep.jsonl cannot be read as jsonl: maximum recursion"),
+        (
+            TextSource("{folder}/deep.jsonl"),
+            "bytes",
+            "deep.jsonl cannot be read as jsonl: line 1, at byte 0: maximum recursion",
+        ),
         (TextSource("{folder}/packed"), "bytes", "1 packed files that cannot be read, such as a.zip; unpack"),
         (TextSource("{folder}/a.jsonl"), "{folder}/end", "names the eos_token 'no', which tokenizer.json does not"),
         (TextSource("{folder}/a.jsonl"), "{folder}/damaged", "tokenizer_config.json is damaged: "),

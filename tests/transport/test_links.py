@@ -108,6 +108,7 @@ def test_what_can_never_be_sent_is_the_callers_error_and_the_session_lives(ends:
         ({"run_id": "other"}, "'a' belongs to run 'other', this syncer to run 'run'"),
         ({"epoch": 2}, "'a' has heard of epoch 2 of the syncer, this one is of epoch 1: stop this old syncer"),
         ({"incarnation": -1}, "incarnation -1 of 'a' is not allowed"),
+        ({"incarnation": 1 << 62}, "incarnation 4611686018427387904 of 'a' is not allowed: use 0 to 1"),
     ],
 )
 def test_stranger_is_refused_with_the_reason(

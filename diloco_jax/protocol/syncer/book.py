@@ -14,12 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_jax.protocol.claims import contradiction
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Part, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
-from diloco_jax.protocol.pacing import Closing, ProtocolConfig, closing, grace_window_s
+from diloco_jax.protocol.pacing import (
+    FIRST_TURN_S,
+    SHORT_STEPS,
+    Closing,
+    ProtocolConfig,
+    closing,
+    grace_floor_s,
+    grace_window_s,
+)
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Progress
@@ -64,9 +73,11 @@ class RoundBook:
             if this.closes_s is None:
                 this.closes_s = self._begin_grace(this, now_s)
             if now_s < this.closes_s:
-                if fresh < self.membership.live - len(late):
-                    break
-                this.closes_s = now_s if now_s > this.paced_s else this.paced_s  # there is nobody else to wait for
+                awaits = this.slack_s is not None and self._awaits_quick(this, late)
+                if not awaits and fresh >= self.membership.live - len(late):  # there is nobody else to wait for
+                    this.closes_s = now_s if now_s > this.paced_s else this.paced_s
+                elif this.slack_s is not None and not awaits:
+                    this.closes_s = this.slack_s
                 if now_s < this.closes_s:
                     break
             self._close(this, late, effects, now_s)
@@ -81,7 +92,8 @@ class RoundBook:
         for this in self.flying.values():  # oldest first, so that of each member the newest report stays
             told |= {name: this.told_tokens[name] for name in {*this.asked, *this.values} - this.former}
         members = self.membership.members
-        return tokens + sum(max(0, told[name] - members[name].credit.merged_tokens) for name in told)
+        most = self.progress.value_tokens_max
+        return tokens + sum(min(most, max(0, told[name] - members[name].credit.merged_tokens)) for name in told)
 
     def _open(self, effects: list[Effect], now_s: float) -> Round | None:
         """Open the next round, if its fragment and a place in flight are free; finish when there is none left."""
@@ -122,7 +134,36 @@ class RoundBook:
             this.paced_s = self.closed_s + broadcast_s / self.config.grace_safety + wait_s
         sync_s = (self.pace.merge_s or 0.0) + broadcast_s
         grace_s = grace_window_s(self.config, step_s, self.pace.quorum_s, sync_s)
-        return max(now_s + grace_s, this.paced_s)
+        closes_s = max(now_s + grace_s, this.paced_s)
+        floor_s = grace_floor_s(self.config, step_s)
+        if floor_s > 0 and self._starters(this):
+            floor_s = max(floor_s, FIRST_TURN_S)
+        this.slack_s = closes_s if now_s + floor_s > closes_s else None
+        return max(closes_s, now_s + floor_s)
+
+    @property
+    def awaits_starters(self) -> bool:
+        """True while the collecting round waits for learners that have not made their first step."""
+        this = self.collecting
+        return this is not None and this.slack_s is not None and self._starters(this)
+
+    def _starters(self, this: Round) -> bool:
+        """Say whether a learner has joined that has never made a step, in the first turn of the fragments.
+
+        Rounds of a few milliseconds would otherwise use up much of a short run while it still compiles.
+        """
+        if this.global_step > self.config.groups.gap_max:
+            return False
+        return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
+
+    def _awaits_quick(self, this: Round, late: set[str]) -> bool:
+        """Say whether a learner with short steps has not reported."""
+        counted, limit_s = self.fresh | late, self.config.grace_min_s / SHORT_STEPS
+        for member in self.membership.members.values():
+            missing = member.state == ACTIVE and member.learner_id not in counted
+            if missing and member.step_s is not None and member.step_s < limit_s:
+                return True
+        return self._starters(this)
 
     def _late(self, now_s: float) -> set[str]:
         """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
@@ -133,11 +174,14 @@ class RoundBook:
         if len(self.flying) < 2:  # none but the one that collects
             return late
         for this in self.flying.values():
-            if this.asked and this.waits_long(now_s):
+            if this.asked and this.waits_long(now_s) and this.waits_long(now_s, self._floor_s()):
                 late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
         if late and self.membership.live - len(late) < self.config.quorum:
             return set()
         return late
+
+    def _floor_s(self) -> float:
+        return grace_floor_s(self.config, self.membership.median_step_s())
 
     def _decide(self, this: Round | None, late: set[str], now_s: float) -> Closing:
         closes_s = this.closes_s if this is not None else None
@@ -172,6 +216,7 @@ class RoundBook:
             member = self.membership.members[learner_id]
             this.asked[learner_id] = local_step = member.local_step
             this.told_tokens[learner_id] = member.tokens
+            member.asked_for(this.fragment_id, this.global_step)
             effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         for member in self.membership.live_members():
             self.downstream.repair(member, this.fragment_id, effects)
@@ -198,10 +243,15 @@ class RoundBook:
         if base not in history[fragment_id]:
             reason = f"value against version {base}, kept are {history[fragment_id]}"
             return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
+        asked = member.credit.asked.get(fragment_id)
+        # A state that an older release wrote does not tell on which report it was asked.
+        known = asked is not None and asked.round == this.global_step
+        if asked and known and (wrong := contradiction(message, asked, member.reported(fragment_id))):
+            return [Drop(name, wrong), *self.settle(this, now_s)]
         member.credit.merged_base[fragment_id] = base
-        this.values[name] = Part(
-            name, message.local_step, message.steps, message.tokens, base, message.samples, message.since
-        )
+        tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
+        data = (message.samples, message.since)
+        this.values[name] = Part(name, message.local_step, message.steps, tokens, base, *data)
         return self.settle(this, now_s) + self.proceed(now_s)  # it may have been left out of the collecting round
 
     def settle(self, this: Round, now_s: float) -> list[Effect]:
@@ -252,7 +302,8 @@ class RoundBook:
             if part.learner_id in this.former:
                 continue  # its own counters and data begin anew
             credit = member.credit
-            progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], part.tokens)
+            tokens = min(part.tokens, progress.value_tokens_max) if progress.budget.tokens else part.tokens
+            progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
             self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
             present.append(member)

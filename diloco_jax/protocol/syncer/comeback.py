@@ -9,6 +9,11 @@ not stop.
 A version that nobody holds is lost: nothing of it reached a learner, and its fragment goes on from the newest that is
 left. A round that was being merged counts as merged if somebody holds its result. Versions are never numbered again.
 
+A version is believed only if the tape allows it: one that was made, one of a round in flight at the death, or, since a
+lost machine takes the end of a tape with it, one of the next rounds. One beyond those needs two learners with the same
+bits, so no single learner moves the run's clock. What a driver cannot use (not finite, far away) it hands over as an
+anchor of no version, and another holder is asked.
+
 Rewind. When every process died, the run goes on from the snapshot alone: what came after it is void, and whoever
 remembers it is refused.
 """
@@ -24,7 +29,7 @@ from diloco_jax.protocol.effects import Drop, Effect, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import GONE, Member
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import STOPPED_OUTSIDE, AnchorRequest, AnchorValue
+from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, AnchorRequest, AnchorValue
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.downstream import Downstream
@@ -44,6 +49,7 @@ class Restoring:
     uncertain: dict[int, Round]  # fragment -> round that was being merged when the syncer died
     awaited: set[str]  # learners that were connected then, or were back and are lost again
     resend_wait_s: float  # when to ask again, at first
+    possible: dict[int, list[int]] = field(default_factory=dict)  # fragment -> versions above its newest made one
     deadline_s: float | None = None  # when to go on without those that did not come back; None while nobody is back
     asked: dict[int, tuple[int, str]] = field(default_factory=dict)  # fragment -> version asked for, and of whom
     asked_s: float = 0.0  # when somebody was asked last
@@ -51,14 +57,20 @@ class Restoring:
     repetitions: int = 0  # those whose question somebody may have heard: each waits twice as long,
     unheard: int = 0  # as it does behind a question to learners of whom nothing was heard since
 
-    def asks(self, present: Iterable[Member], now_s: float) -> list[tuple[str, int, int]]:
-        """Return (learner, fragment, version) to ask for now: the newest that is offered, of each who does in turn."""
+    def asks(self, present: Iterable[Member], made: Sequence[int], now_s: float) -> list[tuple[str, int, int]]:
+        """Return (learner, fragment, version) to ask for now: the newest that is offered, of each who does in turn.
+
+        Args:
+            made: newest version of each fragment that the tape knows.
+        """
         found = []
-        members, turn = list(present), self.repetitions + self.unheard
+        members, turn = [m for m in present if m.down.offered], self.repetitions + self.unheard
         for fragment_id in self.wanted:
-            version = max((m.down.offered[fragment_id] for m in members if m.down.offered), default=-1)
+            offers = [m.down.offered[fragment_id] for m in members]
+            believed = (v for v in offers if self.believes(fragment_id, v, made[fragment_id], members))
+            version = max(believed, default=NO_VERSION)
             if version > max(self.held[fragment_id], self.asked.get(fragment_id, (-1, ""))[0]):
-                holders = [m.learner_id for m in members if m.down.offered and m.down.offered[fragment_id] == version]
+                holders = [m.learner_id for m in members if m.down.offered[fragment_id] == version]
                 learner_id = holders[turn % len(holders)]
                 self.asked[fragment_id] = (version, learner_id)
                 found.append((learner_id, fragment_id, version))
@@ -66,6 +78,14 @@ class Restoring:
             self.asked_s = now_s
             self.resend_s = now_s + self.resend_wait_s * 2**turn  # on a slow link it is under way, not lost
         return found
+
+    def believes(self, fragment_id: int, version: int, made: int, members: Iterable[Member]) -> bool:
+        """Say if this version of a fragment can exist, as far as the tape tells; else two must hold the same bits."""
+        if version <= made or version in self.possible.get(fragment_id, ()):
+            return True
+        offers = [m.down.will_hold[fragment_id] for m in members if m.down.offered and m.down.will_hold]
+        bits = [offer.digest for offer in offers if offer.version == version]
+        return len(set(bits)) < len(bits)
 
     def repeat(self, members: Mapping[str, Member], now_s: float) -> None:
         """Forget what was asked for, if it is time to ask again."""
@@ -123,6 +143,7 @@ class Restoring:
             "held": list(self.held),
             "digests": list(self.digests),
             "wanted": list(self.wanted),
+            "possible": [[p, *versions] for p, versions in self.possible.items()],
             "uncertain": [this.to_plain() for this in self.uncertain.values()],
             "awaited": sorted(self.awaited),
             "asked": [[p, *ask] for p, ask in self.asked.items()],
@@ -142,6 +163,7 @@ class Restoring:
             {this.fragment_id: this for this in rounds},
             set(plain["awaited"]),
             resend_wait_s,
+            {p: versions for p, *versions in plain.get("possible", ())},
             deadline_s,
             {p: (version, learner_id) for p, version, learner_id in plain["asked"]},
             asked_s,
@@ -171,15 +193,31 @@ class Comeback:
         awaited = {member.learner_id for member in self.membership.connected()}
         flying = self.rounds.flying.values()
         uncertain = {this.fragment_id: this for this in flying if this.phase == MERGING}
+        possible = self._possible(flying, before)
         if before is not None:  # it died again before all were back
             awaited |= before.awaited
             uncertain |= before.uncertain
         for this in flying:
             self._reopen(this.fragment_id, this.values)
         wanted = {p for p, version in enumerate(held) if version != versions[p]} | set(uncertain)
-        restoring = Restoring(list(held), list(digests), sorted(wanted), uncertain, awaited, self.config.resend_s)
+        restoring = Restoring(
+            list(held), list(digests), sorted(wanted), uncertain, awaited, self.config.resend_s, possible
+        )
         self._begin(restoring if wanted else None, effects, now_s)
         return effects
+
+    def _possible(self, flying: Iterable[Round], before: Restoring | None) -> dict[int, list[int]]:
+        """Return versions that may exist beyond those on the tape, whose end a lost machine takes with it."""
+        found = {p: list(versions) for p, versions in before.possible.items()} if before is not None else {}
+        rounds = [(this.fragment_id, this.global_step) for this in flying]
+        step, schedule = self.progress.global_step, self.rounds.schedule
+        for _ in range(max(1, self.config.overlap_steps)):
+            step = schedule.next_due(step) if self.config.lockstep else step + 1
+            rounds.append((schedule.due(step), step))
+        for fragment_id, step in rounds:
+            if fragment_id >= 0 and step not in found.setdefault(fragment_id, []):
+                found[fragment_id].append(step)
+        return found
 
     def rewind(self, epoch: int, now_s: float) -> list[Effect]:
         """The run goes on from a snapshot that was just restored."""
@@ -224,22 +262,35 @@ class Comeback:
     def on_anchor(self, member: Member, message: AnchorValue, now_s: float) -> list[Effect]:
         """A learner sends a global value that may be wanted."""
         name, fragment_id, version = member.learner_id, message.fragment_id, message.version
-        restoring, downstream = self.restoring, self.downstream
-        if restoring is None or fragment_id not in restoring.wanted or version <= restoring.held[fragment_id]:
+        restoring = self.restoring
+        wanted = restoring is not None and fragment_id in restoring.wanted
+        if restoring is None or not wanted or NO_VERSION < version <= restoring.held[fragment_id]:
             return [Drop(name, f"version {version} of fragment {fragment_id} is not needed")]
         effects: list[Effect] = []
-        known = downstream.digests[fragment_id] if version == downstream.versions[fragment_id] else message.digest
-        if message.digest == known:
-            restoring.take(fragment_id, version, message.digest)
-            effects.append(Restore(fragment_id, version))
-        else:
-            effects.append(Drop(name, f"version {version} of fragment {fragment_id} has another digest than was made"))
+        if reason := self._doubt(restoring, message):
+            effects.append(Drop(name, reason))
             offered = member.down.offered
             member.down.offered = tuple(-1 if p == fragment_id else held for p, held in enumerate(offered))
-            restoring.asked.pop(fragment_id, None)
+            if restoring.asked.get(fragment_id, (version, ""))[1] == name:
+                del restoring.asked[fragment_id]
             self.ask(effects, now_s)
+        else:
+            restoring.take(fragment_id, version, message.digest)
+            effects.append(Restore(fragment_id, version))
         self.finish(effects, now_s)
         return effects + self.rounds.proceed(now_s)
+
+    def _doubt(self, restoring: Restoring, message: AnchorValue) -> str:
+        """Say why a global value that was brought is not believed; "" if it is."""
+        fragment_id, version = message.fragment_id, message.version
+        made, what = self.downstream.versions[fragment_id], f"version {version} of fragment {fragment_id}"
+        if version == NO_VERSION:
+            return f"its value of fragment {fragment_id} cannot be used"
+        if version == made and message.digest != self.downstream.digests[fragment_id]:
+            return f"{what} has another digest than was made"
+        if not restoring.believes(fragment_id, version, made, self.membership.present()):
+            return f"{what} cannot exist: the run is at global step {self.progress.global_step}"
+        return ""
 
     def on_lost(self, learner_id: str) -> None:
         """A learner is gone or silent."""
@@ -254,7 +305,9 @@ class Comeback:
     def ask(self, effects: list[Effect], now_s: float) -> None:
         """Ask for the newest versions that somebody offers."""
         if self.restoring is not None:
-            for learner_id, fragment_id, version in self.restoring.asks(self.membership.present(), now_s):
+            for learner_id, fragment_id, version in self.restoring.asks(
+                self.membership.present(), self.downstream.versions, now_s
+            ):
                 effects.append(Send(learner_id, AnchorRequest(fragment_id, version)))
 
     def finish(self, effects: list[Effect], now_s: float) -> None:

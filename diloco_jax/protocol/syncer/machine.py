@@ -18,7 +18,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, get_args
 
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import bounds, messages
 from diloco_jax.protocol.effects import Drop, Effect, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import GONE, SILENT, Member
@@ -58,7 +58,9 @@ class Syncer:
         plan: EvaluationPlan = NEVER,
     ) -> None:
         self.config = config
-        self.progress = progress = Progress(total_steps, budget, config.groups.gap_max + config.overlap_steps)
+        self.progress = progress = Progress(
+            total_steps, budget, config.tokens_per_step_factor_max, config.groups.gap_max + config.overlap_steps
+        )
         self.membership = members = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = leases = LeaseBook(config.num_fragments)
         self.downstream = down = Downstream(config, progress, payload_bytes, step_bytes)
@@ -85,6 +87,8 @@ class Syncer:
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
         """Any message of a learner. The driver vouches that the sender is who the message says."""
+        if wrong := bounds.objection(message):
+            return _refused(message, wrong)
         if isinstance(message, Hello):
             return self.on_hello(message, now_s)
         member = self.membership.get(message.learner_id, message.incarnation)
@@ -97,7 +101,7 @@ class Syncer:
         progress = self.progress
         refusal = self.membership.refusal(message, progress.epoch, progress.rewound)
         if refusal:
-            return [Send(message.learner_id, messages.Refuse(refusal)), Drop(message.learner_id, refusal)]
+            return _refused(message, refusal)
         effects: list[Effect] = []
         known = self.membership.members.get(message.learner_id)
         if known is not None and message.incarnation > known.incarnation:
@@ -131,14 +135,16 @@ class Syncer:
         name, local_step = message.learner_id, message.local_step
         if len(message.adopted) != len(self.downstream.versions):
             return [Drop(name, f"{len(message.adopted)} fragments reported, {len(self.versions)} exist")]
-        if not (0 <= message.step_s < inf and local_step >= 1 and message.tokens >= 0):
-            return [Drop(name, f"step {local_step} that took {message.step_s} s is impossible")]
+        if local_step < 1:
+            return [Drop(name, "a report of step 0 is impossible: there is none before the first step")]
         if not 0 <= message.samples <= message.granted:
             return [Drop(name, f"{message.samples} samples used of {message.granted} that were leased is impossible")]
         if local_step > member.local_step:  # else a duplicate, or overtaken by a newer one: a sign of life
             if self.leases.unconfirmed:
                 self.leases.on_held(message.adopted)
-            member.record(message, self.config, now_s)
+            steps, news = local_step - member.local_step, message.tokens - member.tokens
+            tokens = member.tokens + self.progress.plausible(news, steps, member, self.membership)
+            member.record(message, tokens, self.config, now_s)
         if self.progress.finished and self.comeback.restoring is None:
             member.heard_s = now_s
             return self.evaluations.stop(name)
@@ -376,3 +382,9 @@ class Syncer:
         self.evaluations.restore(state["evaluations"])
         self.roster.check_s = state["lease_check_s"]
         self.comeback.restore(state["restoring"])
+
+
+def _refused(message: LearnerMessage, reason: str) -> list[Effect]:
+    """Drop a message; whoever greets is told why."""
+    told: list[Effect] = [Send(message.learner_id, messages.Refuse(reason))] if isinstance(message, Hello) else []
+    return [*told, Drop(message.learner_id, reason)]

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.claims import LEAPS, plausible_tokens
 from diloco_jax.protocol.effects import Note
+from diloco_jax.protocol.member import Member
+from diloco_jax.protocol.membership import Membership
 
 
 class Budget(NamedTuple):
@@ -31,6 +35,7 @@ class Progress:
 
     total_steps: int  # global steps after which the run is complete; 0, with a budget only: as many as that needs
     budget: Budget = NO_BUDGET
+    factor: float = 0.0  # protocol.tokens_per_step_factor_max
     reach: int = 0  # global steps that the schedule goes on for without a merge: the longest way from one to the next
     epoch: int = 1  # which life of the syncer this is
     rewound: int = 0  # the life in which the run was last put back to a snapshot
@@ -60,6 +65,21 @@ class Progress:
         if self.budget.tokens and tokens >= self.budget.tokens:
             return False
         return not self.total_steps or global_step <= self.total_steps
+
+    def plausible(self, tokens: int, steps: int, member: Member, membership: Membership) -> int:
+        """Return how many of these tokens so many inner steps of a member can have had (claims.py)."""
+        if member.total_steps > 0 and tokens * member.total_steps <= member.total_tokens * steps:
+            return tokens  # no more than in its steps before, as nearly always
+        usual = membership.usual_step_tokens(member)
+        if usual == inf and self.budget.tokens:
+            usual = float(self.budget.step_tokens)
+        return plausible_tokens(tokens, steps, usual, self.factor)
+
+    @property
+    def value_tokens_max(self) -> int:
+        """Return how many tokens one value may count towards the budget: so no single one completes a run."""
+        tokens, step_tokens = self.budget
+        return max(tokens // LEAPS, int(self.factor * step_tokens)) if self.factor else tokens
 
     @property
     def schedule_lead(self) -> int:

@@ -22,6 +22,7 @@ class Round:
     met_s: float = 0.0  # when the quorum was met
     closes_s: float | None = None  # end of the grace window, once the quorum is met
     paced_s: float = 0.0  # it does not close before
+    slack_s: float | None = None  # end of the window of Eq. 3, where grace_min_s keeps the round open for longer
     closed_s: float = 0.0
     resend_s: float = 0.0  # when unanswered pulls are repeated
     resend_wait_s: float = 0.0  # doubles every time: on a slow link the values are under way, not lost
@@ -55,9 +56,15 @@ class Round:
         if self.half_s is None and 2 * len(self.asked) <= self.size:
             self.half_s = now_s
 
-    def waits_long(self, now_s: float) -> bool:
-        """Say if those that are still asked take more than twice as long as the faster half did."""
-        return self.half_s is not None and now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
+    def waits_long(self, now_s: float, least_s: float = 0.0) -> bool:
+        """Say if those that are still asked take more than twice as long as the faster half did.
+
+        Args:
+            least_s: the wait after the faster half that is not long yet.
+        """
+        if self.half_s is None or now_s - self.half_s < least_s:
+            return False
+        return now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
 
     @property
     def waits_for(self) -> str:

@@ -27,6 +27,8 @@ REMEDIES = {  # by kind
     "loss": "look at its log and its data; a lower optimizer.learning_rate or clipping, and --resume from a snapshot",
     "link": "`diloco doctor` measures it; a smaller wire format, a longer protocol.sync_every or overlap_steps",
     "outrun": "see what rounds wait for; give the syncer processors; lengthen protocol.sync_every",
+    "few": "set protocol.quorum to the number of islands, or raise protocol.grace_min_s (steps of milliseconds) or "
+    "grace_steps_max: rounds then wait for more of them; a larger protocol.overlap_steps leaves time for that",
     "unmerged-fragments": "make the run longer than protocol.sync_every, and see in the syncer's log how rounds ended",
     "tape": "free space on the syncer's disk; rounds go on by themselves",
     "snapshot": "free space on the syncer's disk, or a faster one; the next snapshot is tried by itself",
@@ -34,6 +36,25 @@ REMEDIES = {  # by kind
     "certificate": "`diloco certs FOLDER ... --renew 30`, and copy the new files over the old ones; no restart",
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
+}
+PAST = {  # by kind: how an alarm that is over is told of
+    "silent": "{who} was silent",
+    "gone": "{who} was disconnected",
+    "expelled": "{who} was expelled",
+    "striking": "{who} sent values that were not usable",
+    "unmerged": "{who} had no share in rounds",
+    "slow": "{who} was slow",
+    "starved": "{who} waited for its data",
+    "loss": "a loss {of_who} was not as it should be",
+    "link": "the link of {who} was too slow",
+    "outrun": "islands outran rounds",
+    "unmerged-fragments": "fragments were not merged",
+    "tape": "the tape could not be written",
+    "snapshot": "a snapshot was overdue or failed",
+    "disk": "the syncer's disk was nearly full",
+    "certificate": "a certificate was about to expire",
+    "clock": "the clock of {who} was wrong",
+    "evaluation": "an evaluation failed",
 }
 CALM = 5.0  # seconds without it, after which an alarm is over
 FLAPPING = ("gone",)  # kinds of which gaps shorter than CALM count as well: a link that breaks again and again
@@ -50,6 +71,12 @@ class Alarm(NamedTuple):
     def told(self) -> dict[str, Any]:
         """Return it with its remedy, for people."""
         return {**self._asdict(), "remedy": REMEDIES[self.kind]}
+
+    @property
+    def past(self) -> str:
+        """Tell what was wrong, without the numbers."""
+        of_who = f"of {self.who}" if self.who else "of the global model"
+        return PAST[self.kind].format(who=self.who, of_who=of_who)
 
 
 def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
@@ -69,6 +96,9 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
         if way := stats.links.trouble(syncer, name):
             text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
             found.append(Alarm("link", name, text))
+    stats.crowd.look(syncer, now_s, {alarm.who for alarm in found})
+    if stats.crowd.trouble:
+        found.append(Alarm("few", "", stats.crowd.trouble))
     return found
 
 
@@ -96,7 +126,8 @@ class Standing:
         """Return it for the summary; `lasted_s` is all times together."""
         from_s, until_s, lasted_s = self.from_s, self.until_s, self.before_s + self.until_s - self.from_s
         times = {"from_s": round(from_s, 1), "until_s": round(until_s, 1), "lasted_s": round(lasted_s, 1)}
-        return {**self.alarm.told(), **times, "times": self.times, "stands": self.stands}
+        over = {} if self.stands else {"past": self.alarm.past}
+        return {**self.alarm.told(), **times, "times": self.times, "stands": self.stands, **over}
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Standing:

@@ -40,8 +40,9 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> tuple[str, float
         if member.goodbye in ON_PURPOSE:
             return "left", since_s, f"{member.goodbye}; what it left undone goes to others"
         waits = name in syncer.leases.holdings
-        rest = "its data goes to others after release_s" if waits else "what it left undone goes to others"
-        return "gone", since_s, f"no connection; {rest}"
+        after_s = max(0.0, syncer.config.release_s - (now_s - since_s))
+        rest = f"its data goes to others in {after_s:.0f} s" if waits else "what it left undone goes to others"
+        return "gone", since_s, f"{member.goodbye or 'no connection'}; {rest}"
     if member.state == SILENT:
         why = "stopped, or cut off"
         if not member.local_step:
@@ -53,7 +54,7 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> tuple[str, float
         return "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
     assert member.state == ACTIVE, f"{name} is {member.state}"
     if name == syncer.evaluations.asked:
-        return "evaluating", syncer.evaluations.asked_s, "between two steps: what the global model is worth"
+        return "evaluating", syncer.evaluations.asked_s, "evaluates the global model between two of its steps"
     if strikes:
         return "striking", since_s, f"{strikes} of {syncer.config.strikes_max} strikes"
     if member.credit.alarmed:

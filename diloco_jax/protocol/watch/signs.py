@@ -1,17 +1,19 @@
 """Signs of trouble that single messages do not show, as statistics (stats.py) collect them. No rule reads them.
 
 * A loss jumps, or a link is too slow.
+* Rounds merge far fewer learners than are live.
 * Islands make steps much faster than rounds close: what they learn is not merged, and tokens are used up. Counted in
   windows of STEPS_MIN steps per island, or of as many as take SECONDS_MIN. An episode is a row of windows in which
   islands made at least FACTOR steps per round; the clock of rounds follows the fastest islands, so in a healthy run
   it is about one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.member import ACTIVE
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.pacing import ema
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -23,6 +25,9 @@ STEPS_MIN = 16
 SECONDS_MIN = 3.0  # where steps are short, a snapshot alone holds rounds up for 16 of them
 FACTOR = 2.0
 EPISODES_MAX = 8  # that are told apart; later ones count as part of the last
+CROWD_ROUNDS, CROWD_S = 48, 5.0  # least length of a window
+CROWD_WINDOWS = 2  # in a row
+CROWD_SHARE = 0.7  # of the learners that could have been merged
 WAY_DECAY = 0.8
 WAY_FACTOR, WAY_LEAST_S = 2.0, 1.0  # times the overlap that a fragment's way may take, and what is never too long
 
@@ -105,6 +110,46 @@ class Links:
         took_s = self._up_s[learner_id] + (member.down.broadcast_s or 0.0)
         allowed_s = max(WAY_LEAST_S, WAY_FACTOR * syncer.config.overlap_steps * max(steps_s))
         return SlowLink(took_s, allowed_s) if took_s > allowed_s else None
+
+
+class Crowd:
+    """Compares the learners in a merge with the live ones that could have been in it, in windows of rounds.
+
+    A learner with long steps counts as the share of rounds that it can reach. The least number of a window's looks
+    counts: a learner that starts, restarts, evaluates or has an alarm of its own is not missed.
+    """
+
+    def __init__(self) -> None:
+        self.trouble = ""
+        self._begin: tuple[float, int, int] | None = None  # of the window: time, merged rounds, values in them
+        self._least = inf  # learners that could have been in each round
+        self._few = 0  # windows in a row with few
+
+    def look(self, syncer: Syncer, now_s: float, troubled: Collection[str]) -> None:
+        """Look at the merges so far; `troubled` names learners that have an alarm of their own."""
+        progress, expected = syncer.progress, self._expected(syncer, troubled)
+        counts = progress.merged_rounds, progress.merged_parts
+        if self._begin is None or counts[0] < self._begin[1]:  # at first, or back at a snapshot
+            self._begin, self._least = (now_s, *counts), expected
+        began_s, *before = self._begin
+        self._least = min(self._least, expected)
+        rounds, parts = counts[0] - before[0], counts[1] - before[1]
+        if rounds < CROWD_ROUNDS or now_s - began_s < CROWD_S:
+            return
+        self._few = self._few + 1 if parts < CROWD_SHARE * self._least * rounds else 0
+        numbers = f"{parts / rounds:.1f} learners on average, of {self._least:.1f} that could have been merged"
+        self.trouble = f"each of the last {rounds} rounds merged {numbers}" if self._few >= CROWD_WINDOWS else ""
+        self._begin, self._least = (now_s, *counts), expected
+
+    def _expected(self, syncer: Syncer, troubled: Collection[str]) -> float:
+        members, median_s = syncer.membership.members, syncer.membership.median_step_s()
+        chosen = syncer.config.lockstep or not syncer.config.grace_steps_max  # no round is meant to wait for more
+        if chosen or not median_s or syncer.rounds.awaits_starters:
+            return 0.0
+        away = {*troubled, syncer.evaluations.asked}
+        sound = [m for name, m in members.items() if m.state == ACTIVE and name not in away]
+        sound = [m for m in sound if not (m.credit.strikes or m.credit.alarmed)]
+        return sum(min(1.0, median_s / m.step_s) for m in sound if m.step_s)
 
 
 class Episode(NamedTuple):

@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco_jax.protocol.bounds import objection
 from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.protocol.watch.signs import Episode, Links, Losses, Outrun
+from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outrun
 
 BFLOAT16_BYTES = 2
 WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
+FINISHING_S = 5.0  # before the end is noticed, in which an island may have left because of it
 NAMED_MAX = 8  # fragments in a warning
 
 
@@ -74,30 +76,33 @@ class LearnerStats:
 
 
 class RunStats:
-    """Counts a run; `losses` and `links` are signs of trouble, for alarms."""
+    """Counts a run; `losses`, `links` and `crowd` are signs of trouble, for alarms."""
 
     def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
         self._names = names
-        self._num_parameters = num_parameters
+        self.num_parameters = num_parameters
         self._syncer = syncer
         self._learners: dict[str, LearnerStats] = {}
         self._began_s: float | None = None
         self._covered_s = 0.0  # union of all inner steps
+        self._finished_s: float | None = None
         self._covered_until_s = 0.0
         self._outrun = Outrun()
-        self.losses, self.links = Losses(), Links()
+        self.losses, self.links, self.crowd = Losses(), Links(), Crowd()
 
     def on_report(self, report: StepReport, now_s: float) -> bool:
         """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
         member = self._syncer.membership.get(report.learner_id, report.incarnation)
-        if member is None or report.local_step <= member.local_step:
+        if member is None or report.local_step <= member.local_step or objection(report):
             return False
         if self._syncer.finished:  # until they hear of the end, islands step on
             return True
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
-        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step, report.step_s)
+        if not self._syncer.rounds.awaits_starters:
+            made = report.local_step - known
+            self._outrun.on_steps(report.learner_id, made, self._syncer.global_step, report.step_s)
         self.losses.on_report(report)
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s
@@ -170,6 +175,17 @@ class RunStats:
         return self._outrun.episodes
 
     @property
+    def unmerged_fragments(self) -> list[int]:
+        """Return the fragments that no round has merged."""
+        return [p for p, version in enumerate(self._syncer.versions) if version == 0]
+
+    @property
+    def unmerged(self) -> str:
+        """Warn of fragments that a run never merged; "" if it was stopped before each had two turns."""
+        early = self._syncer.global_step < 2 * self._syncer.config.groups.gap_max
+        return "" if early and not self._syncer.finished else never_merged(self.unmerged_fragments)
+
+    @property
     def contributors_per_round(self) -> float:
         """Mean number of learners in a merge."""
         return self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds)
@@ -181,10 +197,14 @@ class RunStats:
         """One entry per known learner, for people and dashboards."""
         rows = []
         told = {condition.learner_id: condition for condition in conditions(self._syncer, now_s)}
+        if self._syncer.finished and self._finished_s is None:
+            self._finished_s = now_s
         for member in self._members():
             condition = told[member.learner_id]
             stats = self._learners.get(member.learner_id) or LearnerStats()
             running = member.state in ("active", "silent")
+            stayed = member.state != "gone" or (self._finished_s or 0.0) - member.since_s <= FINISHING_S
+            span_s = max(stats.busy_s, stats.total_span_s)
             rows.append(
                 {
                     "learner": member.learner_id,
@@ -195,6 +215,8 @@ class RunStats:
                     "local_step": member.total_steps,
                     "tokens": member.total_tokens,
                     "tokens_per_s": round(stats.rate or 0.0, 1) if running else 0.0,
+                    "mean_tokens_per_s": round(member.total_tokens / span_s, 1) if span_s else 0.0,
+                    "finished": self._syncer.finished and stayed and bool(member.total_steps),
                     "loss": member.loss if member.local_step else None,
                     "step_s": member.step_s,
                     "staleness": self._syncer.global_step - member.global_step,
@@ -212,7 +234,7 @@ class RunStats:
         A ring of M islands sends, and receives, 2 (M - 1) / M times the gradient at each of them.
         """
         islands = max(1, len(self._names))
-        per_step = 2 * (2 * (islands - 1) / islands) * self._num_parameters * BFLOAT16_BYTES
+        per_step = 2 * (2 * (islands - 1) / islands) * self.num_parameters * BFLOAT16_BYTES
         return round(per_step * sum(member.total_steps for member in self._members()))
 
     def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
@@ -242,7 +264,7 @@ class RunStats:
             WAITING: round(waited_s / max(busy_s, 1e-9), 4),
             "uptime": round(min(1.0, self._covered_s / window_s), 4),
             "contributors_per_round": round(self.contributors_per_round, 4),
-            "unmerged_fragments": [p for p, version in enumerate(self._syncer.versions) if version == 0],
+            "unmerged_fragments": self.unmerged_fragments,
             "steps_per_round": round(most / max(1, self._syncer.global_step), 4),
             "samples": self._syncer.leases.fates._asdict(),
             "wire": {**wire, "data_parallel_bytes": self.data_parallel_bytes()},

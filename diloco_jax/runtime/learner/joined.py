@@ -228,12 +228,13 @@ class Joined:
             told = (*(Metric(name, value) for name, value in values.items()), Metric(OWN_TIME, unix_s()))
             self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
-    def leave(self) -> None:
+    def leave(self, reason: str = STOPPED_OUTSIDE) -> None:
+        """End this life; `reason` is what the syncer hears if it was stopped before the run was complete."""
         self._pulse.patient()
         self._profiling.close()
         stopped = self._signals.stop.is_set()
         if stopped and not self.finished:
-            self._decisions.apply(lambda machine, now_s: machine.leave(STOPPED_OUTSIDE, now_s))
+            self._decisions.apply(lambda machine, now_s: machine.leave(reason, now_s))
         finished = self.finished
         self._payloads.close()
         self._decisions.close_link(2.0)

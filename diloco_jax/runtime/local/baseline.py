@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.island.built_in import DATA_WAIT, LOADING, BuiltInLoop
 from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.runtime.model.evaluation import Evaluator
@@ -50,6 +51,7 @@ class DataParallelRun:
         self._tokens = 0
         self._eval_loss: float | None = None
         self._last: dict[str, Any] = {}
+        self._time_left = TimeLeft()
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate and write the summary, which is returned."""
@@ -80,6 +82,7 @@ class DataParallelRun:
     def _count(self, step: int, metrics: Mapping[str, float], step_s: float) -> None:
         self._pulse.beat(step_s)
         self._pulse.ready(True)
+        self._time_left.step(self._now_s(), step)
         self._busy_s += step_s
         self._waited_s += metrics[DATA_WAIT]
         self._tokens += self._step_tokens
@@ -108,6 +111,8 @@ class DataParallelRun:
         row |= {"local_step": step, **counts, "last_merged_round": step, "participation": 1.0, "restarts": 0}
         row |= self._last
         status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s(), **counts}
+        left_s = self._time_left.left_s(self._now_s(), self._config.planned_steps) if state == "running" else None
+        status |= {"left_s": left_s, "num_parameters": self._evaluator.num_parameters}
         status |= {"total_steps": self._config.planned_steps, "waiting_for": "nothing" + starved([row])}
         status |= {"eval_loss": self._eval_loss, "contributors_per_round": 1.0, "epoch": 1, "alarms": []}
         status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "learners": [row], "said": signature()}

@@ -17,7 +17,7 @@ from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.cutting import cut
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.run import OF_TOKENS, RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import tokenizer_of
@@ -113,3 +113,34 @@ def _check_model(config: RunConfig) -> Blueprint:
     except Exception as error:  # of the model's own code it may be anything
         raise error if is_ours(error) else failure("model.module", config.model.module, error) from error
     return blueprint
+
+
+def memory_bytes() -> int:
+    """Return the memory of this machine; 0 if the system does not report it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def oversized(config: RunConfig, have_bytes: int) -> str:
+    """Warn of a batch of which a single array does not fit into this machine; "" if there is nothing to say.
+
+    Only emulated islands of the built-in models of text are looked at: their arrays share this machine's memory, and
+    the shape of the largest is known without a model. Other arrays take more.
+    """
+    if not have_bytes or config.model.module not in OF_TOKENS or not look(os.environ).emulates:
+        return ""
+    args, data_parallel = config.model.args, config.algorithm == "data_parallel"
+    widths = [args.get("dim", 0), 0 if args.get("loss_chunk") else args.get("vocab_size", 256)]
+    width = max(width for width in widths if isinstance(width, int))
+    names = [""] if data_parallel else config.islands.names
+    sequences = sum(config.island(name).batch_size for name in names)
+    need_bytes = 4 * sequences * config.train.seq_len * width // config.optimizer.accumulate_steps
+    if need_bytes <= have_bytes:
+        return ""
+    return (
+        f"warning: a step of {sequences} sequences needs more than {need_bytes / 1e9:,.0f} GB for one of its arrays, "
+        f"and this machine has {have_bytes / 1e9:,.0f} GB: lower train.batch_size or train.seq_len, or raise "
+        "optimizer.accumulate_steps"
+    )

@@ -66,7 +66,7 @@ def look(environment: Mapping[str, str], root: Path = Path("/"), *, cuda: bool |
     signs = signs or any(environment.get(name) for name in TPU_SETTINGS)
     unused = ""
     if gpus and not (any(map(importlib.util.find_spec, CUDA_PLUGINS)) if cuda is None else cuda):
-        unused = f"{_count(len(gpus), 'GPU')} here, but JAX has no CUDA plugin: pip install 'jax[cuda13]'"
+        unused = f"{count_of(len(gpus), 'GPU')} here, but JAX has no CUDA plugin: pip install 'jax[cuda13]'"
         gpus = ()
     elif asked == {"cpu"} and (gpus or chips or signs):
         unused = "JAX_PLATFORMS is cpu"
@@ -137,7 +137,9 @@ def _gpu_settings(config: RunConfig, name: str, machine: Machine, host: int) -> 
         return {}  # a stranger, who joins by himself
     gpus, hosts = shares[name], _hosts(config, name)
     if len(gpus) % hosts:
-        raise ValueError(f"{name}: {hosts} hosts cannot share {_count(len(gpus), 'GPU')} equally; change islands.hosts")
+        raise ValueError(
+            f"{name}: {hosts} hosts cannot share {count_of(len(gpus), 'GPU')} equally; change islands.hosts"
+        )
     each = len(gpus) // hosts
     settings = {VISIBLE_GPUS: ",".join(gpus[host * each : (host + 1) * each])}
     together = max(sum(gpu in others for others in shares.values()) for gpu in gpus)
@@ -158,8 +160,8 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
     wanted = [config.island(name).devices for name in names]
     if sum(wanted) > len(gpus):
         raise ValueError(
-            f"islands.devices asks for {_count(sum(wanted), 'device')} in all, but this machine has "
-            f"{_count(len(gpus), 'GPU')}; set islands.devices to auto to share what is here, lower it, or set "
+            f"islands.devices asks for {count_of(sum(wanted), 'device')} in all, but this machine has "
+            f"{count_of(len(gpus), 'GPU')}; set islands.devices to auto to share what is here, lower it, or set "
             "JAX_PLATFORMS=cpu in the environment to emulate devices"
         )
     if baseline or config.islands.controller == "single":
@@ -167,7 +169,7 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
     free, open_ = len(gpus) - sum(wanted), wanted.count(0)
     if open_ and free < open_ and any(wanted):
         raise ValueError(
-            f"{_count(len(gpus), 'GPU')} here, of which some islands want {sum(wanted)}, so nothing is left to share "
+            f"{count_of(len(gpus), 'GPU')} here, of which some islands want {sum(wanted)}, so nothing is left to share "
             "for those that say auto; give all islands a number of devices, or none"
         )
     if open_ and free < open_:
@@ -184,12 +186,13 @@ def check(config: RunConfig, machine: Machine) -> str:
     if machine.unknown:
         return "islands run on what JAX finds here"
     if machine.tpu_chips and not machine.gpus:
+        chips = count_of(machine.tpu_chips, "TPU chip")
         if count > 1 and config.islands.controller == "processes":
             raise ValueError(
-                f"{count} islands cannot share the {_count(machine.tpu_chips, 'TPU chip')} of this host as processes: "
+                f"{count} islands cannot share the {chips} of this host as processes: "
                 "one process has them all; set islands.controller to single, or islands.count to 1"
             )
-        return f"{_count(machine.tpu_chips, 'TPU chip')} for {_count(count, 'island')}"
+        return f"{chips} for {count_of(count, 'island')}"
     if machine.gpus:
         return _check_gpus(config, machine)
     numbers = sorted({emulated_devices(config, name) for name in trains})
@@ -202,7 +205,7 @@ def check(config: RunConfig, machine: Machine) -> str:
         config.check_mesh(config.island(name)._replace(devices=emulated_devices(config, name)))
     each = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     why = f"no GPU or TPU is used ({machine.unused})" if machine.unused else "no GPU or TPU here"
-    return f"{why}: {_count(count, 'island')} on emulated CPU devices, {each} each"
+    return f"{why}: {count_of(count, 'island')} on emulated CPU devices, {each} each"
 
 
 def _check_gpus(config: RunConfig, machine: Machine) -> str:
@@ -213,7 +216,7 @@ def _check_gpus(config: RunConfig, machine: Machine) -> str:
             config.check_mesh(config.island(name)._replace(devices=len(gpus)))
     used = {gpu for gpus in shares.values() for gpu in gpus}
     idle = f"; {len(machine.gpus) - len(used)} idle" if len(machine.gpus) > len(used) else ""
-    have = _count(len(used), "GPU")
+    have = count_of(len(used), "GPU")
     if len(shares) > len(used):
         most = max(sum(gpu in gpus for gpus in shares.values()) for gpu in used)
         return f"{have}, shared by {len(shares)} islands: {memory_share(most):.0%} of a GPU's memory for each{idle}"
@@ -224,5 +227,6 @@ def _check_gpus(config: RunConfig, machine: Machine) -> str:
     return f"{have}, {each} for each of {len(shares)} islands{idle}"
 
 
-def _count(number: int, what: str) -> str:
+def count_of(number: int, what: str) -> str:
+    """Return a number with a noun in singular or plural: 1 GPU, 2 GPUs."""
     return f"{number} {what}" + "s" * (number != 1)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, look, settings_of
+from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, count_of, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, free_address
 from diloco_jax.runtime.local.standby import Spares, shared_by_several
 from diloco_jax.runtime.own_loop.surroundings import (
@@ -226,7 +226,9 @@ class LocalRun:
             raise RunFailed(syncer.obituary(), wrong_input=code == WRONG_INPUT)
         syncer.mourn(self._config.syncer.restart_delay_s)
         if syncer.failures > limit:
-            raise RunFailed(f"{syncer.obituary()}; given up after {syncer.starts} starts (syncer.restarts_max)")
+            raise RunFailed(
+                f"{syncer.obituary()}; given up after {count_of(syncer.starts, 'start')} (syncer.restarts_max)"
+            )
         goes_on = ", islands train on" if last_state(self._run_dir) == "running" else ""
         self._say(f"{syncer.obituary()}; starting it again{goes_on}")
         return False
@@ -264,7 +266,7 @@ class LocalRun:
             child.mourn(self._config.islands.restart_delay_s)
             if child.failures > self._config.islands.restarts_max:
                 child.failed, child.again_at_s = True, None
-                self._say(f"{child.obituary()}; given up after {child.starts} starts")
+                self._say(f"{child.obituary()}; given up after {count_of(child.starts, 'start')}")
                 return
             at_once = child.brief == 1 and self._spares.ready(child.name)
             self._say(f"{child.obituary()}; {'its spare takes over' if at_once else 'starting it again'}")
@@ -283,7 +285,8 @@ class LocalRun:
         if failed and left < quorum and not complete(self._run_dir):
             words = "; ".join(child.obituary() for child in failed)
             refused = any(child.poll() == WRONG_INPUT for child in failed)
-            message = f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}"
+            remain = f"{count_of(left, 'island')} {'is' if left == 1 else 'are'} left"
+            message = f"{remain}, fewer than protocol.quorum = {quorum}: {words}"
             raise RunFailed(message, wrong_input=refused)
 
     def _end_all(self) -> None:

@@ -24,12 +24,23 @@ from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture
 from diloco_jax.runtime.model.model_share import Bytes
-from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
+from diloco_jax.runtime.model.usable import (
+    ODD_BEFORE,
+    RATES_KEPT,
+    RATES_MIN,
+    Candidate,
+    Mark,
+    Odd,
+    anchor_problem,
+    choose,
+    median,
+)
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
 from diloco_jax.settings.run import RunConfig
 
 Arrays = dict[str, np.ndarray]
 Parameters = Iterable[tuple[str, np.ndarray]]  # by path
+BLOCK = 1 << 20  # elements
 OUTER = "outer"  # group of a snapshot
 PLAIN = {"versions": "version", "digests": "digest"}  # key of a snapshot -> field of each fragment's mark
 PLAIN |= {name: name for name in ("rates", "peaks", "odd", "elsewhere")}
@@ -180,6 +191,18 @@ class GlobalModel:
         flat = self._flat(fragment_id, payload)
         return flat is not None and self._digest(fragment_id, flat) == digest
 
+    def anchor_problem(self, fragment_id: int, version: int, payload: Bytes) -> str:
+        """Say why a payload that fits cannot be a newer version of this fragment; "" if it can (usable.py)."""
+        flat, mark = self._flat(fragment_id, payload), self._marks[fragment_id]
+        assert flat is not None, "a payload that does not fit"
+        capture = self.capture()
+        try:
+            distance = _distance(flat, capture.value(fragment_id))
+        finally:
+            capture.release()
+        length = self._lengths[fragment_id]
+        return anchor_problem(distance, version - mark.version, mark, length, self._outlier_factor)
+
     def _flat(self, fragment_id: int, payload: Bytes) -> np.ndarray | None:
         if not 0 <= fragment_id < len(self._marks) or len(payload) != self.value_bytes(fragment_id):
             return None
@@ -288,6 +311,16 @@ class GlobalModel:
             odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
             mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
             self._load(number, mark, State(flat, outer, residual))
+
+
+def _distance(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the norm of the difference of two flat values, in blocks, since fragments may be large."""
+    squares = []
+    for at in range(0, first.size, BLOCK):
+        difference = first[at : at + BLOCK].astype(float) - second[at : at + BLOCK]
+        squares.append(float(np.add.reduce(difference**2)))
+    total = sum(squares)
+    return math.sqrt(total) if math.isfinite(total) else math.inf
 
 
 def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:

@@ -22,7 +22,7 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE, OFFERED
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import dump
+from diloco_jax.settings.text import dump_chosen
 from diloco_jax.transport.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
 from diloco_jax.transport.link import TransportConfig
 
@@ -73,10 +73,13 @@ def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind
 
 
 def describe_run(config: RunConfig, layout: str) -> Description:
-    """Return what a loop of the user's own needs to know of a run; files and address are those of its own machine."""
+    """Return what a loop of the user's own needs to know of a run; files and address are those of its own machine.
+
+    A loop of an earlier release refuses settings that it does not know, hence only those that are not the default.
+    """
     here = TransportConfig()
     local = {name: getattr(here, name) for name in ("address", "tls_ca", "tls_certificate", "tls_key", "token_file")}
-    return Description(dump(replace(config, transport=replace(config.transport, **local))), layout)
+    return Description(dump_chosen(replace(config, transport=replace(config.transport, **local))), layout)
 
 
 def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> OfferedModel | None:

@@ -107,6 +107,27 @@ def choose(
     return chosen, tuple(odd[-ODD_KEPT:])
 
 
+def anchor_problem(distance: float, steps: int, known: Mark, length: float, outlier_factor: float) -> str:
+    """Say why a global value that a learner brings after a restart cannot be used; "" if it can.
+
+    As for a learner's value, but of the way of the global model: so many times what is usual for each inner step.
+
+    Args:
+        distance: norm of the difference from the value of `known`, which the snapshot holds; not finite if it is not.
+        steps: global steps from that version to the one that is brought.
+        known: what the snapshot knows of the fragment.
+        length: as of `choose`.
+        outlier_factor: as of `choose`.
+    """
+    if not math.isfinite(distance):
+        return "NaN or infinity in it"
+    usual = _usual(known, [])
+    limit = max(outlier_factor * usual, HARMLESS * length) * max(1, steps) if usual else outlier_factor * length
+    if not outlier_factor or distance <= limit:
+        return ""
+    return f"it is {distance:.3g} away from the snapshot's value, allowed is {limit:.3g} (merge.outlier_factor)"
+
+
 def _usual(known: Mark, now: Sequence[float]) -> float:
     """Return the norm per inner step that is usual; 0 if nobody can know."""
     medians = [median(known.rates), known.elsewhere] if len(known.rates) >= RATES_MIN else []

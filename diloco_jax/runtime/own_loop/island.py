@@ -29,6 +29,7 @@ from jaxtyping import Int64
 
 from diloco_jax.core.fragments import put
 from diloco_jax.protocol.leases import Batch
+from diloco_jax.protocol.messages import STOPPED_OUTSIDE
 from diloco_jax.runtime.island.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
@@ -45,8 +46,17 @@ from diloco_jax.runtime.records.signals import die_with_parent, stop_on_sigterm
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.reach import await_listener
 
 COMING_STEPS = 8  # whose samples a loop may read ahead
+DELETED = ("has been deleted", "deleted or donated")  # what JAX says of an array whose memory is another's by now
+USED_UP = (
+    "an array was used after its memory had been given away: after_step() uses up the parameters that it gets, so "
+    "continue with what after_step() returns (params = island.after_step(...)); a step with donate_argnums uses up its "
+    "inputs likewise"
+)
+STOPS = (KeyboardInterrupt, SystemExit)
+REASON_MAX = 100  # letters
 NOTHING = TrainState({}, None)  # between two steps' ends the arrays are the loop's alone
 
 log = logging.getLogger(__name__)
@@ -207,6 +217,9 @@ class OwnIsland:
             ValueError: the syncer had refused this island.
             ConnectionError: it had expelled this incarnation; a new one may join.
         """
+        self._leave(STOPPED_OUTSIDE)
+
+    def _leave(self, reason: str) -> None:
         side, self._side = self._side, None
         try:
             if isinstance(side, Follower):
@@ -217,7 +230,7 @@ class OwnIsland:
             elif side is not None:
                 if self._going:
                     self._stop.set()
-                side.leave()
+                side.leave(reason)
                 side.check_end()
         finally:
             self._undo.close()
@@ -232,11 +245,13 @@ class OwnIsland:
         if kind is None:
             self.leave()
             return
+        if error is not None and any(words in str(error) for words in DELETED):
+            error.add_note(USED_UP)
         if self._several:  # the others may wait for this one in a collective, and for ever
             traceback.print_exception(kind, error, where)
             die(f"host {jax.process_index()} failed")
         try:
-            self.leave()
+            self._leave(STOPPED_OUTSIDE if kind in STOPS else f"its loop failed: {kind.__name__}"[:REASON_MAX])
         except Exception as other:  # the loop's own error is what people need to see
             log.warning(f"{self.name}: {other!r}")
 
@@ -330,6 +345,7 @@ def join(
     state = LoopState(params, opt_state, axes)
     del params, opt_state
     own = replace(transport or here.transport, address=here.syncer)
+    await_listener(own, here.given_by, log.warning)
     config = unless_typed(introduce(own, here.name, state.params, state.kinds))
     die_with_parent()
     incarnation, hosts = here.incarnation, None

@@ -31,6 +31,7 @@ class Surroundings(NamedTuple):
     coordinator: str  # host:port of JAX's coordination service, "" if nobody said it
     incarnation: int  # of this start; grows
     transport: TransportConfig  # files and time-outs of this machine, if a config says them
+    given_by: str = "syncer="  # the argument or variable that has the address
 
 
 def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coordinator: str) -> Surroundings:
@@ -43,6 +44,7 @@ def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coord
         coordinator or os.environ.get(COORDINATOR_ENV, ""),
         int(os.environ.get(INCARNATION_ENV) or time.time() * 1000),
         load(config).transport if config else TransportConfig(),
+        "syncer=" if syncer else SYNCER_ENV,
     )
 
 

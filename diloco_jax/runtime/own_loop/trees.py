@@ -143,12 +143,18 @@ def _paths(tree: Any) -> list[str]:
 
 
 def _check(name: str, leaf: Any) -> None:
+    if isinstance(leaf, np.ndarray | np.generic | float | int):
+        what = "a NumPy array" if isinstance(leaf, np.ndarray) else f"a number of type {type(leaf).__name__}"
+        raise ValueError(
+            f"{name} is {what}, not a JAX array; convert it first (jnp.asarray), or leave it out of the tree if it is "
+            "not trained"
+        )
     if not isinstance(leaf, jax.Array):
         raise ValueError(f"{name} is a {type(leaf).__name__}, not a JAX array; take it out of the tree (partition it)")
     if leaf.is_deleted():
         raise ValueError(
             f"{name} was donated: its memory is another array's by now. Give what the step returned, not what went in; "
-            "and go on with what after_step returns"
+            "and continue with what after_step() returns"
         )
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(f"{name} is a {leaf.dtype}; give jax.random.key_data of it")

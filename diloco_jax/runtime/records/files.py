@@ -11,6 +11,8 @@ STATUS_FILE = "status.json"  # replaced twice a second
 METRICS_FILE = "metrics.jsonl"
 PAGE_TOKEN = "page.token"  # behind the # of the page's address
 TAPE_FILE = "tape.jsonl"  # inputs of the syncer machine, written ahead
+# Locks: of the process that writes tape, snapshots and status, and of the one that starts it (folder_lock.py).
+SYNCER_LOCK, SUPERVISOR_LOCK = "syncer.lock", "supervisor.lock"
 CLOCK_FILE = "clock.json"  # when the run began
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"

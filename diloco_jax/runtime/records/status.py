@@ -3,22 +3,26 @@
 live.py describes the keys, liveness.py checks a file that nobody may write any more.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
+    from diloco_jax.settings.run import RunConfig
 
 ANSWER_TIMEOUT_S = 5.0
 EVALUATING = "evaluating"  # state of a run: every round is done, an island evaluates the final model
@@ -34,6 +38,7 @@ def compose_status(
     stopped: bool,
     blocked: str,
     metrics: Mapping[str, Mapping[str, float]],
+    left_s: float | None,
     **told: Any,
 ) -> dict[str, Any]:
     """Return what the run does now, for `diloco status` and the live view.
@@ -42,6 +47,7 @@ def compose_status(
         stopped: whether somebody has ended it.
         blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
         metrics: what each island measured last.
+        left_s: seconds until the last global step, None while unknown.
         told: said as it is: `alarms` that stand, each with its remedy, `episodes`, all that ever stood, `wire`, and
             what the newest evaluation found.
     """
@@ -56,6 +62,7 @@ def compose_status(
         "state": state,
         "global_step": syncer.global_step,
         "total_steps": syncer.progress.expected_steps,
+        "left_s": None if left_s is None or state != "running" else round(left_s, 1),
         "epoch": syncer.epoch,
         "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
         "wall_s": round(now_s, 1),
@@ -110,6 +117,7 @@ def start_again(run_dir: Path) -> None:
     """Say that the run of this folder starts again: its last status is of processes that are gone."""
     if said := _last_words(run_dir):
         told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
+        told["left_s"] = None
         with contextlib.suppress(OSError):
             write_json(run_dir / STATUS_FILE, {**said, **told, "said": signature()})
 
@@ -149,15 +157,18 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
     return replace(known, address=address, allow_plaintext=plain, connect_timeout_s=ANSWER_TIMEOUT_S)
 
 
-def read_status(run: str, *, allow_plaintext: bool = False, transport: TransportConfig | None = None) -> dict[str, Any]:
+def read_status(
+    run: str, *, allow_plaintext: bool = False, transport: Callable[[], TransportConfig] = TransportConfig
+) -> dict[str, Any]:
     """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
 
     ValueError if there is no such run, it has not begun, or the address is not allowed; TransportError if nobody
-    answered there. `transport` has certificates and token, for a syncer that asks for them.
+    answered there. `transport` returns certificates and token, for a syncer that asks for them; it is not
+    called for a file that is fresh, since a config takes a second to load.
     """
 
     def ask() -> dict[str, Any]:
-        config = syncer_at(run, transport or TransportConfig(), allow_plaintext=allow_plaintext)
+        config = syncer_at(run, transport(), allow_plaintext=allow_plaintext)
         answer: dict[str, Any] = json.loads(ask_status(config))
         return answer
 

@@ -9,7 +9,6 @@ waits, and says so; learners train on meanwhile.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -28,32 +27,18 @@ log = logging.getLogger(__name__)
 class LineFile:
     """Appends whole lines. One process writes it, one thread at a time.
 
-    A file that is missing is made; a torn last line, as a lost machine leaves it, is cut off. An exclusive one that
-    another process has open this way is refused with ValueError.
+    A file that is missing is made; a torn last line, as a lost machine leaves it, is cut off.
     """
 
-    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            if exclusive:
-                self._lock()
             self.position = whole_bytes(self._file)
             os.ftruncate(self._file, self.position)
         except BaseException:
             os.close(self._file)
             raise
-
-    def _lock(self) -> None:
-        """Lock the file; the lock goes with the process, however that ends."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another process writes {self.path}: stop it first, or choose another --run-dir"
-            ) from None
-        except OSError as error:  # some network file systems have no locks
-            log.warning(f"{self.path} cannot be locked ({error.strerror}): take care to start one syncer only")
 
     def append(self, data: bytes) -> None:
         """Write whole lines, all of them or none: OSError if the disk did not take them."""
@@ -121,7 +106,7 @@ class TapeStopped(Exception):
 
 @dataclass(eq=False)
 class TapeFile:
-    """Appends to a run's tape; a full disk makes it wait, not fail. ValueError if another syncer writes it."""
+    """Appends to a run's tape; a full disk makes it wait, not fail. Its process holds the folder's `syncer.lock`."""
 
     path: Path
     stop: threading.Event  # set from outside when the run shall end: then waiting ends too
@@ -129,7 +114,7 @@ class TapeFile:
     condition: str = ""
 
     def __post_init__(self) -> None:
-        self._file = LineFile(self.path, exclusive=True)
+        self._file = LineFile(self.path)
 
     @property
     def position(self) -> int:

@@ -16,6 +16,8 @@ since the run began, bytes and tokens cumulative:
     alarm   t global_step alarm state members reason                             (alarm: its kind; state: begins, ends)
     wire    t global_step up_bytes down_bytes
     eval    t global_step tokens loss bits_per_byte scores                       (of the global model)
+
+The file has a bound: records of an earlier part may stand for `n` of their kind each (thinning.py).
 """
 
 import json
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE
-from diloco_jax.runtime.records.tape_file import LineFile
+from diloco_jax.runtime.records.thinning import BYTES_MAX, ThinnedFile
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.trackers.outlets import Outlets
@@ -97,14 +99,16 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 class Telemetry:
     """Writes a run's records behind those of earlier processes. One thread.
 
-    A disk that takes nothing costs records at worst, never the run.
+    A disk that takes nothing costs records at worst, never the run. A file of more than `bytes_max` is thinned.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], outlets: "Outlets | None" = None) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str], outlets: "Outlets | None" = None, *, bytes_max: int = BYTES_MAX
+    ) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._outlets = outlets
-        self._file = LineFile(folder / METRICS_FILE)
+        self._file = ThinnedFile(folder / METRICS_FILE, bytes_max)
         self._waiting: deque[str] = deque(maxlen=WAITING_MAX)
         self._failing = False
 

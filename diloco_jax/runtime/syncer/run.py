@@ -24,7 +24,7 @@ from diloco_jax.protocol.member import GONE
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.protocol.watch.stats import RunStats, never_merged
+from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
@@ -148,6 +148,10 @@ class SyncerDriver:
             if not self._model.fits(fragment_id, message.digest, delivery.payload):
                 log.warning(f"{delivery.peer} sent a damaged value of fragment {fragment_id}; not used")
                 return
+            brought = (fragment_id, message.version, delivery.payload)
+            if self._machine.restoring and (problem := self._model.anchor_problem(*brought)):
+                log.warning(f"{delivery.peer} brought version {message.version} of fragment {fragment_id}: {problem}")
+                message = message._replace(version=messages.NO_VERSION)  # another holder is asked
         effects = self._taped.on_message(message, now_s)
         dropped = any(isinstance(e, asked.Drop) and e.peer == delivery.peer for e in effects)
         if isinstance(message, messages.FragmentValue) and not dropped:
@@ -330,9 +334,10 @@ class SyncerRun:
         if self._machine.finished and (reason := "stopped before it was" if final.open else final.reason):
             found = dict.fromkeys(found, None) | {"eval_scores": {}}
             alarms.append(Alarm("evaluation", "", f"the final model is not evaluated ({reason})").told())
-        if warning := never_merged(summary["unmerged_fragments"]):
+        if warning := self._stats.unmerged:
             alarms.append(Alarm("unmerged-fragments", "", warning).told())
         summary = {**found, **summary, "alarms": alarms}
+        summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning:

@@ -13,6 +13,7 @@ from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import OWN_TIME, FragmentValue, MetricsReport, Score, StepReport
 from diloco_jax.protocol.watch.alarms import CALM, Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
@@ -63,6 +64,7 @@ class Watch:
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
         self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
         self._news = False
+        self._time_left = TimeLeft()
         self._telemetry = Telemetry(self.parts.run_dir, Outlets(self.parts.config, self.parts.run_dir))
 
     def begins(self, how: str) -> None:
@@ -121,10 +123,12 @@ class Watch:
 
     def on_note(self, note: Note) -> None:
         """Count and tell what the machine says of a round or a learner."""
-        record = {"kind": note.kind, "t": self.parts.clock.now_s(), "global_step": note.global_step}
+        now_s = self.parts.clock.now_s()
+        record = {"kind": note.kind, "t": now_s, "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
         self.exposed.on_note(note)
+        self._time_left.step(now_s, self.parts.machine.global_step)
         if note.kind == "abandoned":
             self._came.pop(note.global_step, None)
         if note.kind == "merged":
@@ -205,6 +209,8 @@ class Watch:
             eval_scores=self.eval_scores,
             wire=self.wire(),
             metrics=self._metrics,
+            left_s=self._time_left.left_s(now_s, parts.machine.progress.expected_steps),
+            num_parameters=parts.stats.num_parameters,
         )
         if self._listener is not None:
             control_of(self._listener).status_json = json.dumps(finite(status))

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.protocol.releases import install_hint
 from diloco_jax.runtime.trackers import built_in
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.named import load_named
@@ -91,7 +92,7 @@ def find_trackers(names: Sequence[str]) -> dict[str, type]:
     for name in names:
         found[name], package = BUILT_IN[name] if name in BUILT_IN else (_class_of("trackers", name), "")
         if package and not _installed(package):
-            raise ValueError(f'trackers has {name}, which is not installed; run pip install "diloco-jax[{name}]"')
+            raise ValueError(f"trackers has {name}, which is not installed; {install_hint(name)}")
         if missing := [method for method in TRACKER_METHODS if not hasattr(found[name], method)]:
             raise ValueError(f"trackers: '{name}' lacks {' and '.join(missing)}; see docs/metrics.md")
     return found

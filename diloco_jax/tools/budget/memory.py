@@ -67,14 +67,6 @@ class SyncerMemory(NamedTuple):
     shard_processes: float  # merge shards, beside their shares of all this
 
 
-def size(num_bytes: float) -> str:
-    """Write a number of bytes for people, with three digits: 1.23 GB."""
-    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} B"
-
-
 def num_parameters(blueprint: Blueprint) -> int:
     return sum(map(math.prod, blueprint.shapes.values()))
 

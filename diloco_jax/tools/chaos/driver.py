@@ -10,6 +10,7 @@ from pathlib import Path
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.tape_file import LineFile, Tail
+from diloco_jax.runtime.records.thinning import RecordTail
 from diloco_jax.tools.chaos.actions import CHAOS, Processes, Saboteur, began_unix_s, next_donor
 from diloco_jax.tools.chaos.ledger import Ledger
 from diloco_jax.tools.chaos.schedule import ChaosFault
@@ -50,7 +51,7 @@ class Driver:
         self._say = say
         self.ledger = Ledger(lease_s)
         self.inflicted = 0
-        self._metrics = Tail(run_dir / METRICS_FILE)
+        self._metrics = RecordTail(run_dir / METRICS_FILE)
         self._book = LineFile(run_dir / CHAOS / FAULTS_FILE)
         self._lasting: list[tuple[float, ChaosFault]] = []  # when to take it back
         self._hunts: list[tuple[float, ChaosFault, Tail]] = []  # when to give up, where its donor will be told

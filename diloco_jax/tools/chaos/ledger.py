@@ -235,9 +235,20 @@ def table(result: Mapping[str, Any]) -> str:
         recovered, times = f"{row['recovered']:>5} of {row['recoveries']:<2}", row["recovery_s"]
         lines.append(f"{kind:<12} {row['faults']:>6} {recovered} {times['median']:>8} {times['max']:>8}")
     shares = ", ".join(f"{name} {share:.2f}" for name, share in result["participation"].items())
-    told["participation"] = shares or "unknown"
-    told["samples"] = ", ".join(f"{key} {value}" for key, value in result["samples"].items()) or "unknown"
-    lines += Path(__file__).with_name("verdict.txt").read_text(encoding="utf-8").format(**told).splitlines()
+    samples = ", ".join(f"{key} {value}" for key, value in result["samples"].items())
+    gap, rejoin, wait = told["survivor_gap_s"], told["rejoin_s"], told["step_wait_s"]
+    lines += [
+        "",
+        f"faults                {told['faults']}, {told['recovered']} of {told['recoveries']} recovered",
+        f"goodput, uptime       {told['goodput']}, {told['uptime']}",
+        f"after a death, gap between merged rounds   median {gap['median']} s, max {gap['max']} s",
+        f"killed island merged again after           median {rejoin['median']} s, max {rejoin['max']} s",
+        f"longest pause of rounds, syncer being well {told['longest_pause_s']} s",
+        f"longest time between two steps of an island median {wait['median']} s, max {wait['max']} s",
+        f"participation         {shares or 'unknown'}",
+        f"samples               {samples or 'unknown'}",
+        f"evaluation loss       {told['eval_loss']} after {told['global_steps']} global steps, {told['rounds']} rounds",
+    ]
     if result["skipped"]:
         lines.append(f"{result['skipped']} more faults did not fit: raise train.steps, or lower --faults")
     lines += [f"PROBLEM  {problem}" for problem in result["problems"]]

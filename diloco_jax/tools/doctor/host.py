@@ -16,7 +16,8 @@ from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.memory import num_parameters, size
+from diloco_jax.tools.budget.figures import size
+from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, LinkNeeds, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches

@@ -11,7 +11,7 @@ import os
 import shutil
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,19 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse, read_values
-from diloco_jax.training.convert.families import HOW, from_hf, tensors, to_hf
+from diloco_jax.training.convert.families import HOW, tensors, to_hf
 from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
 from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.corpus import tokenizer_of
 from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, open_tokenizer
 
 GENERATION_FILE = "generation_config.json"
-BESIDE = (TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja", GENERATION_FILE)
+OF_TOKENIZER = (
+    TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model",
+)  # fmt: skip
+OF_USE = (GENERATION_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ATTEMPTS = 3  # a run that is under way may delete the snapshot that is being read
 
 log = logging.getLogger(__name__)
@@ -46,7 +51,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
     if out.exists():
         raise ValueError(f"{out} is there already; choose another --out, or move it away")
     weights, where = Weights(folder), str(folder.resolve())
-    model = from_hf(weights.config)
+    model = weights.model()
     tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:
@@ -60,6 +65,13 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
         values["data"] = {"tokenizer": where, **data}
     how = {name: value for name, value in ((values.get("model") or {}).get("args") or {}).items() if name in HOW}
     values["model"] = {"module": model.module, "args": {**model.args, **how}, "weights": where}
+    mixture = data.get("mixture")
+    parts = mixture.values() if isinstance(mixture, dict) else [data]
+    if not (tokenizer or data.get("tokenizer")) and any(_needs_tokenizer(part) for part in parts):
+        raise ValueError(
+            f"{folder} has no {TOKENIZER_FILE}, and text needs one: write it with transformers "
+            "(AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), or name data.tokenizer in --config"
+        )
     config = parse(values, str(base or folder))
     if not of_text:
         check_tokenizer(config)
@@ -68,6 +80,10 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
     with out.open("x", encoding="utf-8") as file:
         file.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return {"config": str(out), "module": model.module, "args": dict(config.model.args), "parameters": count}
+
+
+def _needs_tokenizer(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("format", "store") not in (*PLAIN, "store")
 
 
 def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, watch: Watch) -> dict[str, Any]:
@@ -112,14 +128,58 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
 
 def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, dtype: str) -> None:
     write_weights(folder, config.model, parameters, dtype)
-    described = to_hf(config.model) | {"dtype": dtype}
     tokenizer = _tokenizer(config)
+    sources = _sources(config, tokenizer)
     end = {"eos_token_id": tokenizer.end} if tokenizer and tokenizer.end is not None else {}
-    for name, content in ((CONFIG_FILE, described | end), (GENERATION_FILE, end)):
+    described = to_hf(config.model) | {"dtype": dtype} | _token_ids(config, sources, tokenizer)
+    for name, content in ((CONFIG_FILE, described), (GENERATION_FILE, end)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for name in BESIDE:
-        if tokenizer and tokenizer.folder and (tokenizer.folder / name).exists():
-            shutil.copy(tokenizer.folder / name, folder)
+    for name in (*OF_TOKENIZER, *OF_USE):
+        for source in sources:
+            # What a folder without tokenizer.json says of a tokenizer may be of another one.
+            if name in OF_TOKENIZER and tokenizer and tokenizer.folder and not (source / TOKENIZER_FILE).exists():
+                continue
+            if (source / name).is_dir():
+                shutil.copytree(source / name, folder / name)
+            elif (source / name).exists():
+                shutil.copy(source / name, folder)
+            else:
+                continue
+            break
+
+
+def _sources(config: RunConfig, tokenizer: Tokenizer | None) -> list[Path]:
+    """List the folders whose files go with the model, the first one first; one with another tokenizer is none."""
+    names = (tokenizer.folder if tokenizer else None, config.data.tokenizer, config.model.weights)
+    found: list[Path] = []
+    for folder in (Path(name) for name in names if name):
+        if not folder.is_dir() or folder in found:
+            continue
+        if (folder / TOKENIZER_FILE).exists() and tokenizer and open_tokenizer(folder).digest != tokenizer.digest:
+            continue
+        found.append(folder)
+    return found
+
+
+def _token_ids(config: RunConfig, sources: Sequence[Path], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the special tokens of the public model with which the run began, and the end that its documents had."""
+    found: dict[str, Any] = {}
+    weights = Path(config.model.weights)
+    if config.model.weights and weights in sources and (weights / CONFIG_FILE).exists():
+        said = Weights(weights).config
+        text = said.get("text_config")
+        said = {**(text if isinstance(text, dict) else {}), **said}
+        found = {name: said[name] for name in TOKEN_IDS if _is_token(said.get(name))}
+    end = tokenizer.end if tokenizer else None
+    ends = found.get("eos_token_id")
+    if end is not None and end not in (ends if isinstance(ends, list) else [ends]):
+        found["eos_token_id"] = end
+    return found
+
+
+def _is_token(value: Any) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return bool(ids) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids)
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from diloco_jax.settings.cloud import AUTO
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.budget.memory import size
+from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.needs import outlines, syncer_needs
-from diloco_jax.tools.budget.texts import Texts
 
 GB, GIB = 1e9, 2.0**30
-_say = Texts(Path(__file__).with_suffix(".toml")).text
 Needs: TypeAlias = Mapping[str, Any] | None  # as needs_of returns them; None if the model cannot be loaded here
 MARGIN = 1.1  # the forecast of a process's memory is right to 10 %
 
@@ -106,20 +103,33 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
     for each in needs["islands"]:
         names = each["islands"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
-        limits = {f"of_{of}": each[f"{of}_limit_bytes"] for of in ("host", "hbm")}
-        of = {name: f" of {size(limit)}" if limit else "" for name, limit in limits.items()}
-        yield _say("island", **each, **of, whose=whose, on_host=_on_host(each))
+        of_host, of_hbm = (
+            f" of {size(limit)}" if (limit := each[f"{where}_limit_bytes"]) else "" for where in ("host", "hbm")
+        )
+        yield (
+            f"{whose}: {size(_on_host(each))}{of_host} on each host, {size(each['hbm_held_bytes'])} and activations"
+            f"{of_hbm} on each chip"
+        )
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
-    told = {"memory": sum(syncer["memory"].values()), "disk": syncer["disk_bytes"], "disk_gb": cloud.syncer_disk_gb}
-    yield _say("syncer", **told, **host._asdict())
+    yield (
+        f"syncer ({host.machine_type}): {size(sum(syncer['memory'].values()))} of memory, {size(syncer['disk_bytes'])} "
+        f"on a disk of {cloud.syncer_disk_gb} GB"
+    )
     if 0 < host.limit_bytes < host.request_bytes:
-        yield _say("too_small", **host._asdict())
+        yield (
+            f"warning: the syncer's process may take {size(host.request_bytes)}, but {host.machine_type} leaves it "
+            f"{size(host.limit_bytes)}; leave cloud.syncer_machine_type out"
+        )
     yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
     if not config.protocol.snapshot_every:
-        yield _say("unsaved")
-    yield _say("links", **needs["link"])
+        yield ("warning: protocol.snapshot_every is 0, so nothing is saved before the end; set it, such as to 250")
+    link = needs["link"]
+    yield (
+        f"links: each learner moves {size(link['up_bytes_per_step'])} up and {size(link['down_bytes_per_step'])} down "
+        "per global step"
+    )
 
 
 def _too_small(setting: str, have_gb: int, need: float) -> Iterator[str]:
     if need > have_gb * GB:
-        yield _say("disk", need=need, setting=setting, have_gb=have_gb)
+        yield f"warning: what is kept takes {size(need)}, but cloud.{setting} is {have_gb}; raise it"

@@ -8,7 +8,15 @@ from diloco_jax.protocol.watch.alarms import REMEDIES
 from diloco_jax.runtime.records.liveness import ENDED
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.runtime.records.status import EVALUATING
-from diloco_jax.tools.live.words import alarm_line, format_count, format_duration, share_done, time_left
+from diloco_jax.tools.live.words import (
+    alarm_line,
+    ended_line,
+    format_count,
+    format_duration,
+    share_done,
+    stands,
+    time_left,
+)
 
 LINE_EVERY_S = 1.0  # at most one line so often
 FLAP_S = 30.0  # what was said of something is not said of it again so soon
@@ -46,11 +54,9 @@ class Changes:
         self._alarms: dict[Subject, str] = {}  # what was said to stand
         self._line_s = float("-inf")
 
-    def look(
-        self, status: Mapping[str, Any] | None, phases: Sequence[StartPhase], now_s: float, *, steps_per_s: float | None
-    ) -> str:
+    def look(self, status: Mapping[str, Any] | None, phases: Sequence[StartPhase], now_s: float) -> str:
         """Compare with the last look; return the line that is due now, "" if there is none."""
-        facts = [*self._facts(status, steps_per_s), *_of_phases(phases)]
+        facts = [*self._facts(status), *_of_phases(phases)]
         for fact in facts:
             topic = self._topics.setdefault(fact.subject, _Topic())
             topic.changes += fact.value != topic.value
@@ -71,14 +77,14 @@ class Changes:
             return f"[{format_duration(now_s - self._began_s)}] {topic.text}{again}"
         return ""
 
-    def _facts(self, status: Mapping[str, Any] | None, steps_per_s: float | None) -> Iterator[Fact]:
+    def _facts(self, status: Mapping[str, Any] | None) -> Iterator[Fact]:
         if status is None:
             return
         state = status["state"]
         calm = state in (*ENDED, EVALUATING, "running")
         waiting = "" if calm else f", waiting for: {status['waiting_for']}"
         yield Fact(("run",), state, f"{status['run']} is {state}{waiting}")
-        yield from self._of_alarms(status["alarms"])
+        yield from self._of_alarms(status["alarms"], status.get("episodes", ()))
         over = state in (*ENDED, EVALUATING)  # islands leave then
         for row in () if over else status["learners"]:
             name, condition = row["learner"], row["condition"]
@@ -92,27 +98,32 @@ class Changes:
             yield Fact(("evaluation",), str(status["eval_loss"]), f"evaluation loss {at}")
         tenth = int(share_done(status) * TENTHS)
         if tenth:
-            yield Fact(("progress",), str(tenth), _progress(status, steps_per_s))
+            yield Fact(("progress",), str(tenth), _progress(status))
 
-    def _of_alarms(self, alarms: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
+    def _of_alarms(self, alarms: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
         """Tell those that stand, and those of earlier looks that do not any more."""
         standing: dict[Subject, Mapping[str, Any]] = {("alarm", alarm["kind"], alarm["who"]): alarm for alarm in alarms}
         for subject, alarm in standing.items():
             self._alarms[subject] = f"alarm over: {alarm['text']}"
             yield Fact(subject, STANDS, alarm_line(alarm))
+        ended: dict[Subject, str] = {
+            ("alarm", each["kind"], each["who"]): ended_line(each) for each in episodes if not stands(each)
+        }
         for subject, text in self._alarms.items():
             if subject not in standing and STANDS in self._topics[subject].said_s:
-                yield Fact(subject, OVER, text)
+                yield Fact(subject, OVER, ended.get(subject, text))
 
 
-def _progress(status: Mapping[str, Any], steps_per_s: float | None) -> str:
+def _progress(status: Mapping[str, Any]) -> str:
     active = sum(row["state"] == "active" for row in status["learners"])
+    over = status["state"] in (*ENDED, EVALUATING)
+    rate = "" if over else f" at {format_count(status['tokens_per_s'])}/s"
     parts = [
         f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}",
-        f"{active} of {len(status['learners'])} islands active",
-        f"{format_count(status['tokens'])} tokens at {format_count(status['tokens_per_s'])}/s",
+        "" if over else f"{active} of {len(status['learners'])} islands active",
+        f"{format_count(status['tokens'])} tokens{rate}",
         f"{status['contributors_per_round']:.2f} contributors per round",
-        time_left(status, steps_per_s),
+        time_left(status),
     ]
     return ", ".join(part for part in parts if part)
 

@@ -3,7 +3,6 @@
 import math
 import re
 import textwrap
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,44 +16,42 @@ from rich.text import Text
 from diloco_jax.runtime.records.liveness import SILENT
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.words import (
+    FINISHED,
     NO_VALUE,
     alarm_line,
+    ended_lines,
     format_bytes,
     format_count,
     format_duration,
     or_none,
     share_done,
+    shown_rows,
     time_left,
 )
 
 POINTS_MAX = 512  # of a curve; then every second one goes
-RATE_WINDOW_S = 60.0  # of run time, for the time left
 FIRST_GAP_S = 0.5  # of run time between two points at first; twice as much each time that half of them go
 BARS = "▁▂▃▄▅▆▇█"
 TRAINING, EVALUATION, SPEED = "training loss", "evaluation loss", "tokens/s"
 
 
 class History:
-    """Curves and the rate of a run, from the statuses that came so far."""
+    """Curves of a run, from the statuses that came so far."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, int]] = deque()  # (wall_s, global_step), newest last
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self._recent.clear()
+        self._newest = (0.0, 0)  # wall_s, global_step
         self._curves: dict[str, list[float]] = {TRAINING: [], EVALUATION: [], SPEED: []}
         self._gap_s, self._next_s = FIRST_GAP_S, 0.0
 
     def add(self, status: Mapping[str, Any]) -> None:
         """Take the newest status."""
         now = (status["wall_s"], status["global_step"])
-        if self._recent and (now < self._recent[-1] or now[1] < self._recent[-1][1]):
+        if now < self._newest or now[1] < self._newest[1]:
             self._begin_again()  # a new run in the same place, or back to a snapshot
-        if not self._recent or now != self._recent[-1]:
-            self._recent.append(now)
-        while len(self._recent) > 2 and self._recent[1][0] < now[0] - RATE_WINDOW_S:
-            self._recent.popleft()
+        self._newest = now
         evaluations, loss = self._curves[EVALUATION], status["eval_loss"]
         if _known(loss) and evaluations[-1:] != [loss]:
             evaluations.append(loss)
@@ -67,13 +64,6 @@ class History:
             if len(curve) > POINTS_MAX:
                 del curve[-2::-2]  # the newest stays
                 self._gap_s *= 2 if name == TRAINING else 1
-
-    def steps_per_s(self) -> float | None:
-        """Return global steps per second of run time over the last minute; None before two statuses."""
-        if len(self._recent) < 2:
-            return None
-        (begin_s, begin_step), (end_s, end_step) = self._recent[0], self._recent[-1]
-        return (end_step - begin_step) / (end_s - begin_s) if end_s > begin_s else None
 
     def curves(self) -> dict[str, Sequence[float]]:
         """Return the curves that have two points at least, oldest first."""
@@ -98,7 +88,7 @@ NARROW_BARS, WIDE_BARS = 36, 24
 BAR = 16  # columns of the progress
 STYLES = {  # of conditions of islands, and of states of runs
     "cyan": ("joining", "recovering", "starting"),
-    "green": ("training", "evaluating", "running", "complete"),
+    "green": ("training", "evaluating", "running", "complete", FINISHED),
     "yellow": ("slow", "unmerged", "striking", SILENT, "stopped"),
     "dim": ("left",),
     "red": ("gone", "expelled"),
@@ -129,7 +119,7 @@ def _key(header: str, name: str, form: Callable[[Any], str]) -> Column:
 
 def _condition(row: Row) -> Text:
     state = Text(row["condition"], style=STYLE_OF.get(row["condition"], ""))
-    if row["condition"] != "training":
+    if row["condition"] not in ("training", FINISHED):
         number, unit, *_ = format_duration(row["since_s"]).split()
         state.append(f" {number}{unit[0]}", style="dim")  # 80 columns are few
     return state
@@ -141,7 +131,7 @@ NUMBERS = (
     _key("tokens/s", "tokens_per_s", format_count),
     _key("loss", "loss", "{:.3f}".format),
     _key("merged\nin round", "last_merged_round", lambda value: str(value) if value else NO_VALUE),
-    _key("share of\nrounds", "participation", "{:.0%}".format),
+    _key("partici-\npation", "participation", "{:.0%}".format),
     Column("restarts", lambda row: Text(str(row["restarts"]), style="yellow" if row["restarts"] else "dim")),
 )
 MORE = (  # as many of them as a wide terminal has room for
@@ -232,14 +222,13 @@ def render(
     status: Mapping[str, Any],
     width: int,
     *,
-    steps_per_s: float | None = None,
     curves: Mapping[str, Sequence[float]] | None = None,
     phases: Sequence[StartPhase] = (),
 ) -> RenderableType:
-    """Draw a run, so many columns wide; curves have the oldest value first, `steps_per_s` is for the time left."""
+    """Draw a run, so many columns wide; curves have the oldest value first."""
     state = Text(status["state"], style=f"bold {STYLE_OF.get(status['state'], '')}")
     steps = f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}"
-    times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status, steps_per_s))))
+    times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status))))
     progress = Table.grid(padding=(0, 2, 0, 0))
     fits = BAR + 4 + len(steps) + len(times) <= width
     bar = ProgressBar(total=1.0, completed=share_done(status), width=BAR)
@@ -256,7 +245,7 @@ def render(
     told += [Text(_packed(lines, width)) for lines in (facts, _curves(curves or {}, width)) if lines]
     told.append(Text())
     if status["learners"]:
-        told.append(_learner_table(status["learners"], width))
+        told.append(_learner_table(shown_rows(status), width))
     elif not phases:
         told.append(Text("no island has connected yet", style="dim"))
     told += [draw_phases(phases)] if phases else []
@@ -264,4 +253,5 @@ def render(
     waiting = Text(_wrapped(f"waiting for: {status['waiting_for']}", width))
     waiting.stylize("dim", 0, len("waiting for:"))
     alarms = [Text(_wrapped(alarm_line(alarm), width), style="red") for alarm in status["alarms"]]
-    return Group(*told, Text(), waiting, *alarms)
+    ended = [Text(_wrapped(line, width), style="dim") for line in ended_lines(status.get("episodes", ()))]
+    return Group(*told, Text(), waiting, *alarms, *ended)

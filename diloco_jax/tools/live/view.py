@@ -123,8 +123,7 @@ class LiveView:
 
     def print_change(self) -> None:
         """Print the line that is due, if something has changed."""
-        now_s, rate = time.monotonic(), self._history.steps_per_s()
-        if line := self._changes.look(self._current(), self._phases, now_s, steps_per_s=rate):
+        if line := self._changes.look(self._current(), self._phases, time.monotonic()):
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def picture(self) -> RenderableType:
@@ -136,8 +135,7 @@ class LiveView:
             told = [Text.assemble(("starting", "bold cyan"), (f"  {since}", "dim")), draw_phases(self._phases)]
         else:
             curves = self._history.curves()
-            rate = self._history.steps_per_s()
-            told = [render(status, width, steps_per_s=rate, curves=curves, phases=self._phases)]
+            told = [render(status, width, curves=curves, phases=self._phases)]
         if self._terminal is not None and self._terminal.has_keys and self._keys is not None:
             told.append(Text(self._keys.words, style="dim"))
         return Group(*told)

@@ -6,13 +6,12 @@ changes first: the format (int4 with error feedback: 0.2 % of the loss in our ru
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX, ProtocolConfig
 from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
-from diloco_jax.tools.budget.texts import Texts
+from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.plan.case import Case, changed
 from diloco_jax.tools.plan.forecast import FORMATS, recovery, syncer_load
 from diloco_jax.transport.link import STRIPES_MAX
@@ -22,7 +21,6 @@ OVERLAP_MIN, OVERLAP_MAX = 2, 5  # the paper's tau; more than 5 costs quality (a
 RECOVERY_ROOM = 1.5  # a transfer may take this many times the time that it should
 SYNC_EVERY_MAX = 500  # DiLoCo's H
 Advice = dict[str, Any]
-_why = Texts(Path(__file__).with_suffix(".toml")).text
 
 
 class ScheduleChoice(NamedTuple):
@@ -129,45 +127,88 @@ def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
     """Advise on H, P, tau and the formats."""
     protocol, wire = case.config.protocol, case.config.wire
     there, formats, rounds, rate = choice.case.config.protocol, choice.case.config.wire, choice.rounds, choice.rate
-    own, round_s = case.rounds(), rounds.round_s(rate)
-    travel_s = (rounds.up_bytes + rounds.down_bytes) / (rate * GBIT)
     overlap = min(max(choice.overlap_needed, OVERLAP_MIN), OVERLAP_STEPS_MAX)
-    known = {"rounds": rounds, "rate": rate, "busy": choice.busy, "travel_s": travel_s, "step_s": case.step_s}
-    known["carries"] = carries = _why("carries", **known)
-    often, cycle_s = " or more often" * there.by_class, rounds.sync_every * case.step_s
-    fits = choice.busy <= BUSY_MAX
-    why_h = _why("enough" if fits else "too_little", **known, often=often, cycle_s=cycle_s, most=BUSY_MAX)
-    even = rounds.num_fragments == rounds.sync_every
-    why_p = _why("even" if even else "few", **known, fragments=len(choice.case.plan.fragments))
-    trips_ms, steps = 1.5 * case.given.round_trip_ms, round_s / case.step_s
-    why_tau = _why("tau", **known, round_s=round_s, trips_ms=trips_ms, steps=steps, least=OVERLAP_MIN)
-    why_tau += _why("tau_too_large", most=OVERLAP_MAX) if choice.overlap_needed > OVERLAP_MAX else ""
-    why_tau += _why("tau_zero", waits=1 - own.utilisation(rate)) if protocol.lockstep else ""
-    if formats == wire:
-        why_wire = _why("wire_kept", carries=carries)
+    carries = f"each learner moves {rounds.planned_gbit_per_s:.3g} of {rate:.3g} Gbit/s on average"
+    if choice.busy <= BUSY_MAX:
+        why_h = (
+            f"{carries}, {choice.busy:.0%}, with every fragment once per {rounds.sync_every} steps "
+            f"({rounds.sync_every * case.step_s:.3g} s){' or more often' * there.by_class}; a smaller H means less "
+            "drift, so it is not raised without need"
+        )
     else:
-        busy, steps = own.planned_gbit_per_s / rate, own.round_s(rate) / case.step_s
-        why_wire = _why("wire_changed", up=wire.up, down=wire.down, busy=busy, rate=rate, steps=steps)
-    why_wire += _why("wire")
+        why_h = f"{carries}: {choice.busy:.0%}, more than {BUSY_MAX:.0%} even with the largest H that is tried"
+    why_wire = f"{carries} in these formats" if formats == wire else _too_wide(case, rate)
+    why_wire += "; int4 both ways with error feedback cost 0.2 % of the loss in our runs, int2 no more (docs/log.md)"
     return [
         _entry("protocol.sync_every", there.sync_every, protocol.sync_every, why_h),
-        _entry("protocol.num_fragments", there.num_fragments, protocol.num_fragments, why_p),
-        _entry("protocol.overlap_steps", max(overlap, protocol.overlap_steps), protocol.overlap_steps, why_tau),
+        _entry("protocol.num_fragments", there.num_fragments, protocol.num_fragments, _why_fragments(choice)),
+        _entry(
+            "protocol.overlap_steps",
+            max(overlap, protocol.overlap_steps),
+            protocol.overlap_steps,
+            _why_tau(case, choice),
+        ),
         _entry("wire.up", formats.up, wire.up, why_wire),
         _entry("wire.down", formats.down, wire.down, why_wire.replace(" moves ", " gets ", 1)),
     ]
+
+
+def _too_wide(case: Case, rate: float) -> str:
+    """Give the reason for narrower formats: what the config's own would take of a link of this rate, Gbit/s."""
+    own, wire = case.rounds(), case.config.wire
+    return (
+        f"{wire.up} up and {wire.down} down would fill {own.planned_gbit_per_s / rate:.0%} of {rate:.3g} Gbit/s on "
+        f"average, or take {own.round_s(rate) / case.step_s:.2g} steps a round"
+    )
+
+
+def _why_fragments(choice: ScheduleChoice) -> str:
+    rounds = choice.rounds
+    if rounds.num_fragments == rounds.sync_every:
+        return f"one fragment of at most {size(rounds.up_bytes)} goes up in every step, so the link is evenly filled"
+    return (
+        f"the largest of {len(choice.case.plan.fragments)} fragments is {size(rounds.up_bytes)} and moves up and down "
+        f"in {_travel_s(choice):.3g} s; more fragments are not needed"
+    )
+
+
+def _why_tau(case: Case, choice: ScheduleChoice) -> str:
+    rounds, round_s = choice.rounds, choice.rounds.round_s(choice.rate)
+    why = (
+        f"a round takes {round_s:.3g} s over this link (half a step for reports, {1.5 * case.given.round_trip_ms:.3g} "
+        f"ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, {_travel_s(choice):.2g} s up and down), which is "
+        f"{round_s / case.step_s:.2g} steps of {case.step_s:.3g} s; at least {OVERLAP_MIN} leave room for the grace "
+        "window"
+    )
+    if choice.overlap_needed > OVERLAP_MAX:
+        why += (
+            f"; more than {OVERLAP_MAX} costs quality (arXiv 2501.18512): make steps longer by larger batches, or "
+            "bring the syncer nearer"
+        )
+    if case.config.protocol.lockstep:
+        waits = 1 - case.rounds().utilisation(choice.rate)
+        why += f"; with 0 learners wait for {waits:.1%} of the time, which is right for synchronous DiLoCo only"
+    return why
+
+
+def _travel_s(choice: ScheduleChoice) -> float:
+    """Return the seconds that the largest fragment takes up and down."""
+    return (choice.rounds.up_bytes + choice.rounds.down_bytes) / (choice.rate * GBIT)
 
 
 def _stripes(case: Case, stripes: int) -> Advice:
     now, given, each = case.config.transport.stripes, case.given, case.stripe_gbit_per_s
     share = given.link_gbit_per_s / case.per_site
     if not given.round_trip_ms:
-        return _entry("transport.stripes", stripes, now, _why("stripes_near"))
-    window = {"tcp_window_mb": given.tcp_window_mb, "round_trip_ms": given.round_trip_ms}
-    why = _why("stripes", **window, each=each, share=share)
-    if stripes * each < share:
-        why += _why("stripes_kept", now=now) if stripes == now and stripes < STRIPES_MAX else ""
-        why += _why("stripes_most", most=STRIPES_MAX) if stripes == STRIPES_MAX else ""
+        return _entry("transport.stripes", stripes, now, "without a round trip one connection fills the link")
+    why = (
+        f"a window of {given.tcp_window_mb:.3g} MB per {given.round_trip_ms:.3g} ms lets one connection move about "
+        f"{each:.3g} Gbit/s (two thirds of the window, measured), and each learner has {share:.3g} Gbit/s"
+    )
+    if stripes * each < share and stripes == STRIPES_MAX:
+        why += f"; {STRIPES_MAX} is the most, so raise net.ipv4.tcp_rmem and tcp_wmem too, and say --tcp-window-mb"
+    elif stripes * each < share and stripes == now:
+        why += f"; {now} carry rounds and recoveries"
     return _entry("transport.stripes", stripes, now, why)
 
 
@@ -178,18 +219,28 @@ def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
     found: list[Advice] = []
     load = syncer_load(there)
     if load["shards"] > max(1, config.syncer.shards):
-        why = _why("shards", **load, shard_mb_per_s=there.given.shard_mb_per_s)
+        why = (
+            f"learners send {load['mb_per_s_in']:.3g} MB/s, of which one process merged "
+            f"{there.given.shard_mb_per_s:g} in our measurements"
+        )
         found.append(_entry("syncer.shards", load["shards"], config.syncer.shards, why))
     if round_s > config.protocol.pull_timeout_s:
-        wait, why = float(math.ceil(2 * round_s)), _why("pull", round_s=round_s)
+        wait = float(math.ceil(2 * round_s))
+        why = f"a round takes {round_s:.3g} s, and after this time it goes on without who is late"
         found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
     whole = 4 * max(each.num_elements for each in there.plan.fragments) / max(1, config.syncer.shards)
     if whole > config.transport.payload_bytes_max:
-        most, why = 1 << math.ceil(math.log2(whole)), _why("payload", whole=whole)
+        most = 1 << math.ceil(math.log2(whole))
+        why = f"a joining learner gets fragments whole, in float32, and the largest has {size(whole)}"
         found.append(_entry("transport.payload_bytes_max", most, config.transport.payload_bytes_max, why))
     back = recovery(there)
     if back["state_bytes"] and not back["state_arrives"]:
-        why = _why("state", **back, gigabytes=back["state_bytes"] / 1e9)
+        why = (
+            f"a neighbour's state of {back['state_bytes'] / 1e9:.3g} GB takes {back['state_s']:.3g} s beside rounds, "
+            f"but a transfer may take protocol.recovery_turns x H steps, {back['state_limit_s']:.3g} s: it would be "
+            "tried in vain, and a returning island whose own state is lost begin with new moments of the inner "
+            "optimizer; wire.states int8 makes it smaller"
+        )
         now = config.protocol.recovery_turns
         turns = math.ceil(RECOVERY_ROOM * now * back["state_s"] / back["state_limit_s"])
         found.append(_entry("protocol.recovery_turns", min(turns, RECOVERY_TURNS_MAX), now, why))

@@ -16,6 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.protocol.releases import install_hint
 from diloco_jax.settings.compiler import options_of
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
@@ -87,7 +88,7 @@ class Compiled(NamedTuple):
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:
     """Return the devices of a slice as the compiler knows them; ValueError if libtpu is missing, or knows no such."""
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("there is no TPU compiler here, libtpu is missing; pip install 'diloco_jax[tpu]' brings it")
+        raise ValueError(f"there is no TPU compiler here, libtpu is missing; {install_hint('tpu')}")
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # never wait for, or take, a TPU that this machine may have

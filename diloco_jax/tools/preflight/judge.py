@@ -5,7 +5,6 @@ No TPU and no network are needed. Every kind of island, a slice with a mesh and 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.settings.islands import AUTO
@@ -13,7 +12,6 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import Hbm, num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of, link_needs
-from diloco_jax.tools.budget.texts import Texts
 from diloco_jax.tools.preflight.compile import (
     MFU,
     Built,
@@ -37,7 +35,6 @@ ROOM = 0.9  # of a chip's memory, at most, that is planned to be taken
 SAVES = {"dtype": ("float32", "bfloat16"), "scan_layers": (False, "true"), "remat": ("none", "full")}
 WASTE = 1.5  # anchors over parameters, both float32, from which cutting elsewhere is worth a try
 CHUNK_FROM = 32_768  # token ids from which logits deserve to be computed in chunks
-words_of = Texts(Path(__file__).with_name("advice.toml")).text
 
 
 class Misfit(NamedTuple):
@@ -66,7 +63,11 @@ def advise_anchors(hbm: Hbm, mesh: Mapping[str, int]) -> list[str]:
     if hbm.anchors < WASTE * hbm.parameters or hbm.anchors < GB / 10:
         return []
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
-    return [words_of("anchors", anchors=hbm.anchors / GB, parameters=hbm.parameters / GB, axes=axes)]
+    return [
+        f"anchors take {hbm.anchors / GB:.1f} GB per chip, parameters {hbm.parameters / GB:.1f} GB: fragments cut "
+        f"tensors along an axis that the mesh shards ({axes}), and lie whole along it on every chip; try another "
+        "fragments.split_axis, such as -1"
+    ]
 
 
 def _share_state(case: Misfit, limit: float) -> list[str]:
@@ -74,7 +75,11 @@ def _share_state(case: Misfit, limit: float) -> list[str]:
     hbm, data = case.hbm, case.mesh["data"]
     if data > 1:
         fsdp, fixed = case.mesh["fsdp"] * data, hbm.fixed / GB
-        return [words_of("share", fixed=fixed, data=data, fsdp=fsdp, left=fixed / data)]
+        return [
+            f"{fixed:.1f} GB per chip are parameters, optimizer and anchors, whole on each of {data} groups of chips: "
+            f"set islands.mesh.data to 1 and islands.mesh.fsdp to {fsdp} (or -1), which leaves about "
+            f"{fixed / data:.1f} GB"
+        ]
     return [_larger(case, limit, hbm.fixed)]
 
 
@@ -84,16 +89,29 @@ def _larger(case: Misfit, limit: float, needed: float) -> str:
     while needed * case.topology.chips / chips > ROOM * limit / 2 or chips in (2, case.topology.chips):  # none has 2
         shape[shape.index(min(shape))] *= 2
         chips *= 2
-    text = "none_larger" if chips > generation.chips_max else "larger"
-    return words_of(text, needed=needed / GB, name=case.topology.name, shape="x".join(map(str, sorted(shape))))
+    if chips > generation.chips_max:
+        return (
+            f"{needed / GB:.1f} GB per chip are needed, and no {case.topology.name} slice is large enough: use a "
+            "smaller model, or a generation with more memory"
+        )
+    larger = f"{case.topology.name}:{'x'.join(map(str, sorted(shape)))}"
+    return (
+        f"{needed / GB:.1f} GB per chip are needed: use fewer, larger islands, islands.topology {larger} with "
+        "islands.mesh.fsdp -1"
+    )
 
 
 def _less_activations(case: Misfit) -> list[str]:
     """Advise fewer sequences per chip, and to keep less of each layer: activations grow with both."""
     advice = _kept_less(case.model)
-    text = "batch" if case.sequences > 1 else "tensor"
-    advice.append(words_of(text, sequences=case.sequences, tensor=2 * case.mesh["tensor"]))
-    return [words_of("activations", temporaries=case.hbm.temporaries / GB, settings=", or ".join(advice))]
+    if case.sequences > 1:
+        advice.append(
+            "a larger optimizer.accumulate_steps, or a smaller islands.batch_size "
+            f"(now {case.sequences:g} sequences per chip at a time)"
+        )
+    else:
+        advice.append(f"islands.mesh.tensor {2 * case.mesh['tensor']}, so that chips share one sequence")
+    return [f"activations take {case.hbm.temporaries / GB:.1f} GB per chip: set {', or '.join(advice)}"]
 
 
 def _kept_less(model: ModelConfig) -> list[str]:
@@ -207,11 +225,15 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
     result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
     if gathers.waited_for:
-        result["advice"].append(f"{topology}: {words_of('waits', gathers=gathers.waited_for)}")
+        result["advice"].append(
+            f"{topology}: devices wait for {gathers.waited_for} gathers of weights, or all-reduces of whole ones, in "
+            "the loop over layers; options of the compiler can overlap them with computation (cloud.xla_flags, "
+            "settings/generations.yaml), and with mesh.fsdp one dimension of the slice shards are larger"
+        )
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
-        problems.append(words_of("whole_model"))
+        problems.append("the inner step gathers the whole model at once, which undoes its sharding")
     if gathers.stacked_elements >= ALL_LAYERS * parameters:
-        problems.append(words_of("all_layers"))
+        problems.append("the inner step gathers the weights of all layers before its loop over them")
     result["problems"] += [f"{topology}: {problem}" for problem in problems]
 
 
@@ -253,10 +275,17 @@ def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> 
     for row in rows:
         if not row["fits"]:
             refused = "; the compiler refuses it" if row["flops"] is None else ""
-            sizes = {"needed": row["hbm_bytes"] / GB, "limit": row["hbm_limit_bytes"] / GB}
-            problems.append(words_of("chip", program=row["program"], **sizes, refused=refused))
+            problems.append(
+                f"'{row['program']}' needs {row['hbm_bytes'] / GB:.1f} GB of a chip's memory, which has "
+                f"{row['hbm_limit_bytes'] / GB:.0f} GB{refused}"
+            )
     needed, limit = island["host_bytes"], island["host_limit_bytes"]
-    return problems + ([words_of("host", needed=needed / GB, limit=limit / GB)] if needed > limit else [])
+    if needed > limit:
+        problems.append(
+            "every host keeps the global model in float32, what arrives, and its share of what leaves, "
+            f"{needed / GB:.0f} GB, but has {limit / GB:.0f} GB; use a smaller model or hosts with more memory"
+        )
+    return problems
 
 
 def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]:
@@ -268,9 +297,15 @@ def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]
             continue
         if built.fragments and program.collectives:
             kinds = ", ".join(f"{n} {kind}" for kind, n in program.collective_counts.items())
-            problems.append(words_of("collectives", program=name, kinds=kinds))
+            problems.append(f"'{name}' has collectives ({kinds}); fragments must leave and enter without any")
         if program.host_transfers:
-            problems.append(words_of("transfers", program=name, first=program.host_transfers[0]))
+            problems.append(
+                f"'{name}' exchanges data with the host while it runs ({program.host_transfers[0]}); remove callbacks "
+                "from the model"
+            )
         if program.devices != topology.devices:
-            problems.append(words_of("devices", program=name, devices=program.devices, expected=topology.devices))
+            problems.append(
+                f"'{name}' runs on {program.devices} devices, but an island has {topology.devices}; islands may not "
+                "share programs"
+            )
     return problems

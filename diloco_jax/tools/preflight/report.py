@@ -1,16 +1,13 @@
-"""The output of `diloco preflight` for people; its texts are in report.toml."""
+"""The output of `diloco preflight` for people."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.budget.texts import Texts
+from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.preflight.compile import MFU
 
 Row = Mapping[str, Any]
-_say = Texts(Path(__file__).with_suffix(".toml")).lines
 
 
 def describe(result: Mapping[str, Any]) -> str:
@@ -22,7 +19,7 @@ def describe(result: Mapping[str, Any]) -> str:
         lines += [*_heading(island), "", *_table(rows[:count]), "", *_island(island), ""]
         rows = rows[count:]
     slow, fast = result["syncer_gbit_per_s"]
-    lines += _say("syncer", slow=slow, fast=fast)
+    lines.append(f"syncer        {slow:.3g} to {fast:.3g} Gbit/s each way for all islands together")
     for name in ("problems", "advice"):
         if result[name]:
             lines += ["", f"{name}:", *(f"  {line}" for line in result[name])]
@@ -39,12 +36,16 @@ def _count(rows: Sequence[Row]) -> int:
 def _heading(island: Row) -> list[str]:
     names = island["islands"]
     which = names[0] if len(names) == 1 else f"{len(names)} islands, {names[0]} to {names[-1]}"
-    axes = ", ".join(f"{axis} {size}" for axis, size in island["mesh"].items() if size > 1) or "one chip"
-    return _say("heading", **island, which=which, axes=axes, billions=island["parameters"] / 1e9)
+    axes = ", ".join(f"{axis} {chips}" for axis, chips in island["mesh"].items() if chips > 1) or "one chip"
+    return [
+        f"{island['topology']}   {which}",
+        f"  {island['chips']} chips, {island['hosts']} hosts; mesh {axes}; {island['batch_size']} sequences of "
+        f"{island['seq_len']} tokens; {island['parameters'] / 1e9:.3g} B parameters",
+    ]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    lines = _say("table_head")
+    lines = ["  program                     compiled      cpu   per chip      of     FLOPs   collectives"]
     for kind in dict.fromkeys(row["program"].split()[0] for row in rows):
         same = [row for row in rows if row["program"].split()[0] == kind]
         worst = max(same, key=lambda row: float(row["hbm_bytes"]))
@@ -53,30 +54,49 @@ def _table(rows: Sequence[Row]) -> list[str]:
         for row in same:
             found.update(row["collectives"] or {})
         spelled = ", ".join(f"{times} {each}" for each, times in found.items()) or "none"
+        name = f"{kind} ({fragments} by {len(same)} programs)" if fragments else kind
+        compile_s, cpu_s = (sum(row[taken] for row in same) for taken in ("compile_s", "cpu_s"))
         refused = worst["flops"] is None
-        told = {
-            "name": f"{kind} ({fragments} by {len(same)} programs)" if fragments else kind,
-            "flops": "" if refused else f"{worst['flops']:.3g}",
-            "collectives": "unknown: does not fit" if refused else spelled,
-            **{taken: sum(row[taken] for row in same) for taken in ("compile_s", "cpu_s")},
-        }
-        lines += _say("table", **{**worst, **told})
+        flops, collectives = ("", "unknown: does not fit") if refused else (f"{worst['flops']:.3g}", spelled)
+        lines.append(
+            f"  {name:<26}{compile_s:>8.1f} s{cpu_s:>7.1f} s{size(worst['hbm_bytes']):>11}"
+            f"{size(worst['hbm_limit_bytes']):>8}{flops:>10}   {collectives}"
+        )
     return lines
 
 
 def _island(island: Row) -> list[str]:
-    lines = _say("chip", parts=_sizes(island["hbm"])) + _flops(island)
+    lines = [f"  chip memory   in the inner step: {_sizes(island['hbm'])}", *_flops(island)]
     slow, fast = island["step_s"]
-    lines += _say("step", slow=slow, fast=fast, low=MFU[0], high=MFU[1])
+    lines.append(f"  step time     {slow:.3g} to {fast:.3g} s at {MFU[0]:.0%} to {MFU[1]:.0%} of the chips' peak (MFU)")
     if gather := island["largest_all_gather"]:
-        lines += _say("gathering", **gather)
+        lines.append(
+            f"  gathering     most weights at once: {size(gather['bytes'])}, {gather['share_of_parameters']:.1%} of "
+            f"the parameters, by {gather['kind']}"
+        )
     if island["weight_all_reduces"]:
-        lines += _say("reduces", **island)
+        lines.append(
+            f"                {island['weight_all_reduces']} all-reduces give chips whole weights or their gradients, "
+            "with about twice the traffic of gathers"
+        )
     if island["collective_bytes"]:
-        moved = _sizes(island["collective_bytes"])
-        lines += _say("collectives", **island, **island["loop_collectives"], moved=moved)
-    slow, fast = island["wire"]["gbit_per_s"]
-    return lines + _say("host", **island) + _say("wan", **island["wire"], slow=slow, fast=fast)
+        loops = island["loop_collectives"]
+        lines += [
+            f"  collectives   results per chip and step: {_sizes(island['collective_bytes'])}",
+            f"                in loops {loops['synchronous']} that chips wait for, {island['synchronous_gathers']} of "
+            "them gathers",
+            f"                of weights or all-reduces of whole ones, and {loops['overlapped']} beside which they "
+            "compute",
+        ]
+    wire = island["wire"]
+    slow, fast = wire["gbit_per_s"]
+    return [
+        *lines,
+        f"  host memory   {size(island['host_bytes'])} of {size(island['host_limit_bytes'])} on each host for the "
+        "process, the global model in float32, what arrives and what leaves",
+        f"  WAN           per step {size(wire['up_bytes_per_step'])} up, {size(wire['down_bytes_per_step'])} down: "
+        f"{slow:.3g} to {fast:.3g} Gbit/s for these times",
+    ]
 
 
 def _sizes(of: Mapping[str, float]) -> str:
@@ -85,14 +105,19 @@ def _sizes(of: Mapping[str, float]) -> str:
 
 def _flops(island: Row) -> list[str]:
     compiled, masked = island["compiled_flops"], island["masked_flops"]
+    head = f"  FLOPs         model {island['model_flops']:.3g} per step ({island['model_flops_are']})"
     if compiled is None:
-        return _say("flops", **island)
-    lines = _say("flops_compiled", **island)
+        return [head]
+    lines = [f"{head}, compiled {compiled:.3g}: {island['flops_ratio']:.0%} of what is computed is needed"]
     if island["kernels"]:
-        lines += _say("kernels", **island)
+        lines.append(f"                without attention, whose {island['kernels']} runs of kernels nobody can count")
     elif masked:
         other = max(0.0, 1 - (island["model_flops"] + masked) / compiled)
-        lines += _say("rest", masked=masked / compiled, other=other)
+        lines.append(
+            f"                the rest: {masked / compiled:.1%} masked attention, {other:.1%} recomputation and other"
+        )
     if island["unread_loops"]:
-        lines += _say("loops", count=len(island["unread_loops"]))
+        lines.append(
+            f"                {len(island['unread_loops'])} loops counted once, as their number of runs is not known"
+        )
     return lines

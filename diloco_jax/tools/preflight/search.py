@@ -26,7 +26,7 @@ from diloco_jax.settings.text import dump
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.budget.needs import IslandKind, outline
 from diloco_jax.tools.preflight.compile import Compiled, Say, compile_island, needed_flops, step_hbm
-from diloco_jax.tools.preflight.judge import GB, ROOM, Misfit, advise_hbm, words_of
+from diloco_jax.tools.preflight.judge import GB, ROOM, Misfit, advise_hbm
 from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import SPLASH_BLOCKS
 from diloco_jax.training.models.layers import KEPT
@@ -236,16 +236,25 @@ def _spell(setting: Found) -> str:
 
 def describe_search(result: Mapping[str, Any]) -> str:
     """Write the result of `search` as text."""
-    limit, best, lines = result["limit_bytes"], result["best"], [words_of("head")]
+    limit, best = result["limit_bytes"], result["best"]
+    lines = [
+        f"  {'remat, mesh, micro-batches':<50}{'per device':>14}{'FLOPs':>11}{'needed':>8}{'waited for':>12}"
+        f"{'estimate':>11}"
+    ]
     for each in result["tried"]:
-        text, size = ("tried", "") if each["flops"] else ("not_tried", ">= ")
-        told = {"what": _spell(each), "held": f"{size}{each['hbm_bytes'] / GB:.1f} GB"}
-        told["verdict"] = f"{each['seconds']:.3g} s" if each["hbm_bytes"] <= limit else "too large"
-        lines.append(words_of(text, **each, **told, waited=each["waited_bytes"] / GB))
+        held = f"{each['hbm_bytes'] / GB:.1f} GB"
+        verdict = f"{each['seconds']:.3g} s" if each["hbm_bytes"] <= limit else "too large"
+        if each["flops"]:
+            waited = f"{each['waited_bytes'] / GB:.2f} GB"
+            figures = f"{held:>14}{each['flops']:>11.3g}{each['needed']:>8.0%}{waited:>12}"
+        else:  # the compiler refused it, or it was not compiled: the size is what it needs at least
+            figures = f"{f'>= {held}':>14}{'':31}"
+        lines.append(f"  {_spell(each):<50}{figures}{verdict:>11}")
     if best:
         lines += ["", f"cheapest: {_spell(best)}, splash_block {best['splash_block']}"]
     elif not result["left"]:
-        lines += ["", words_of("nothing", limit=limit / GB), *(f"  {line}" for line in result["advice"])]
+        lines += ["", f"nothing fits into {limit / GB:.1f} GB, 90 % of a chip's memory:"]
+        lines += [f"  {line}" for line in result["advice"]]
     if result["left"]:
-        lines += ["", words_of("left", left=result["left"])]
+        lines += ["", f"up to {result['left']} candidates are left: run it again, or with a larger --compiles"]
     return "\n".join(lines)

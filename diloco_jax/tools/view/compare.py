@@ -37,7 +37,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         summary, status = told["summary"], told["status"]
         known = {**summary, **summary["wire"], "goodput": summary.get("goodput", told["times"]["goodput"])}
         known["restarts"] = sum(row["restarts"] for row in summary["learners"].values())
-        row = {"run": str(folder), "state": status["state"], "alarms": len(told["alarms"])}
+        row = {"run": str(folder), "state": status["state"], "alarms": len(told["alarms"]) + len(told["ended"])}
         rows.append({**row, **{key: known.get(key) for key in RESULTS}})
         settings.append(told["settings"])
     names = dict.fromkeys(name for each in settings for name in each)

@@ -8,15 +8,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.files import CLOCK_FILE, CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import AWAY, DEAD
 from diloco_jax.runtime.records.status import read_status
-from diloco_jax.runtime.records.tape_file import Tail
 from diloco_jax.runtime.records.telemetry import finite, read_object
+from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_values
+from diloco_jax.tools.live.words import stands
 from diloco_jax.tools.view.story import Story, few, verdict
 from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
+from diloco_jax.transport.link import TransportConfig
 
 LINES_MAX = 50_000  # records that are read between two news
 EVENTS_KEPT = 300
@@ -25,14 +27,20 @@ METRICS_FIRST = ("grad_norm", "learning_rate", "mfu", "model_flops_per_s", "step
 METRICS_MAX = 24  # that are shown
 CURVES_EVERY = 5  # news with curves, one in so many
 JUDGED_EVERY = 5  # looks after which a status that has not changed is held against the run's processes again
-SILENT_KINDS = {"step", "metrics", "merged_metrics", "wire", "eval", *KINDS}
+SILENT_KINDS = {"step", "metrics", "merged_metrics", "wire", "eval", THINNED, *KINDS}
 
 
 def alarms_now(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List what is wrong with a run, and of one that has a summary what was; each with its remedy."""
+    """List what is wrong with a run now, or was when it ended, each with its remedy."""
     state = status.get("state", "")
     dead = [{"text": f"the run is {state}", "remedy": status["remedy"]}] if state in (*DEAD, AWAY) else []
-    return [*dead, *(summary if "alarms" in summary else status).get("alarms", ())]
+    return [*dead, *(each for each in (summary if "alarms" in summary else status).get("alarms", ()) if stands(each))]
+
+
+def alarms_ended(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the alarms of a run that ended, the newest last."""
+    known = summary["alarms"] if "alarms" in summary else status.get("episodes", ())
+    return sorted((each for each in known if not stands(each)), key=lambda each: each["until_s"])
 
 
 class RunFeed:
@@ -51,12 +59,13 @@ class RunFeed:
         self._looks = 0
         self._status: dict[str, Any] = {}
         self._stamps: dict[str, int] = {}  # of files: when they changed
+        self._size = 0
         self._summary: dict[str, Any] = {}
         self._begin()
 
     def _begin(self) -> None:
         """Start with the first record."""
-        self._tail, self._size = Tail(self.folder / METRICS_FILE), 0
+        self._tail = RecordTail(self.folder / METRICS_FILE)
         self.story, self._times = Story(), IslandTimes(self.config.islands.names if self.config else ())
         self._rounds = RoundTimes()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
@@ -71,9 +80,10 @@ class RunFeed:
         self._looks += 1
         with suppress(OSError):
             self._size = (self.folder / METRICS_FILE).stat().st_size
-        if self._size < self._tail.position:  # a new run in the same place
-            self._begin()
         lines = list(islice(self._tail.lines(), LINES_MAX))
+        if self._tail.lost:  # a new run in the same place, or one that was thinned before it was read
+            self._begin()
+            lines = list(islice(self._tail.lines(), LINES_MAX))
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # of another program: the rest may be of use
                 self._take(json.loads(line))
@@ -96,9 +106,9 @@ class RunFeed:
             with suppress(OSError, ValueError):
                 self._summary = read_object(self.folder / SUMMARY_FILE, "learners", "wire")
         if self._changed(STATUS_FILE) or self._looks % JUDGED_EVERY == 0:
-            transport = self.config.transport if self.config else None
+            transport = self.config.transport if self.config else TransportConfig()
             try:
-                self._status = read_status(str(self.folder), transport=transport)
+                self._status = read_status(str(self.folder), transport=lambda: transport)
             except (ValueError, OSError) as error:
                 self._status = self._status or {"state": "starting", "waiting_for": str(error), "learners": []}
 
@@ -113,6 +123,8 @@ class RunFeed:
         if kind == "joined":
             kind = "back" if all(self._lives.get(name) == reason for name in who) else kind  # another connection
             self._lives |= dict.fromkeys(who, reason)
+        if kind == "alarm" and record.get("state") == "ends":
+            kind = "alarm ended"
         self._told += 1
         event = {"n": self._told, "t": record["t"], "kind": kind, "who": who, "reason": reason}
         if not self._finished:  # that everybody leaves then is no news
@@ -147,9 +159,10 @@ class RunFeed:
         rate, lately = None, [each for each in story.wire if each[0] >= story.end_s - 60]
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:
             rate = {f"{way}_per_s": (lately[-1][n] - lately[0][n]) / span_s for n, way in ((1, "up"), (2, "down"))}
-        told, times = alarms_now(status, self._summary), self._times.told(self._summary.get("wall_s"))
-        now = {"status": status, "summary": summary, "alarms": told, "times": times}
-        now["verdict"] = verdict(status, summary, len(told), summary.get("goodput", times["goodput"]))
+        told, ended = alarms_now(status, self._summary), alarms_ended(status, self._summary)
+        times = self._times.told(self._summary.get("wall_s"), self._summary.get("goodput"))
+        now = {"status": status, "summary": summary, "alarms": told, "ended": ended, "times": times}
+        now["verdict"] = verdict(status, summary, (len(told), len(ended)), times["goodput"])
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate}
 
     def _about(self) -> dict[str, Any]:
@@ -158,7 +171,16 @@ class RunFeed:
             settings = dict(flat(read_values(self.folder / CONFIG_FILE)))
         tau = self.config.protocol.overlap_steps if self.config is not None else None
         again = f"diloco train {self.folder / CONFIG_FILE} --run-dir NEW"
-        return {"config": {"overlap_steps": tau}, "settings": settings, "made": {**self.story.made, "again": again}}
+        made = {**self.story.made, "config": settings.get("name"), "began_unix_s": self._began_unix_s(), "again": again}
+        return {"config": {"overlap_steps": tau}, "settings": settings, "made": made}
+
+    def _began_unix_s(self) -> float | None:
+        """Return when the run began, in seconds since 1970; None if its folder does not tell."""
+        with suppress(OSError, ValueError, TypeError):
+            return float(read_object(self.folder / CLOCK_FILE, "began_unix_s")["began_unix_s"])
+        with suppress(KeyError, TypeError):
+            return float(self._status["said"]["unix_s"] - self._status["wall_s"])
+        return None
 
     def logs(self) -> list[str]:
         """List the names of the logs in the folder."""

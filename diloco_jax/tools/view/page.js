@@ -49,6 +49,7 @@ function time(seconds) {
   if (whole < 86400) return Math.floor(whole / 3600) + ' h ' + pad(Math.floor(whole / 60) % 60) + ' min';
   return Math.floor(whole / 86400) + ' d ' + pad(Math.floor(whole / 3600) % 24) + ' h';
 }
+const date = seconds => new Date(1000 * seconds).toISOString().slice(0, 16).replace('T', ' ') + ' UTC';
 const fixed = digits => value => known(value) ? value.toFixed(digits) : none;
 const colour = index => index < 8 ? 'k' + index : 'many';
 
@@ -96,9 +97,12 @@ function drawHead(run) {
   $('state').className = 'chip ' + (STATES[status.state] || (run.read < 1 ? 'is-new' : 'is-bad'));
   document.title = run.name + ': ' + (status.state || '') + (total ? ' ' + Math.floor(100 * steps / total) + ' %' : '');
   $('progress').value = total ? Math.min(1, steps / total) : 0;
-  const each = pace(run), left = status.state === 'running' && each ? ', about ' + time((total - steps) * each) + ' left' : '';
+  const left = status.state === 'running' && known(status.left_s) ? ', about ' + time(status.left_s) + ' left' : '';
   const read = run.read < 1 ? ', reading its records: ' + share(run.read) : '';
   const partial = still && !summary.complete ? '. Not complete: the numbers are those up to the last record' : '';
+  const {config, began_unix_s} = run.made || {}, parameters = summary.num_parameters ?? status.num_parameters;
+  text($('origin'), [config && config !== run.name ? 'config ' + config : '', known(parameters) ? si(parameters) + ' parameters' : '',
+    known(began_unix_s) ? 'started ' + date(began_unix_s) : ''].filter(Boolean).join(', '));
   text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
   if (still) text($('link'), 'a report');
   text($('verdict'), still ? run.verdict : '');
@@ -119,7 +123,17 @@ function choices(place, name, options, now, choose) {
 function drawAlarms(run) {
   once($('alarm-list'), run.alarms, () => fill($('alarm-list'), ...(run.alarms.length
     ? run.alarms.map(alarm => h('li', {}, alarm.text, h('span', {}, alarm.remedy)))
-    : [h('li', {class: 'none'}, 'None')])));
+    : [h('li', {class: 'none'}, live(run) ? 'None now' : 'None at the end')])));
+  once($('ended-list'), run.ended, () => {
+    $('ended').hidden = !run.ended.length;
+    text($('ended-what'), `Ended: ${run.ended.length}`);
+    fill($('ended-list'), ...[...run.ended].reverse().map(alarm => h('li', {}, ended(alarm))));
+  });
+}
+function ended(alarm) {
+  const when = `from ${time(alarm.from_s)} to ${time(alarm.until_s)} of the run`;
+  return `${alarm.past ?? alarm.text} for ${time(alarm.lasted_s)}, `
+    + (alarm.times > 1 ? `in all, ${alarm.times} times, most recently ${when}` : when);
 }
 function drawFigures(run) {
   const {status, summary} = run, wire = status.wire || summary.wire;
@@ -127,33 +141,37 @@ function drawFigures(run) {
     ['bits per byte', summary.eval_bits_per_byte, fixed(4)],
     ...Object.entries(summary.eval_scores || {}).map(([name, value]) => [name, value, value => String(+value.toPrecision(4))]),
     ['tokens', status.tokens ?? summary.tokens, si], ['tokens/s', live(run) ? status.tokens_per_s : null, si],
-    ['goodput', live(run) ? run.times.goodput : summary.goodput ?? run.times.goodput, share],
+    ['tokens/s on average', live(run) || !run.times.span_s ? null : (status.tokens ?? summary.tokens) / run.times.span_s, si],
+    ['goodput', run.times.goodput, share],
     ['uptime', summary.uptime, share], ['waiting for data', summary.waiting_for_data || null, share], ['steps per round', summary.steps_per_round, fixed(2)],
     ['contributors per round', status.contributors_per_round ?? summary.contributors_per_round, fixed(2)],
-    ['per round', pace(run), time], ['moved up', wire.up_bytes, value => si(value, 'B')],
+    ['time per round', pace(run), time], ['moved up', wire.up_bytes, value => si(value, 'B')],
     ['moved down', wire.down_bytes, value => si(value, 'B')]];
   fill($('figures'), ...rows.filter(row => known(row[1])).map(([name, value, form]) =>
     h('div', {}, h('dt', {}, name), h('dd', {}, form(value)))));
 }
 
 // ---- islands: rows stay, so that focus on their buttons does
-const COLUMNS = [['condition', row => row.condition + (row.condition === 'training' ? '' : ' ' + time(row.since_s))],
-  ['step', row => String(row.local_step ?? row.local_steps ?? none)], ['tokens/s', row => known(row.tokens_per_s) ? si(row.tokens_per_s) : ''],
-  ['per step', row => known(row.step_s) ? time(row.step_s) : ''], ['loss', row => known(row.loss) ? row.loss.toFixed(3) : ''],
-  ['takes part', row => share(row.participation)], ['merged in', row => row.last_merged_round ? String(row.last_merged_round) : none],
-  ['to it', row => known(row.broadcast_s) ? time(row.broadcast_s) : ''], ['restarts', row => String(row.restarts ?? none)],
-  ['last word', row => row.reason || '']];
+const COLUMNS = [['condition', row => row.finished ? 'finished' : row.condition + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s))],
+  ['step', row => String(row.local_step ?? row.local_steps ?? none)],
+  ['tokens/s', row => row.finished ? (row.mean_tokens_per_s ? si(row.mean_tokens_per_s) + ' on average' : '') : known(row.tokens_per_s) ? si(row.tokens_per_s) : ''],
+  ['time per step', row => known(row.step_s) ? time(row.step_s) : ''], ['loss', row => known(row.loss) ? row.loss.toFixed(3) : ''],
+  ['participation', row => share(row.participation)], ['last merged in round', row => row.last_merged_round ? String(row.last_merged_round) : none],
+  ['broadcast takes', row => known(row.broadcast_s) ? time(row.broadcast_s) : ''], ['restarts', row => String(row.restarts ?? none)],
+  ['reason', row => row.finished ? '' : row.reason || '']];
 function drawIslands(run) {
   const rows = (run.status.learners || []).length ? run.status.learners
-    : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: 'left', ...row}));
+    : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: run.summary.complete ? 'finished' : 'left', ...row}));
+  // statuses of older versions do not say who finished
+  for (const row of rows) row.finished ??= row.condition === 'finished' || (run.status.state === 'complete' && row.condition === 'left' && row.since_s <= 5);
   const table = $('island-table'), names = rows.map(row => row.learner);
   once(table, [run.name, names, run.logs], () => {
     fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...COLUMNS.map(column => column[0]), 'actions'].map(name =>
-      h('th', {scope: 'col', role: 'columnheader', class: name === 'last word' ? 'text' : null}, name))));
+      h('th', {scope: 'col', role: 'columnheader', class: name === 'reason' ? 'text' : null}, name))));
     fill(table.tBodies[0], ...rows.map(row => h('tr', {role: 'row'},
       h('th', {scope: 'row', role: 'rowheader'}, row.learner),
       ...COLUMNS.map(([name]) => h('td', {role: 'cell', 'data-label': name === 'condition' ? null : name,
-        class: name === 'last word' ? 'word' : null})),
+        class: name === 'reason' ? 'word' : null})),
       h('td', {role: 'cell'}, run.logs.includes(row.learner)
         ? h('button', {'aria-label': 'Log of ' + row.learner, onclick: () => readLog(row.learner, true)}, 'Log') : null,
       still ? null : h('button', {class: 'drain', 'aria-label': 'Let ' + row.learner + ' leave', onclick: () => drain(row.learner)}, 'Drain')))));
@@ -164,7 +182,7 @@ function drawIslands(run) {
     COLUMNS.forEach(([name, form], column) => {
       const cell = cells[column + 1], words = form(row);
       if (name !== 'condition') return text(cell, words);
-      once(cell, words, () => fill(cell, h('span', {class: 'dot ' + (CONDITIONS[row.condition] || ''), 'aria-hidden': 'true'}), words));
+      once(cell, words, () => fill(cell, h('span', {class: 'dot ' + (row.finished ? 'is-good' : CONDITIONS[row.condition] || ''), 'aria-hidden': 'true'}), words));
     });
     const button = cells[cells.length - 1].querySelector('.drain');
     if (button) button.disabled = !live(run) || ['gone', 'left', 'expelled'].includes(row.condition);
@@ -214,10 +232,12 @@ function lanes(rounds, now) {
   });
 }
 const nice = (from, most) => [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800].find(step => from / step <= most) || from;
+// the last broadcast of a run may wait for the final evaluation: it must not fill the timeline
+const tail = (last, run) => known(last.merged_s) ? last.merged_s + 4 * (pace(run) || 1) : Infinity;
 let scene = null;  // what moves
 function drawRounds(run) {
   const rounds = run.rounds.map(timed).filter(round => known(begin(round))), box = $('timeline');
-  const last = rounds[rounds.length - 1], now = live(run) ? run.end_s : last ? end(last, run.end_s) : 0;
+  const last = rounds[rounds.length - 1], now = live(run) ? run.end_s : last ? Math.min(end(last, run.end_s), tail(last, run)) : 0;
   const auto = Math.max(2, 40 * (pace(run) || 1)), seconds = span || auto;
   once($('phases'), 1, () => fill($('phases'), ...PHASES.map(([name], index) =>
     h('li', {}, s('svg', {viewBox: '0 0 10 10', 'aria-hidden': 'true'}, s('rect', {class: 'ph' + index, width: 10, height: 10})), name))));
@@ -321,7 +341,7 @@ function chart(place, legend, lines, xForm, label) {
   const settled = all.filter(point => point[0] >= late).map(point => point[1]), xs = all.map(point => point[0]);
   let [low, high] = [Math.min(...settled), Math.max(...settled)];
   if (low === high) [low, high] = [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)];
-  const [first, last] = [Math.min(...xs), Math.max(...xs)], step = nice10((high - low || 1) / 4);
+  const [first, last] = [Math.min(...xs), Math.max(...xs)], step = nice10((high - low || 1) / 5);
   [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
   const x = t => left + (t - first) / (last - first || 1) * (width - left - 8), y = value => bottom - (value - low) / (high - low || 1) * (bottom - 8);
   const drawing = s('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': label + ': ' + lines.map(line =>
@@ -401,14 +421,14 @@ function drawLinks(run) {
   text($('links-note'), 'Bytes that an island moves per inner step, all control messages included, against the payloads that its config plans. '
     + (mean !== null ? `From closing a round until all have its result: ${time(mean)} on average` + (slack ? `; ${tau} inner steps, which it may take, are ${time(slack)}. ` : '. ') : '')
     + (parallel && moved ? `Averaging bfloat16 gradients in every step would have moved ${si(parallel, 'B')}, ${si(parallel / moved)} times as much.` : ''));
-  fill($('links'), h('thead', {}, h('tr', {}, ...['way', 'per step', 'planned', 'of the plan', 'all islands, last minute'].map(name => h('th', {scope: 'col'}, name)))),
+  fill($('links'), h('thead', {}, h('tr', {}, ...['way', 'bytes per step', 'planned', 'measured / planned', 'all islands, last minute'].map(name => h('th', {scope: 'col'}, name)))),
     h('tbody', {}, ...rows.map(([name, ...cells]) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map(words => h('td', {}, words))))));
 }
 const FATES = [['merged', 'use-training'], ['overwritten', 'use-joining'], ['released', 'use-between'], ['out', 'track']];
 function drawSamples(run) {
   const fates = run.summary.samples, all = fates ? fates.leased : 0;
   fill($('samples'), h('tbody', {}, ...(all ? FATES.map(([name, style]) => h('tr', {}, h('th', {scope: 'row'},
-    {merged: 'merged', overwritten: 'overwritten on adoption', released: 'given to others', out: 'out: with an island, now or when the run ended'}[name]),
+    {merged: 'merged', overwritten: 'overwritten on adoption', released: 'given to others', out: 'still leased, now or when the run ended'}[name]),
     bar(0, fates[name] / all, style === 'track' ? 'ph0' : style, share(fates[name] / all)), h('td', {}, share(fates[name] / all)), h('td', {class: 'soft'}, si(fates[name])))) : [h('tr', {}, h('td', {class: 'text'}, 'Not known yet.'))])));
 }
 function drawEvents(run) {
@@ -420,7 +440,7 @@ function drawEvents(run) {
 const RESULTS = [['state', run => run.status.state || none], ['progress', run => run.status.total_steps ? share(Math.min(1, run.status.global_step / run.status.total_steps)) : none],
   ['eval loss', run => fixed(4)(run.summary.eval_loss ?? run.status.eval_loss)], ['tokens', run => si(run.status.tokens ?? run.summary.tokens)],
   ['global steps', run => String(run.status.global_step ?? run.summary.global_steps)], ['wall time', run => time(run.status.wall_s ?? run.summary.wall_s)],
-  ['goodput', run => share(live(run) ? run.times.goodput : run.summary.goodput ?? run.times.goodput)],
+  ['goodput', run => share(run.times.goodput)],
   ['contributors per round', run => fixed(2)(run.summary.contributors_per_round)],
   ['restarts', run => String(Object.values(run.summary.learners).reduce((all, row) => all + row.restarts, 0))],
   ['moved up', run => si((run.status.wire || run.summary.wire).up_bytes || 0, 'B')], ['moved down', run => si((run.status.wire || run.summary.wire).down_bytes || 0, 'B')],
@@ -440,7 +460,8 @@ function drawRuns() {
 function drawMade(run) {
   const {versions = {}, host, again} = run.made || {}, rows = Object.entries(versions);
   if (host) rows.push(['machine of the syncer', host]);
-  rows.push(['again', again]);
+  if (known(run.made?.began_unix_s)) rows.push(['started', date(run.made.began_unix_s)]);
+  rows.push(['run it again with', again]);
   once($('made'), [run.name, rows], () => fill($('made'), ...rows.map(([name, words]) => h('div', {}, h('dt', {}, name), h('dd', {}, words)))));
 }
 function drawSettings() {

@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
 from diloco_jax.runtime.records.telemetry import replace_text
+from diloco_jax.tools.view.board import planned
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.story import against
 
@@ -46,4 +47,4 @@ def _read(folder: Path) -> dict[str, Any]:
         pass
     if not feed.story.tracks and not feed.story.evals.last:
         raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
-    return {**feed.whole(), "plan": {}, "logs": []}
+    return {**feed.whole(), "plan": planned(feed.config), "logs": []}

@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco_jax.protocol.watch.stats import participation, step_overhead
 from diloco_jax.runtime.records.liveness import ENDED
+from diloco_jax.runtime.records.thinning import merged_counts, stands_for
 from diloco_jax.tools.live.words import format_count, format_duration
 
 STEPS_KEPT = 20_000  # points of a curve whose means are shown
@@ -29,18 +30,21 @@ class Curve:
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept: list[tuple[float, ...]] = []
+        self._at: list[int] = []
         self._every = 1
         self._seen = 0
         self.last: tuple[float, ...] | None = None
 
-    def add(self, *point: float) -> None:
-        """Take the next point."""
-        if self._seen % self._every == 0:
+    def add(self, *point: float, count: int = 1) -> None:
+        """Take the next point, which stands for `count`: kept points are as far apart where all of them are known."""
+        self._every = max(self._every, count)
+        if not self._at or self._seen >= self._at[-1] + self._every:
             self._kept.append(point)
+            self._at.append(self._seen)
             if len(self._kept) > self._most:
-                del self._kept[1::2]
+                del self._kept[1::2], self._at[1::2]
                 self._every *= 2
-        self._seen += 1
+        self._seen += count
         self.last = point
 
     @property
@@ -77,7 +81,7 @@ class Track:
         self.span_s += passed_s
         self.tokens = record["tokens"]
         if record["loss"] is not None:
-            self.steps.add(record["t"], all_tokens, record["loss"])
+            self.steps.add(record["t"], all_tokens, record["loss"], count=stands_for(record))
         self._last = now
 
 
@@ -129,9 +133,10 @@ class Story:
         elif kind == "metrics":
             for name, value in record["values"].items():
                 if value is not None:
-                    self.metrics.setdefault(name, {}).setdefault(record["learner"], Curve(POINTS_KEPT)).add(t, value)
+                    curve = self.metrics.setdefault(name, {}).setdefault(record["learner"], Curve(POINTS_KEPT))
+                    curve.add(t, value, count=stands_for(record))
         elif kind == "merged":
-            self._merged(Stretch(t, t, 1, dict.fromkeys(record["members"], 1)))
+            self._merged(Stretch(t, t, stands_for(record), merged_counts(record)))
         elif kind == "life":
             self.made = {"versions": record["versions"], "host": record["host"]}
         elif kind == "wire":
@@ -141,9 +146,10 @@ class Story:
             self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
 
     def _merged(self, one: Stretch) -> None:
-        self.rounds += 1
-        for name in one.members:
-            self.tracks.setdefault(name, Track()).merged += 1
+        self.rounds += one.rounds
+        for name, rounds in one.members.items():
+            self.tracks.setdefault(name, Track()).merged += rounds
+        self._size = max(self._size, one.rounds)
         if self.stretches and self.stretches[-1].rounds < self._size:
             self.stretches[-1].join(one)
             return
@@ -207,8 +213,10 @@ class Story:
         }
 
 
-def verdict(status: Mapping[str, Any], summary: Mapping[str, Any], alarms: int, goodput: float | None) -> str:
-    """Say how a run ended or goes, from its status, `Story.summary`, number of alarms, and goodput in [0, 1]."""
+def verdict(
+    status: Mapping[str, Any], summary: Mapping[str, Any], alarms: tuple[int, int], goodput: float | None
+) -> str:
+    """Say how a run ended or goes, from its status, `Story.summary`, alarms (that stand, that ended), and goodput."""
     state, steps = status.get("state", "unknown"), status.get("global_step", summary["global_steps"])
     total, loss = status.get("total_steps"), summary.get("eval_loss")
     restarts = sum(row["restarts"] for row in summary["learners"].values())
@@ -218,7 +226,7 @@ def verdict(status: Mapping[str, Any], summary: Mapping[str, Any], alarms: int, 
         f"{format_count(status.get('tokens', summary['tokens']))} tokens",
         format_duration(status.get("wall_s", summary["wall_s"])),
         f"goodput {goodput:.1%}" if goodput is not None else "",
-        _count(alarms, "alarm") if alarms else "no alarm",
+        _count(alarms[0], "alarm") if alarms[0] or not alarms[1] else f"{_count(alarms[1], 'alarm')} that ended",
         _count(restarts, "restart") if restarts else "",
     ]
     return ", ".join(filter(None, said))
@@ -234,4 +242,4 @@ def against(loss: float | None, baseline: float | None, name: str) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+    return f"{number or 'no'} {what}{'s' if number > 1 else ''}"

@@ -4,7 +4,7 @@ Names are those of the files on the Hub. Their matrices are [out, in], ours [in,
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,49 +23,77 @@ class Family(NamedTuple):
 
     architecture: str  # class in transformers
     args: Mapping[str, Any]  # of our decoder, where they are not the default
+    read: Mapping[str, str]  # key of config.json -> kind of its value, beside READ
     keys: Mapping[str, str] = {}  # our argument -> key of config.json, beside SIZES
     defaults: Mapping[str, Any] = {}  # of config.json, where a key is missing
+    ignored: Sequence[str] = ()  # keys that transformers does not read in this family
     experts: tuple[str, ...] = ()  # prefix of the mixture in a layer, and an expert's gate, up and down; none: an MLP
+    window: str = "never"  # layers that have sliding_window, where no layer_types say it; a key of _usual_windows
 
 
 _WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 SIZES: dict[str, str] = _WORDS["sizes"]  # our argument -> key of config.json
 ACTIVATIONS: dict[str, str] = _WORDS["activations"]
 SCALINGS: dict[str, dict[str, str]] = _WORDS["scalings"]  # rope_type -> our argument -> its key
+READ: dict[str, str] = _WORDS["read"]  # key -> kind of its value, a key of KINDS
+ROPE: dict[str, str] = _WORDS["rope"]  # the same within the rotary settings
 REFUSED: dict[str, Any] = _WORDS["refused"]  # key -> the only value that the decoder can do
+HARMLESS = frozenset(key for line in _WORDS["harmless"] for key in line)
+SEEING: list[str] = _WORDS["seeing"]
 FAMILIES = {
     name: Family(**{**family, "experts": tuple(family.get("experts", ()))})
     for name, family in _WORDS["families"].items()
 }
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "count": ("a whole number of at least 1", lambda value: _whole(value) and value > 0),
+    "whole": ("a whole number of at least 0", lambda value: _whole(value) and value >= 0),
+    "number": ("a finite number", lambda value: _whole(value) or (isinstance(value, float) and math.isfinite(value))),
+    "switch": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "list": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
+}
 TABLES = ("embedding", "head")  # not turned
 HOW = ("attention", "scan_layers", "remat", "loss_chunk", "dtype", "routing", "capacity_factor", "balance_coefficient")
 OTHER_NAMES = {"hidden_act": "hidden_activation", "num_experts": "num_local_experts"}
-LAYERS_MAX = 10_000
+SLIDING, FULL = "sliding_attention", "full_attention"
+OLD_KINDS = {"attention": FULL}  # names that transformers still takes
+LAYERS_MAX, WHOLE_MAX, NAMED_MAX = 10_000, 2**63, 8
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Return our model for a config.json of one of the `FAMILIES`; a ValueError says what the decoder cannot be."""
-    name = config.get("model_type")
-    if name == "gemma3" and isinstance(config.get("text_config"), Mapping):  # it sees as well
-        config, name = config["text_config"], "gemma3_text"
+    """Return our model for a config.json of one of the `FAMILIES`; a ValueError says what the decoder cannot be.
+
+    Every key decides something here, is known to decide nothing, or is an error.
+    """
+    name, seeing = config.get("model_type"), None
+    if name == "gemma3" and isinstance(config.get("text_config"), Mapping):
+        config, name, seeing = config["text_config"], "gemma3_text", config
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type is {name!r}; the families are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    keys = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **family.defaults}
-    keys |= {key: value for key, value in config.items() if value is not None}
-    keys |= {ours: keys[theirs] for ours, theirs in OTHER_NAMES.items() if theirs in keys}
-    for key, wanted in REFUSED.items():
-        if keys.get(key, wanted) != wanted:
-            raise ValueError(f"config.json of {name}: {key} is {keys[key]!r}, but the decoder can do {wanted!r} only")
+    _check_keys(config, {**READ, **family.read}, {*HARMLESS, *family.ignored}, name)
+    keys = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **family.defaults, **config}
+    if seeing is not None:
+        # The class of such a model in transformers ties as the outer config says, and caps no logits.
+        _check_keys(seeing, {"tie_word_embeddings": "switch"}, {*HARMLESS, *SEEING}, "gemma3")
+        keys |= {"tie_word_embeddings": seeing.get("tie_word_embeddings", True), "final_logit_softcapping": None}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    for ours, theirs in OTHER_NAMES.items():
+        if theirs in family.read and theirs in keys:
+            if ours in family.read and (config.get(ours) or keys[theirs]) != keys[theirs]:
+                raise ValueError(f"config.json of {name}: {ours} and {theirs} differ; remove the wrong one")
+            keys[ours] = keys[theirs]
     try:
         keys.setdefault("num_key_value_heads", keys["num_attention_heads"])
         keys.setdefault("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
-        args = {**family.args, **_rope(keys), **_window(keys, name)}
-        args |= {ours: keys[theirs] for ours, theirs in {**SIZES, **family.keys}.items()}
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"config.json of {name} lacks or misspells {error}; copy it again") from error
+        keys.setdefault("final_logit_softcapping", 0.0)
+        args = {**family.args, **{ours: keys[theirs] for ours, theirs in {**SIZES, **family.keys}.items()}}
+        args |= {**_rope(keys, family, name), **_window(keys, family, name)}
+    except KeyError as error:
+        raise ValueError(f"config.json of {name} lacks {error}; copy it again") from error
     activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    if str(keys["hidden_act"]) not in activations:
+    if keys["hidden_act"] not in activations:
         raise ValueError(f"config.json: hidden_act is {keys['hidden_act']!r}; the decoder has {', '.join(activations)}")
     args["activation"] = activations[keys["hidden_act"]]
     usual = asdict(MoeConfig() if family.experts else DecoderConfig())
@@ -73,6 +101,31 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     model = ModelConfig(module=MOE if family.experts else DECODER, args=args)
     _decoder(model)  # checks them
     return model
+
+
+def _check_keys(found: Mapping[str, Any], read: Mapping[str, str], harmless: Collection[str], where: str) -> None:
+    """Refuse keys that nobody understands, values of another kind than their key has, and what the decoder lacks."""
+    # A null is as good as no key, but for is_causal, which transformers takes as false then.
+    unknown = [key for key, value in found.items() if value is not None and key not in {*read, *harmless, *REFUSED}]
+    if unknown:
+        more = f" and {len(unknown) - NAMED_MAX} more" if len(unknown) > NAMED_MAX else ""
+        names = ", ".join(ascii(key)[1:-1][:80] for key in sorted(unknown)[:NAMED_MAX])
+        raise ValueError(
+            f"config.json of {where} has keys that are not understood: {names}{more}; remove them from it if the "
+            "model computes the same without them"
+        )
+    for key, wanted in REFUSED.items():
+        value = found.get(key, wanted)
+        if key not in read and value != wanted and (wanted or value is not None):
+            raise ValueError(f"config.json of {where}: {key} is {value!r}, but the decoder can do {wanted!r} only")
+    for key, kind in read.items():
+        words, fits = KINDS[kind]
+        if found.get(key) is not None and not fits(found[key]):
+            raise ValueError(f"config.json of {where}: {key} is {found[key]!r:.80}; it must be {words}")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < WHOLE_MAX
 
 
 def to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -89,10 +142,13 @@ def to_hf(model: ModelConfig) -> dict[str, Any]:
         theirs["rope_scaling"] |= {key: getattr(c, ours) for ours, key in SCALINGS[c.rope_scaling].items()}
     local = [c.local(layer) for layer in range(c.num_layers)]
     if any(local):
-        kinds = ["sliding_attention" if each else "full_attention" for each in local]
-        theirs |= {"sliding_window": c.window, "use_sliding_window": True, "layer_types": kinds}
+        theirs["sliding_window"] = c.window
+        if "use_sliding_window" in family.read:
+            theirs["use_sliding_window"] = True
+        if family.window in ("later", "pattern"):
+            theirs["layer_types"] = [SLIDING if each else FULL for each in local]
     if name == "gemma3_text":
-        theirs |= {"sliding_window_pattern": c.global_every or 1, "hidden_activation": theirs["hidden_act"]}
+        theirs |= {"sliding_window_pattern": c.global_every or 1, "hidden_activation": theirs.pop("hidden_act")}
         theirs["query_pre_attn_scalar"] = c.attention_width or c.head_dim
         theirs["final_logit_softcapping"] = c.logit_cap or None
     if name == "mixtral":
@@ -128,51 +184,104 @@ def _family_of(c: DecoderConfig) -> str:
     return "llama" if c.qk_norm == "none" else "qwen3"
 
 
-def _rope(keys: dict[str, Any]) -> dict[str, Any]:
-    """Read the rotary settings: transformers writes rope_parameters since version 5, before that rope_scaling."""
-    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-    if "full_attention" in rope:  # one for each kind of layers
-        local, rope = rope["sliding_attention"], rope["full_attention"]
-        if local.get("rope_type", "default") != "default":
+def _rope(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
+    """Read the rotary settings, which transformers writes as rope_parameters since version 5 and rope_scaling before.
+
+    Where both are there, rope_scaling decides, as in transformers; in Gemma 3 it changes single keys of the other.
+    """
+    new, old = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
+    found: dict[str, Any] = {}
+    if family.window == "pattern":  # one for each kind of layers
+        _check_keys(new, {FULL: "object", SLIDING: "object"}, (), f"{name}, rope_parameters")
+        local = _rope_keys(new.get(SLIDING) or {}, name)
+        if local["rope_type"] != "default":
             raise ValueError(f"config.json: layers with a window have rope {local}; the decoder does not scale theirs")
-        keys["rope_local_base_freq"] = local["rope_theta"]
-    rope = {key: value for key, value in rope.items() if value is not None}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    found = {"rope_theta": rope.get("rope_theta", keys.get("rope_theta", 10_000.0))}
+        found["rope_theta_local"] = local.get("rope_theta", keys["rope_local_base_freq"])
+        rope = _rope_keys({"rope_type": "default", **(new.get(FULL) or {}), **old}, name)
+    else:
+        rope = _rope_keys(old or new, name)
+        # transformers lets this key win, which is inside the rotary settings elsewhere.
+        if "original_max_position_embeddings" in keys:
+            rope["original_max_position_embeddings"] = keys["original_max_position_embeddings"]
+    kind = rope["rope_type"]
+    found["rope_theta"] = rope.get("rope_theta", keys.get("rope_theta", 10_000.0))
     if kind == "default":
         return found
-    if kind not in SCALINGS:
-        raise ValueError(f"config.json: rope_type is {kind!r}; the decoder has default, {', '.join(SCALINGS)}")
+    rope = {SCALINGS["yarn"]["rope_length"]: keys["max_position_embeddings"], **rope}
     if kind == "yarn":
+        rope.setdefault("factor", keys["max_position_embeddings"] / rope["original_max_position_embeddings"])
         usual = 0.1 * math.log(max(rope["factor"], 1)) + 1
         rope = {"attention_factor": usual, "beta_slow": 1, "beta_fast": 32, **rope}
         if rope.get("mscale") or not rope.get("truncate", True) or abs(rope["attention_factor"] - usual) > 1e-6:
             raise ValueError(f"config.json: rope is {rope}; of yarn's options the decoder has factor and beta")
-    rope = {SCALINGS["yarn"]["rope_length"]: keys["max_position_embeddings"], **rope}
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"config.json: rope is {rope}; the decoder turns all of a head, partial_rotary_factor 1.0")
     found |= {"rope_scaling": kind, "rope_factor": rope["factor"]}
     return found | {ours: rope[theirs] for ours, theirs in SCALINGS[kind].items()}
 
 
-def _window(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _rope_keys(rope: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the rotary settings of one kind of layers, checked and without nulls."""
+    rope = {key: value for key, value in rope.items() if value is not None}
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    if kind not in ("default", *SCALINGS):  # each kind has keys of its own
+        raise ValueError(f"config.json: rope_type is {kind!r:.80}; the decoder has default, {', '.join(SCALINGS)}")
+    _check_keys(rope, ROPE, (), f"{name}, rotary settings")
+    if rope.get("type", kind) != kind:
+        raise ValueError(f"config.json of {name}: rope_type {kind!r} and type {rope['type']!r} differ; remove type")
+    return rope
+
+
+def _window(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
     """Read the sliding window, and which layers have it."""
     count, window = keys["num_hidden_layers"], keys.get("sliding_window")
-    if not 0 < count < LAYERS_MAX:
+    if count > LAYERS_MAX:
         raise ValueError(f"config.json: num_hidden_layers is {count}; use 1 to {LAYERS_MAX}")
+    if "use_sliding_window" in family.read and not keys.get("use_sliding_window"):
+        window = None
     layers = range(count)
-    if not window or (name.startswith("qwen") and not keys.get("use_sliding_window")):
-        return {}
-    if name == "gemma3_text":
-        local = [(layer + 1) % keys["sliding_window_pattern"] > 0 for layer in layers]
+    usual = {
+        "never": lambda: [False for _ in layers],
+        "all": lambda: [window is not None for _ in layers],
+        "later": lambda: [window is not None and layer >= keys["max_window_layers"] for layer in layers],
+        "pattern": lambda: [(layer + 1) % keys["sliding_window_pattern"] > 0 for layer in layers],
+    }
+    if "layer_types" not in keys:
+        local = usual[family.window]()
     else:
-        local = [name in ("mixtral", "qwen3_moe") or layer >= keys.get("max_window_layers", 28) for layer in layers]
-    if name in ("gemma3_text", "qwen2", "qwen3") and keys.get("layer_types"):
-        local = [kind == "sliding_attention" for kind in keys["layer_types"]]
-    if not any(local) or name in ("llama", "olmo2"):
+        kinds = [OLD_KINDS.get(kind, kind) for kind in keys["layer_types"]]
+        if len(kinds) != count or not {SLIDING, FULL}.issuperset(kinds):
+            raise ValueError(
+                f"config.json of {name}: layer_types are {_listed(kinds)}; there must be {count}, each "
+                f"{FULL} or {SLIDING}"
+            )
+        local = [kind == SLIDING for kind in kinds]
+        if family.window in ("never", "all") and local != usual[family.window]():
+            raise ValueError(
+                f"config.json of {name}: layer_types are {_listed(kinds)}, which transformers ignores in this "
+                "family; remove them"
+            )
+    # Gemma 3 makes the mask of a window even if no layer has one.
+    if not window and (any(local) or (window is None and family.window == "pattern")):
+        raise ValueError(
+            f"config.json of {name}: sliding_window is {'off' if window is None else window}, but the model has layers "
+            "with a window, and transformers fails; correct sliding_window, use_sliding_window or layer_types"
+        )
+    if not any(local):
         return {}
     every = 0 if all(local) else local.index(False) + 1
     if local != [every == 0 or (layer + 1) % every > 0 for layer in layers]:
-        raise ValueError(f"config.json of {name}: layer_types are {local} a window; the decoder has all but each n-th")
+        words = _listed([SLIDING if each else FULL for each in local])
+        raise ValueError(
+            f"config.json of {name}: layer_types are {words}; the decoder can give the window to all layers, or to all "
+            "but each n-th"
+        )
     return {"window": window, "global_every": every}
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    more = f" and {len(kinds) - NAMED_MAX} more" if len(kinds) > NAMED_MAX else ""
+    return f"{', '.join(ascii(kind)[1:-1][:40] for kind in kinds[:NAMED_MAX])}{more}"
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ model.safetensors.index.json says in which one each tensor lies.
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +18,25 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from diloco_jax.training.convert.families import Mapped, tensors
+from diloco_jax.training.convert.families import Mapped, from_hf, tensors
 from diloco_jax.training.models.config import ModelConfig
 
-CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
+CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 JSON_BYTES_MAX = 1 << 26
 READ = ("F32", "BF16", "F16")
 WRITTEN = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
 SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")  # computed; or the embedding, where a model shares it
 # A model that sees as well: its text has these names, and the rest is left out.
 TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
+BASE = re.compile(r"(embed_tokens|layers|norm)\.")  # saved without the head, and without the prefix of the others
 SEEING = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 SHARD_BYTES = 5_000_000_000  # of one file that is written, unless one tensor is larger
-COPY_BYTES = 1 << 24  # that are turned and rounded at a time
+COPY_BYTES = 1 << 24  # that are turned, rounded or compared at a time
+
+log = logging.getLogger(__name__)
 
 Parameters = Iterable[tuple[str, np.ndarray]]  # (path, float32 array) in ascending order of the paths
 
@@ -42,21 +51,46 @@ class Weights:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = _read_json(self.folder / CONFIG_FILE)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, tuple[Path, str]] = {}
+
+    def model(self) -> ModelConfig:
+        """Return our model for these weights: that of config.json, with a head of its own if the file has another.
+
+        Raises:
+            ValueError: as `from_hf`; or the files cannot be read.
+        """
+        model = from_hf(self.config)
+        if self._has_own_head(model):
+            return replace(model, args={**model.args, "tie_embeddings": False})
+        return model
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors by name."""
+        return {name: shape for name, (_, _, shape, _) in self._tensors.items()}
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[Path, str, tuple[int, ...], str]]:
+        """File, name in it, shape and type of each tensor, by the name that transformers has for it."""
+        found: dict[str, tuple[Path, str, tuple[int, ...], str]] = {}
         for path in self._listed():
             with _opened(path) as file:
                 for own in file.keys():  # noqa: SIM118  (it is no mapping)
                     if SEEING.match(own):
                         continue
-                    part, name = file.get_slice(own), TEXT.sub("model.", own)
-                    if (dtype := part.get_dtype()) not in READ:
-                        raise ValueError(f"tensor {own} of {path} is {dtype}; only {', '.join(READ)} are read")
-                    self._files[name], self.shapes[name] = (path, own), tuple(part.get_shape())
+                    part, name = file.get_slice(own), _name_of(own)
+                    if name in found:
+                        other, twin = found[name][:2]
+                        raise ValueError(
+                            f"tensor {own} of {path} is in {other} too, as {twin}; remove the file that is too many"
+                        )
+                    found[name] = path, own, tuple(part.get_shape()), part.get_dtype()
+        return found
 
     def _listed(self) -> list[Path]:
-        """Return the files with tensors."""
+        """Return the files with tensors: model.safetensors if it is there, as in transformers, else those listed."""
         names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if SINGLE_FILE in names:
+            return [self.folder / SINGLE_FILE]
         if (index := self.folder / INDEX_FILE).exists():
             listed = _read_json(index).get("weight_map")
             if not isinstance(listed, dict) or not all(name == Path(str(name)).name for name in listed.values()):
@@ -67,27 +101,60 @@ class Weights:
                     f"{self.folder} lacks {len(lost)} of {len(wanted)} files, such as {lost[0]}; copy them"
                 )
             names = wanted
+        elif names == [ADAPTER_FILE]:
+            raise ValueError(f"{self.folder} has an adapter only; merge it into its model, and save that")
         elif len(names) != 1:
+            others = sorted(path.name for suffix in OTHER_FORMATS for path in self.folder.glob(suffix))
+            if others and not names:
+                raise ValueError(
+                    f"{self.folder} has its tensors in {others[0]}, and only *.safetensors are read; open it with "
+                    "transformers, and save it with save_pretrained"
+                )
             raise ValueError(f"{self.folder} has {len(names)} *.safetensors and no {INDEX_FILE}; copy the whole model")
         return [self.folder / name for name in names]
+
+    def _has_own_head(self, model: ModelConfig) -> bool:
+        """Tell whether the model shares its embedding, but the files have a head with other values.
+
+        transformers does not share them then, whatever config.json says.
+        """
+        if any(mapped.hf == (HEAD,) for mapped in tensors(model)) or not {EMBEDDING, HEAD} <= self._tensors.keys():
+            return False
+        (first, own, shape, _), (second, head, other, _) = self._tensors[EMBEDDING], self._tensors[HEAD]
+        if shape != other or not {self._tensors[name][3] for name in (EMBEDDING, HEAD)} <= {*READ}:
+            return shape != other
+        rows = max(1, COPY_BYTES * shape[0] // max(4 * math.prod(shape), 1))
+        with _opened(first) as one, _opened(second) as two:
+            left, right = one.get_slice(own), two.get_slice(head)
+            parts = (slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows))
+            return not all(np.array_equal(left[part].astype("f4"), right[part].astype("f4")) for part in parts)
 
     def check(self, model: ModelConfig) -> list[Mapped]:
         """Compare the tensors with those of a model; return how its parameters are made of them, by ascending path.
 
         Raises:
-            ValueError: the model is of no public family, or a tensor is missing, of another shape, or too many.
+            ValueError: the model is of no public family, or a tensor is missing, of another shape or type, or too many.
         """
         made = sorted(tensors(model), key=lambda mapped: mapped.path)
         needed = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
-        for name in sorted(needed.keys() | self.shapes):
-            found, wanted = self.shapes.get(name), needed.get(name)
+        shapes = self.shapes
+        for path, own, _, dtype in self._tensors.values():
+            if dtype not in READ:
+                raise ValueError(f"tensor {own} of {path} is {dtype}; only {', '.join(READ)} are read")
+        for name in sorted(needed.keys() | shapes):
+            found, wanted = shapes.get(name), needed.get(name)
             if found != wanted and not (wanted is None and SPARE.fullmatch(name)):
-                lacking = sum(other not in self.shapes for other in needed)
+                lacking = sum(other not in shapes for other in needed)
                 raise ValueError(
                     f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, where "
                     f"the model needs {wanted or 'none'}; {lacking} of {len(needed)} tensors are missing: are "
                     "model.args those of these weights, and all files there?"
                 )
+        if self._has_own_head(model):
+            log.warning(
+                f"{self.folder} has a head that differs from its embedding, but model.args.tie_embeddings is true: the "
+                "head is left out; set it false, or import the folder again"
+            )
         return made
 
     def read(self, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -101,12 +168,18 @@ class Weights:
             yield mapped.path, np.ascontiguousarray(ours, np.float32)
 
     def _tensor(self, name: str) -> np.ndarray:
-        path, own = self._files[name]
+        path, own = self._tensors[name][:2]
         with _opened(path) as file:
             value: np.ndarray = file.get_tensor(own).astype(np.float32, copy=False)
         if value.size and not (math.isfinite(value.min()) and math.isfinite(value.max())):
             raise ValueError(f"tensor {own} of {path} holds NaN or infinity; copy the model again")
         return value
+
+
+def _name_of(own: str) -> str:
+    """Return the name of a tensor as a model of text alone has it."""
+    name = TEXT.sub("model.", own).replace(f"model.{HEAD}", HEAD)
+    return f"model.{name}" if BASE.match(name) else name
 
 
 def _read_json(path: Path) -> dict[str, Any]:

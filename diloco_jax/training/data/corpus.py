@@ -172,7 +172,10 @@ def find_files(config: PartConfig) -> tuple[Path, list[Path]]:
     else:
         files = [p for p in root.rglob("*") if p.is_file() and any(fnmatch(p.name, g) for g in config.patterns)]
     if not files:
-        raise ValueError(f"data.path '{config.path}' has no file that matches {config.patterns}; correct data.patterns")
+        if root.is_dir() and not any(root.iterdir()):
+            raise ValueError(f"data.path '{config.path}' is empty; put files into it, or name another folder")
+        patterns = " or ".join(config.patterns)
+        raise ValueError(f"data.path '{config.path}' has no file that matches {patterns}; correct data.patterns")
     return root, files
 
 
@@ -325,7 +328,7 @@ def checked(source: Source, config: DataConfig, part: PartConfig, count: int, se
     """Return a source after checking that it has samples of each kind."""
     if not (whole or len(source.train)) or not len(source.held_out):
         raise ValueError(
-            f"data.path '{part.path}' has {count} tokens: {len(source.train)} training and "
+            f"data.path '{part.path}' has {count} token{'s' * (count != 1)}: {len(source.train)} training and "
             f"{len(source.held_out)} held-out windows of {seq_len}; give more text, a shorter sequence, or another "
             f"data.held_out_fraction ({config.held_out_fraction})"
         )

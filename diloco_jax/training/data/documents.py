@@ -8,6 +8,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
@@ -18,8 +19,13 @@ import fsspec
 import xxhash
 from fsspec.utils import compressions
 
+from diloco_jax.protocol.releases import install_hint
+
 PIECE_BYTES = 1 << 24
 ROWS = 1024  # read at once
+REPLACEMENT = "\ufffd"  # for what is no UTF-8
+HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON may have
+BLOCK_BYTES = 1 << 22
 SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -70,7 +76,7 @@ def needs(name: str) -> Any:
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
-        raise ValueError(f"{name.split('.')[0]} is missing; pip install 'diloco-jax[data]'") from error
+        raise ValueError(f"{name.split('.')[0]} is missing; {install_hint('data')}") from error
 
 
 def _format(name: str) -> str:
@@ -132,21 +138,27 @@ def _split(piece: SourcePiece) -> Iterator[SourcePiece]:
 
 
 def read_documents(piece: SourcePiece) -> Iterator[str]:
-    """Yield the documents of a piece."""
+    """Yield the documents of a piece, "" for a row without text; bytes that are no UTF-8 become U+FFFD."""
     read: Callable[[SourcePiece], Iterator[Any]] = {
         "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow, "arrayrecord": _array_record
     }[piece.format]  # fmt: skip
     try:
         for text in read(piece):
-            if not isinstance(text, str | None):
-                kind = type(text).__name__
-                raise ValueError(f"field '{piece.field}' holds {kind}, not text; name another (--field, data.field)")
-            yield (text or "").encode("utf-8", "replace").decode()  # JSON may have halves of characters
+            if isinstance(text, bytes):
+                text = text.decode("utf-8", "replace")
+            _check_text(text, piece.field)
+            yield HALVES.sub(REPLACEMENT, text or "")
     except (EOFError, ValueError, KeyError, OverflowError, OSError, RuntimeError, lzma.LZMAError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk; those of pyarrow and compression have no number
             raise
         remedy = "" if "(--field" in str(error) else "; correct or remove it"
         raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}{remedy}") from error
+
+
+def _check_text(value: Any, field: str) -> None:
+    if not isinstance(value, str | None):
+        kind = type(value).__name__
+        raise ValueError(f"field '{field}' holds {kind}, not text; name another (--field, data.field)")
 
 
 def _text(piece: SourcePiece) -> Iterator[str]:
@@ -161,19 +173,47 @@ def _jsonl(piece: SourcePiece) -> Iterator[Any]:
             file.readline()
         at = file.tell()
         while (not piece.stop or at < piece.stop) and (line := file.readline()):
-            row = json.loads(line) if line.strip() else {piece.field: ""}
-            if not isinstance(row, dict) or piece.field not in row:
-                keys = f"has {', '.join(row)}" if isinstance(row, dict) else "is no object"
-                raise ValueError(f"the line at byte {at} {keys}; name the field with the text (--field, data.field)")
-            yield row[piece.field]
+            if line.strip():
+                try:
+                    yield _field_of(line, piece.field)
+                except (ValueError, RecursionError) as error:
+                    why = str(error)
+                    if isinstance(error, json.JSONDecodeError):
+                        why = f"{error.msg} (character {error.pos + 1} of the line)"
+                    raise ValueError(f"line {_number_of(piece.url, at)}, at byte {at}: {why}") from error
             at += len(line)
+
+
+def _field_of(line: bytes, field: str) -> Any:
+    """Return the field of a line of JSON; a ValueError says what is wrong with the line."""
+    row = json.loads(line.decode("utf-8-sig", "replace"))
+    if not isinstance(row, dict) or field not in row:
+        keys = f"it has {', '.join(row)}" if isinstance(row, dict) else "it is no object"
+        raise ValueError(f"{keys}; name the field with the text (--field, data.field)")
+    _check_text(row[field], field)
+    return row[field]
+
+
+def _number_of(url: str, at: int) -> int:
+    """Count the lines before a byte of an unpacked file, and return the number of the line that begins there."""
+    number = 1
+    with fsspec.open(url, "rb", compression="infer") as file:
+        while at and (block := file.read(min(at, BLOCK_BYTES))):
+            number += block.count(b"\n")
+            at -= len(block)
+    return number
 
 
 def _column(batches: Iterator[Any], field: str, names: Sequence[str]) -> Iterator[Any]:
     if field not in names:
         raise ValueError(f"it has columns {', '.join(names)}; name the one with the text (--field, data.field)")
     for batch in batches:
-        yield from batch.column(field).to_pylist()
+        column = batch.column(field)
+        try:
+            rows = column.to_pylist()
+        except UnicodeDecodeError:  # Arrow does not check what is written
+            rows = column.cast("large_binary").to_pylist()
+        yield from rows
 
 
 def _parquet(piece: SourcePiece) -> Iterator[Any]:
@@ -208,9 +248,8 @@ def _records(url: str) -> Any:
     return reader
 
 
-def _array_record(piece: SourcePiece) -> Iterator[str]:
+def _array_record(piece: SourcePiece) -> Iterator[bytes]:
     reader = _records(piece.url)
     stop = piece.stop or reader.num_records()
     for start in range(piece.start, stop, ROWS):
-        for record in reader.read(start, min(start + ROWS, stop)):
-            yield record.decode("utf-8")
+        yield from reader.read(start, min(start + ROWS, stop))

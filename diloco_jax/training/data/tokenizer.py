@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, by Hugging Face's tokenizer.json or a byte for a token."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,12 +37,30 @@ class Tokenizer:
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document, its end included; of a long one from pieces that end with a line."""
-        ids: list[int] = []
-        for number, piece in enumerate(_pieces(text)):
-            ids += self.made.encode(piece, add_special_tokens=not number).ids if self.made else piece.encode()
+        first, *others = _pieces(text) or [""]
+        ids, after = self._begin(first, alone=not others)
+        for piece in others:
+            ids += self.made.encode(piece, add_special_tokens=False).ids if self.made else piece.encode()
+        ids += after
         if ids and self.end is not None and (self.made is None or ids[-1] != self.end):
             ids.append(self.end)
         return ids
+
+    def _begin(self, piece: str, alone: bool) -> tuple[list[int], list[int]]:
+        """Return the ids of a document's first piece, and those that the tokenizer puts after the whole document."""
+        if not piece or not self.made:
+            return [*piece.encode()], []
+        ids = list(self.made.encode(piece).ids)
+        if alone:
+            return ids, []
+        own = self.made.encode(piece, add_special_tokens=False).ids
+        for start in range(len(ids) - len(own) + 1):
+            if ids[start : start + len(own)] == own:
+                return ids[: start + len(own)], ids[start + len(own) :]
+        raise ValueError(
+            f"{self.folder}: {TOKENIZER_FILE} changes the ids of a text where it puts special tokens around it, so a "
+            f"document of more than {ENCODED_AT_ONCE} characters cannot be cut; leave such documents out"
+        )
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Return the text of ids; bytes that are no UTF-8 become replacement characters."""
@@ -72,14 +90,15 @@ class Tokenizer:
         return int(bytes_.sum())
 
 
-def _pieces(text: str) -> Iterator[str]:
-    start = 0
+def _pieces(text: str) -> list[str]:
+    pieces, start = [], 0
     while start < len(text):
         stop = start + ENCODED_AT_ONCE
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
-        yield text[start:stop]
+        pieces.append(text[start:stop])
         start = stop
+    return pieces
 
 
 def open_tokenizer(name: str | Path) -> Tokenizer:

@@ -17,7 +17,14 @@ import numpy as np
 import xxhash
 
 from diloco_jax.training.data import store
-from diloco_jax.training.data.documents import PIECE_BYTES, SourcePiece, TextSource, list_pieces, read_documents
+from diloco_jax.training.data.documents import (
+    PIECE_BYTES,
+    REPLACEMENT,
+    SourcePiece,
+    TextSource,
+    list_pieces,
+    read_documents,
+)
 from diloco_jax.training.data.store import DOCUMENTS_NAME, STORE_FILE, TOKENS_NAME, locked, read_facts
 from diloco_jax.training.data.tokenizer import (
     BYTES,
@@ -80,6 +87,8 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
             raise ValueError(f"'{source.path}' has no text: all its documents are empty; name another source")
         facts = {"vocab_size": made.vocab_size, "dtype": _dtype(made), "tokenizer": made.digest}
         facts |= {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
+        # Parts that an earlier version made have not counted these.
+        facts |= {key: sum(file.get(key, 0) for file in files) for key in ("rows_left_out", "documents_replaced")}
         begun = {"version": store.VERSION, "finished": True, "made_from": made_from}
         write_whole(out / STORE_FILE, json.dumps({**begun, **facts, "files": files}, indent=1))
         for part in parts:
@@ -217,6 +226,7 @@ def _make_part(part: StorePart) -> int:
     """Write the tokens of a part, the ends of its documents, and last what they are; returns how large it is."""
     made, hasher = open_tokenizer(part.tokenizer), xxhash.xxh3_64()
     dtype, ends, bytes_, tokens = np.dtype(_dtype(made)).newbyteorder("<"), [], 0, 0
+    left_out = replaced = 0
     try:
         with (part.out / TOKENS_NAME.format(part.number)).open("wb") as file:
             for text in itertools.chain.from_iterable(map(read_documents, part.pieces)):
@@ -227,10 +237,13 @@ def _make_part(part: StorePart) -> int:
                 tokens += len(ids)
                 bytes_ += len(text.encode())
                 ends += [tokens] * bool(ids)
+                left_out += not ids
+                replaced += REPLACEMENT in text
         raw = np.asarray(ends, "<u8").tobytes()
         hasher.update(raw)
         (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(raw)
         facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
+        facts |= {"rows_left_out": left_out, "documents_replaced": replaced}
         write_whole(part.out / PART_NAME.format(part.number), json.dumps(facts))
     except OSError as error:  # such as a full disk, of which Python does not say where
         raise OSError(error.errno, error.strerror, error.filename or str(part.out)) from error

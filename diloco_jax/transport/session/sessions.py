@@ -8,6 +8,7 @@ bytes by `payload_bytes_max`; the oldest value makes room. All of them go when t
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ CLOSING = "the syncer is closing"
 KNOWN_MAX = 10_000  # learners that are remembered, so that an older process of one is recognised
 VALUES_MAX = 64  # of one learner that wait for parts
 DRAINS_MAX = 16
+AHEAD_S = 86_400.0  # that the clock of a learner may be ahead of this one
 DRAIN_ANSWER_S = 3.0  # below the patience of those who ask
 
 log = logging.getLogger(__name__)
@@ -271,6 +273,12 @@ class SessionBook:
             raise Refused(str(error)) from None
         if header.incarnation < 0:
             raise Refused(f"incarnation {header.incarnation} of {header.sender!r} is not allowed: use 0 or more")
+        # By default it is the time of the start: a larger one would keep out every later start of that learner.
+        if header.incarnation > (latest := int((time.time() + AHEAD_S) * 1000)):
+            raise Refused(
+                f"incarnation {header.incarnation} of {header.sender!r} is not allowed: use 0 to {latest}, the time in "
+                "milliseconds of tomorrow, or correct that machine's clock"
+            )
 
     def _check_not_stale(self, header: pb.Header) -> None:
         known = self._newest.get(header.sender)

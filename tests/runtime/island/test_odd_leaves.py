@@ -13,10 +13,11 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import Method
-from diloco_jax.protocol.watch.stats import never_merged
+from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.settings.run import AdoptConfig
 from diloco_jax.training.exchange.exchange import AdoptMode
+from tests.protocol.syncer_inputs import new
 from tests.runtime.helpers import run, write_config
 from tests.runtime.island.rounds import IslandOf, Rounds, encoded
 
@@ -71,6 +72,18 @@ def test_a_leaf_without_elements_is_in_no_fragment() -> None:
 )
 def test_the_warning_names_the_fragments(fragments: tuple[int, ...], words: str) -> None:
     assert words in never_merged(fragments) and bool(words) == bool(never_merged(fragments))
+
+
+def test_a_run_that_was_merely_stopped_early_has_no_such_warning() -> None:
+    syncer = new(total_steps=20)
+    stats = RunStats(("a",), 100, syncer)
+    period = syncer.config.groups.gap_max
+    syncer.progress.global_step = 2 * period - 1
+    assert stats.unmerged_fragments == [0, 1, 2, 3] and not stats.unmerged
+    syncer.progress.global_step = 2 * period
+    assert "were never merged" in stats.unmerged, "each had its turn twice"
+    syncer.progress.global_step, syncer.progress.finished = 2, True
+    assert "were never merged" in stats.unmerged, "a complete run has no more turns"
 
 
 @pytest.mark.long

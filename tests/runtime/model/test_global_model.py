@@ -340,3 +340,28 @@ def test_buffers_are_written_again_and_bounded() -> None:
     one[:] = 8
     del one
     assert buffers.take(1000)[0] == 8 and (buffers.take(3000)[1024:] == 0).sum() > 900, "a shorter one frees the rest"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_anchor_is_held_against_the_snapshots_value(shards: int) -> None:
+    model = make_model(shards=shards)
+    flat = np.frombuffer(bytes(model.payload(0)), np.float32)
+    assert not model.anchor_problem(0, 5, flat.tobytes()) and not model.anchor_problem(0, 5, (2 * flat).tobytes())
+    for wild in (flat * np.float32(1e30), np.full_like(flat, np.nan), np.full_like(flat, np.inf), flat * 1000):
+        assert model.anchor_problem(0, 5, wild.tobytes())
+    off = make_model(outlier_factor=0.0)
+    assert not off.anchor_problem(0, 5, (flat * 1000).tobytes()) and off.anchor_problem(0, 5, (flat * np.nan).tobytes())
+
+
+def test_an_anchor_may_be_as_far_as_so_many_steps_can_go() -> None:
+    """The norm per inner step that `settle` makes usual is 1, so 100 times that is allowed."""
+    model = make_model()
+    settle(model)
+    flat = np.frombuffer(bytes(model.payload(0)), np.float32)
+    way = np.zeros_like(flat)
+    way[0] = 1.0
+    for steps in (1, 24):
+        near, far = flat + way * np.float32(50 * steps), flat + way * np.float32(200 * steps)
+        version = model.versions[0] + steps
+        assert not model.anchor_problem(0, version, near.tobytes())
+        assert "away from the snapshot's value" in model.anchor_problem(0, version, far.tobytes())

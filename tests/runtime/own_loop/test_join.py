@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from diloco_jax.core.kinds import kind_of
 from diloco_jax.runtime.island.evaluation import scalars
 from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
 from diloco_jax.runtime.own_loop import introduce as subject
+from diloco_jax.runtime.own_loop.island import OwnIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
@@ -111,6 +115,18 @@ def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fail
     assert summary["complete"] and summary["learners"]["island-0"]["restarts"] == 1
 
 
+@pytest.mark.long
+@pytest.mark.net
+@pytest.mark.timeout(240)
+def test_islands_with_steps_of_milliseconds_are_merged_together(tmp_path: Path, run_dir: Path) -> None:
+    command = [sys.executable, str(LOOP.with_name("quick_loop.py"))]
+    changes = {"islands": {"command": command}, "train": {"steps": 300}, "protocol": {"sync_every": 6}}
+    ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir, timeout_s=200)
+    summary = json.loads(ended.stdout.splitlines()[-1])
+    assert summary["complete"] and summary["contributors_per_round"] >= 1.8, ended.stderr
+    assert not {alarm["kind"] for alarm in summary["alarms"]} & {"few", "unmerged-fragments"}
+
+
 @pytest.mark.net
 @pytest.mark.timeout(120)
 def test_a_program_that_never_joins_ends_the_run(tmp_path: Path, run_dir: Path) -> None:
@@ -159,7 +175,9 @@ def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
     ("params", "words"),
     [
         ({}, "no arrays"),
-        ({"w": np.ones(3)}, r"params\['w'\] is a ndarray, not a JAX array"),
+        ({"w": np.ones(3)}, r"params\['w'\] is a NumPy array, not a JAX array; convert it first \(jnp\.asarray\)"),
+        ([(np.float32(1), 2)], r"params\['0/0'\] is a number of type float32, .*jnp\.asarray"),
+        ([print], r"params\['0'\] is a builtin_function_or_method, not a JAX array; take it out of the tree"),
         ({"n": jnp.arange(3)}, "only floats can be merged"),
         ({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}, "two leaves have the name 'a/b'"),
     ],
@@ -273,3 +291,58 @@ def test_a_model_that_the_run_cannot_take_is_refused_and_one_that_is_not_finite_
     for value, words in ((1.0, refused), (jnp.nan, r"'w'.*NaN or infinite")):
         with pytest.raises(ValueError, match=words):
             subject.introduce(there, "b", {"w": jnp.array([1.0, value, 2.0])}, KINDS)
+
+
+class Side:
+    """What an own island has of the protocol, with the reason for which it left."""
+
+    reason = ""
+
+    def leave(self, reason: str) -> None:
+        self.reason = reason
+
+    def check_end(self) -> None:
+        pass
+
+
+def own_island(side: Side) -> OwnIsland:
+    """An island as its loop sees it between two steps, without a run."""
+    island = OwnIsland.__new__(OwnIsland)
+    island.name, island._side, island._going, island._several = "a", side, True, False  # type: ignore[assignment]
+    island._stop, island._undo = threading.Event(), ExitStack()
+    return island
+
+
+def test_the_loss_of_what_after_step_returned_is_named() -> None:
+    used = jnp.ones(3)
+    used.delete()
+    side = Side()
+    with pytest.raises(RuntimeError, match="deleted") as caught, own_island(side):
+        jax.jit(jnp.sin)(used)
+    note = caught.value.__notes__[-1]
+    assert "continue with what after_step() returns" in note
+    assert traceback.format_exception(caught.value)[-1].strip().endswith(note), (
+        "so it is the last line of the island's log"
+    )
+    assert side.reason == "its loop failed: RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(ValueError("mine"), "its loop failed: ValueError"), (KeyboardInterrupt(), "stopped from outside")],
+)
+def test_the_syncer_hears_that_a_loop_failed(error: BaseException, reason: str) -> None:
+    side = Side()
+    with pytest.raises(type(error)) as caught, own_island(side):
+        raise error
+    assert side.reason == reason and not getattr(caught.value, "__notes__", ())
+
+
+def test_an_address_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    one: dict[str, Any] = {"params": {"w": jnp.ones(3)}, "samples_per_step": 1, "tokens_per_step": 1, "name": "a"}
+    nobody = TransportConfig(connect_timeout_s=0.2)
+    with pytest.raises(ConnectionError, match=r"at 127\.0\.0\.1:1 within 0\.2 s \(.*\): start it, correct syncer=, or"):
+        diloco_jax.join("127.0.0.1:1", transport=nobody, **one)
+    monkeypatch.setenv("DILOCO_SYNCER", "127.0.0.1:1")
+    with pytest.raises(ConnectionError, match=r"start it, correct DILOCO_SYNCER, or"):
+        diloco_jax.join(transport=nobody, **one)

@@ -101,14 +101,6 @@ def test_stopping_ends_the_wait_and_the_input_is_not_on_the_tape(
     assert (tmp_path / "tape.jsonl").read_bytes() == b""
 
 
-def test_two_syncers_cannot_write_one_tape(tmp_path: Path) -> None:
-    tape = open_tape(tmp_path / "tape.jsonl")
-    with pytest.raises(ValueError, match="another process writes"):
-        open_tape(tmp_path / "tape.jsonl")
-    tape.close()
-    open_tape(tmp_path / "tape.jsonl").close()
-
-
 def test_a_tape_of_another_snapshot_or_with_a_line_without_end_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

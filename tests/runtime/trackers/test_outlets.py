@@ -137,7 +137,11 @@ def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: py
 @pytest.mark.parametrize(
     ("find", "name", "says"),
     [
-        (find_trackers, "absent", r'which is not installed; run pip install "diloco-jax\[absent\]"'),
+        (
+            find_trackers,
+            "absent",
+            r"which is not installed; in a clone run pip install -e '\.\[absent\]', elsewhere pip",
+        ),
         (find_trackers, f"{__name__}:Broken", "lacks begin and log and close"),
         (find_trackers, f"{__name__}:RECORDS", "is no class"),
         (find_callbacks, f"{__name__}:Missing", r"fails: AttributeError: .*; correct it$"),

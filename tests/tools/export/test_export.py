@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import yaml
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.cli import inference
@@ -16,6 +17,9 @@ from diloco_jax.cli.main import main
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.training.convert import weights
 from diloco_jax.training.convert.families import FAMILIES, from_hf, to_hf
+from diloco_jax.training.data.documents import TextSource
+from diloco_jax.training.data.tokenizer import train_tokenizer
+from diloco_jax.training.data.tokenizing import build_store
 from diloco_jax.training.models.config import ModelConfig
 from tests.tools.export.folders import drawn, make_run, model_of
 
@@ -48,6 +52,54 @@ def test_export_then_import_is_equal(
     public = from_hf(found.config)
     assert to_hf(public) == to_hf(model)
     assert sum(value.size for _, value in found.read(public)) == sum(value.size for value in values.values())
+
+
+OF_WEIGHTS = {
+    "generation_config.json": '{"eos_token_id": [0, 7], "temperature": 0.6}',
+    "chat_template.jinja": "{{ messages }}",
+    "special_tokens_map.json": "{}",
+    "added_tokens.json": '{"x": 299}',
+    "additional_chat_templates/tool.jinja": "{{ tools }}",
+}
+
+
+@pytest.mark.parametrize("where", ["folder", "store", "mixture", "tokens", "another tokenizer"])
+def test_an_export_has_the_files_and_ids_of_the_public_model(tmp_path: Path, where: str) -> None:
+    """Also if the data's tokenizer is in a store, which has tokenizer.json and its settings only."""
+    public, store = tmp_path / "public", tmp_path / "store"
+    public.mkdir()
+    (tmp_path / "a.txt").write_text("some words\n" * 40)
+    train_tokenizer(["some words\n"], 300, public)
+    for name, text in OF_WEIGHTS.items():
+        (public / name).parent.mkdir(exist_ok=True)
+        (public / name).write_text(text)
+    begun = to_hf(model_of()) | {"bos_token_id": 3, "eos_token_id": [0, 7], "pad_token_id": 5}
+    (public / "config.json").write_text(json.dumps(begun))
+    build_store(TextSource(str(tmp_path / "a.txt")), str(public), store, workers=1)
+    data: dict[str, Any] = {
+        "folder": {"format": "text", "path": str(tmp_path / "a.txt"), "tokenizer": str(public)},
+        "store": {"format": "store", "path": str(store)},
+        "mixture": {"mixture": {"a": {"path": str(store)}, "b": {"path": str(store)}}, "tokenizer": str(store)},
+        "tokens": {"format": "tokens", "path": str(tmp_path / "ids"), "vocab_size": 300},
+        "another tokenizer": {"format": "store", "path": str(tmp_path / "other"), "tokenizer": str(tmp_path / "other")},
+    }[where]
+    if where == "another tokenizer":
+        (tmp_path / "b.txt").write_text("quite different letters\n" * 40)
+        build_store(TextSource(str(tmp_path / "b.txt")), "train:290", tmp_path / "other", workers=1)
+    run = make_run(tmp_path / "run", model_of(), drawn(model_of()), data=data)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"]["weights"] = str(public)
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert export(run, tmp_path / "out") == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = {name for name in OF_WEIGHTS if (tmp_path / "out" / name).exists()}
+    if where == "another tokenizer":
+        assert found == {"generation_config.json"} and config["bos_token_id"] is None and config["eos_token_id"] == 0
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 0}
+        return
+    assert [name for name, text in OF_WEIGHTS.items() if (tmp_path / "out" / name).read_text() != text] == []
+    assert [config[f"{token}_token_id"] for token in ("bos", "eos", "pad")] == [3, [0, 7], 5]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (public / "tokenizer.json").read_bytes()
 
 
 def test_bfloat16_is_the_nearest(tmp_path: Path) -> None:

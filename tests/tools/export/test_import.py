@@ -72,6 +72,7 @@ def test_transformers_opens_an_export_and_a_config_evaluates_it(
     assert "has shape (32, 48), where the model needs (32, 64)" in capsys.readouterr().err
 
 
+SINGLE = "model.safetensors"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -96,6 +97,31 @@ def tensors_of(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[P
     return rewrite
 
 
+def only(name: str) -> Callable[[Path], None]:
+    """Leave one file in the place of all that have tensors."""
+
+    def change(folder: Path) -> None:
+        for path in (*folder.glob("*.safetensors"), folder / weights.INDEX_FILE):
+            path.unlink()
+        if name:
+            (folder / name).write_bytes(b"x")
+
+    return change
+
+
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: [change(folder) for change in changes] and None
+
+
+def copy_tensor(folder: Path, name: str) -> None:
+    """Put a tensor into the other file as well."""
+    first, second = (load_file(folder / file) for file in (FIRST, SECOND))
+    first |= {name: (first | second)[name]}
+    second |= {name: first[name]}
+    save_file(first, folder / FIRST)
+    save_file(second, folder / SECOND)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -113,6 +139,31 @@ def tensors_of(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[P
         (tensors_of(lambda found: found.update(x=np.ones(3, np.int64))), ["tensor x", "is I64; only F32"]),
         (lambda folder: train_tokenizer([TEXT], 310, folder), ["has ids below 310, config.json only 300"]),
         (lambda folder: shutil.rmtree(folder), ["config.json cannot be read", "public model"]),
+        (described(is_causal=False), ["is_causal is False"]),
+        (described(residual_scale=0.5, **{"a\x1b[2J": 1}), ["not understood: a\\x1b[2J, residual_scale; remove them"]),
+        (described(**{f"key{n:02}": n for n in range(20)}), ["key00", "key07 and 12 more"]),
+        (described(hidden_size="32"), ["hidden_size is '32'; it must be a whole number of at least 1"]),
+        (described(num_attention_heads=True), ["num_attention_heads is True; it must be a whole number"]),
+        (described(rms_norm_eps=float("nan")), ["rms_norm_eps is nan; it must be a finite number"]),
+        (described(rope_scaling=[1]), ["rope_scaling is [1]; it must be an object"]),
+        (described(rope_scaling={"rope_type": ["yarn"]}), ["rope_type is ['yarn']; the decoder has default"]),
+        (described(rope_scaling={"rope_type": "llama3"}), ["config.json of llama lacks 'factor'"]),
+        (
+            described(rope_scaling={"rope_type": "linear", "type": "yarn", "factor": 2.0}),
+            ["'yarn' differ; remove type"],
+        ),
+        (described(rope_scaling={"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}), ["mrope_section"]),
+        (described(layer_types=["sliding_attention"] * 2), ["layer_types are sliding_attention", "remove them"]),
+        (described(tie_word_embeddings=None), ["config.json of llama lacks 'tie_word_embeddings'"]),
+        (only("pytorch_model.bin"), ["has its tensors in pytorch_model.bin", "save it with save_pretrained"]),
+        (only("adapter_model.safetensors"), ["has an adapter only; merge it into its model"]),
+        (only(""), ["has 0 *.safetensors", "copy the whole model"]),
+        (both(described(model_type="mistral"), only("pytorch_model.bin")), ["model_type is 'mistral'"]),
+        (
+            both(described(model_type="bert"), tensors_of(lambda found: found.update(x=np.ones(3, np.int64)))),
+            ["model_type is 'bert'"],
+        ),
+        (lambda folder: copy_tensor(folder, "model.norm.weight"), ["tensor model.norm.weight of", "is in", "too"]),
     ],
 )
 def test_a_wrong_folder_is_one_error(
@@ -125,6 +176,53 @@ def test_a_wrong_folder_is_one_error(
     said = capsys.readouterr().err
     assert [word for word in words if word not in said] == [], said
     assert said.count("\n") == 1 and not out.exists()
+
+
+def all_tensors(folder: Path) -> dict[str, np.ndarray]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def test_model_safetensors_is_preferred_and_names_of_a_base_model_are_read(public: Path, tmp_path: Path) -> None:
+    """As in transformers: other files beside model.safetensors, and an index, are not looked at."""
+    folder, values = tmp_path / "llama", drawn(model_of())
+    shutil.copytree(public / "llama", folder)
+    (folder / "consolidated.safetensors").write_bytes(b"nothing")
+    save_file({n.removeprefix("model."): v for n, v in all_tensors(public / "llama").items()}, folder / SINGLE)
+    found = weights.Weights(folder)
+    read = dict(found.read(found.model()))
+    assert [path for path in values if values[path].tobytes() != read[path].tobytes()] == []
+
+
+@pytest.mark.parametrize(("factor", "tied"), [(1.0, True), (2.0, False)])
+def test_a_head_that_differs_is_not_tied_and_comes_out_again(
+    public: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, factor: float, tied: bool
+) -> None:
+    folder, config, out = tmp_path / "llama", tmp_path / "config.yaml", tmp_path / "out"
+    shutil.copytree(public / "llama", folder)
+    tensors = all_tensors(folder)
+    tensors[weights.HEAD] = factor * tensors[weights.EMBEDDING]
+    save_file(tensors, folder / SINGLE)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    assert main(["import", str(folder), "--config", str(public / "config.yaml"), "--out", str(config)]) == 0
+    model = load(config).model
+    assert model.args.get("tie_embeddings", True) is tied and not caplog.records
+    run = make_run(tmp_path / "run", model, dict(weights.Weights(folder).read(model)))
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    found = all_tensors(out)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is tied
+    assert (weights.HEAD in found) is not tied
+    assert [name for name, value in found.items() if value.tobytes() != tensors[name].tobytes()] == []
+    weights.Weights(folder).check(model_of())
+    assert ("the head is left out" in caplog.text) is not tied
+
+
+def test_a_folder_without_a_tokenizer_for_text_is_told(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(public / "llama", tmp_path / "llama")
+    (tmp_path / "llama" / "tokenizer.json").unlink()
+    assert main(["import", str(tmp_path / "llama"), "--out", str(tmp_path / "config.yaml")]) == 2
+    assert "llama has no tokenizer.json, and text needs one" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_with_the_values_that_it_began_with(tmp_path: Path) -> None:

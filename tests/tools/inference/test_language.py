@@ -100,7 +100,7 @@ def test_without_lm_eval_tasks_name_the_extra(
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     monkeypatch.delitem(sys.modules, "diloco_jax.tools.inference.harness", raising=False)
     assert cli.main(["eval", "nowhere", "--tasks", "sums"]) == 2
-    assert "pip install 'diloco-jax[eval]'" in capsys.readouterr().err
+    assert "pip install -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_scores_of_local_tasks(tmp_path: Path, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ Moment = tuple[float, dict[str, Any] | None, list[StartPhase]]
 
 def lines_of(moments: list[Moment]) -> list[str]:
     changes = Changes(0.0)
-    looks = (changes.look(state, phases, now_s, steps_per_s=4.0) for now_s, state, phases in moments)
+    looks = (changes.look(state, phases, now_s) for now_s, state, phases in moments)
     return [line for line in looks if line]
 
 
@@ -54,7 +54,7 @@ def test_the_lines_of_a_run() -> None:
         f"[10 s] island-2 is joining: {JOINING}",
         "[1 min 00 s] island-1 is training",
         "[1 min 05 s] 25%, step 250 of 1000, 2 of 2 islands active, 1.64M tokens at 26.5k/s, "
-        "1.97 contributors per round, about 3 min 08 s left",
+        "1.97 contributors per round, about 5 min 00 s left",
         "[1 min 06 s] evaluation loss 1.2500 at step 260",
         f"[1 min 10 s] alarm: {SILENT['text']}; {remedy}",
         f"[2 min 05 s] alarm over: {SILENT['text']}",

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.picture import History, render, sparkline
-from diloco_jax.tools.live.words import describe, format_bytes, format_count, format_duration
+from diloco_jax.tools.live.words import (
+    alarm_line,
+    describe,
+    ended_line,
+    ended_lines,
+    format_bytes,
+    format_count,
+    format_duration,
+)
 from tests.tools.live.made import FRESH, REASONS, STARTING, drawn, learner, status, words
 
 COUNTS = {0: "0", 950: "950", 999.6: "1k", 1234: "1.23k", 45.6e6: "45.6M", 999_499: "999k", 3e15: "3000T"}
@@ -108,16 +116,46 @@ def test_numbers_stay_with_their_units() -> None:
         assert not [line for line in lines if line.endswith(("12.5", "3.25", "up 123", "down 987"))], width
 
 
-def test_the_recent_rate_decides_the_time_left() -> None:
-    assert "about 2 min 00 s left" in drawn(render(status(), 120, steps_per_s=10.0))
-    assert "no round lately" in drawn(render(status(), 120, steps_per_s=0.0))
-    assert "left" not in drawn(render(status(state="complete", global_step=1600), 120))
+def test_the_status_tells_the_time_left() -> None:
+    """So that every view shows the same one."""
+    for tell in (describe, lambda state: drawn(render(state, 120))):
+        assert "about 2 min 00 s left" in tell(status(left_s=120.0))
+        for over in (status(left_s=None), status(state="complete", global_step=1600)):
+            assert " left" not in tell(over)
+
+
+ENDED = {"kind": "gone", "who": "island-2", "text": "island-2 is gone: no connection", "remedy": "look at its machine"}
+ENDED |= {"from_s": 138.0, "until_s": 154.0, "lasted_s": 16.0, "times": 1, "stands": False}
+ENDED |= {"past": "island-2 was disconnected"}
+
+
+def test_an_alarm_that_ended_is_told_in_the_past_and_once() -> None:
+    line = "ended: island-2 was disconnected for 16 s, from 2 min 18 s to 2 min 34 s of the run"
+    for tell in (describe, lambda state: words(drawn(render(state, 200)))):
+        text = tell(status(episodes=[ENDED]))
+        assert text.count(line) == 1 and "alarm" not in text and "look at" not in text
+    assert alarm_line(ENDED) == line
+    again = ended_line(ENDED | {"times": 3, "lasted_s": 40.0})
+    assert again == line.replace("16 s, from", "40 s, in all, 3 times, most recently from")
+    assert alarm_line(ENDED | {"stands": True}) == f"alarm: {ENDED['text']} (for 16 s); look at its machine"
+    many = [ENDED | {"until_s": float(second)} for second in range(200, 206)]
+    assert ended_lines(many)[0] == "ended before: 2 more alarms" and len(ended_lines(many)) == 5
+    old = {key: value for key, value in ENDED.items() if key != "past"}
+    assert ended_line(old).startswith("ended: island-2 is gone: no connection for 16 s"), "of an older version"
+
+
+def test_an_island_that_finished_is_not_away() -> None:
+    row = learner("island-0", "gone", since_s=2.0, finished=True, tokens_per_s=0.0, local_step=599)
+    over = status(state="complete", global_step=1600, learners=[row])
+    line = "island-0 finished after step 599, 12k tokens/s on average; last merged in round 409, participation 98%"
+    assert words(describe(over).splitlines()[-1]) == line and "now" not in describe(over)
+    assert "island-0 finished 599 12k 1.900 409 98% 0" in words(drawn(render(over, 80), 80))
 
 
 def test_a_run_that_starts_says_what_happens() -> None:
     text = drawn(render(STARTING, 80))
     assert "no island has connected yet" in text and "waiting for: the first learner" in text
-    assert "share of" not in text and "left" not in text
+    assert "partici" not in text and "left" not in text
     phases = [StartPhase("island-0", "compiling, 3 of 7 programs", 4.2), StartPhase("island-1", "importing", 61.0)]
     text = drawn(render(STARTING, 80, phases=phases))
     assert "island-0  compiling, 3 of 7 programs  4 s" in text and "no island has" not in text

@@ -75,21 +75,16 @@ def test_on_a_terminal_it_leaves_the_last_picture(tmp_path: Path) -> None:
     assert view.ended.is_set()
 
 
-def test_the_rate_is_that_of_the_last_minute() -> None:
+def test_the_curves_begin_again_with_another_run() -> None:
     history = History()
-
-    def rate(wall_s: float, global_step: int) -> float | None:
-        history.add(status(wall_s=wall_s, global_step=global_step))
-        return history.steps_per_s()
-
-    assert history.steps_per_s() is None
-    for wall_s in range(0, 201, 10):  # 1 step/s for 100 s, then 5 steps/s
-        found = rate(wall_s, wall_s if wall_s <= 100 else 100 + 5 * (wall_s - 100))
-        assert found == rate(wall_s, wall_s if wall_s <= 100 else 100 + 5 * (wall_s - 100))
-    assert found == pytest.approx(5.0)
-    assert rate(1.0, 0) is None, "a new run in the same folder"
-    assert rate(2.0, 4) == pytest.approx(4.0)
-    assert rate(3.0, 1) is None, "back to a snapshot"
+    for wall_s in range(10):
+        history.add(status(wall_s=float(wall_s), global_step=wall_s))
+    assert len(history.curves()["training loss"]) == 10
+    history.add(status(wall_s=1.0, global_step=0))
+    assert history.curves() == {}, "a new run in the same folder"
+    for step in (4, 5, 1):
+        history.add(status(wall_s=2.0 + step, global_step=step))
+    assert history.curves() == {}, "back to a snapshot"
 
 
 def test_an_old_status_is_not_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

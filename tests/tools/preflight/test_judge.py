@@ -316,4 +316,4 @@ def test_without_the_compiler(
     )
     assert cli.main(["preflight", str(write(tmp_path))]) == 2
     said = capsys.readouterr().err
-    assert "pip install 'diloco_jax[tpu]'" in said and len(said.strip().splitlines()) == 1
+    assert "pip install -e '.[tpu]'" in said and len(said.strip().splitlines()) == 1

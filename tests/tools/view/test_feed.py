@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.watch.alarms import Alarm
+from diloco_jax.protocol.watch.alarms import Alarm, Standing
+from diloco_jax.runtime.records.telemetry import Telemetry
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.compare import compare, describe
 from diloco_jax.tools.view.feed import RunFeed, alarms_now
@@ -123,6 +124,64 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
     assert told["islands"]["a"] == {**nothing, **uses}
     assert told["islands"]["never"] == {**nothing, "away": told["span_s"]}
     assert told["goodput"] == pytest.approx(uses["training"] / (2 * told["span_s"]), abs=1e-4)
+
+
+def test_an_alarm_that_ended_is_neither_current_nor_told_twice(tmp_path: Path) -> None:
+    """A red block over a complete run would tell of a fault that ended long before."""
+    gone = Alarm("gone", "b", "b is gone: no connection")
+    over = Standing(gone, 138.0, 154.0, stands=False).told()
+    folder = made_run(tmp_path, state="complete", episodes=[over])
+    for t, state in ((138.0, "begins"), (154.0, "ends")):
+        record = {"kind": "alarm", "t": t, "global_step": 1, "alarm": "gone", "state": state}
+        append(folder, record | {"members": ["b"], "reason": gone.text})
+    for summary in ({}, {"learners": {}, "wire": {}, "alarms": [over]}):
+        (folder / "summary.json").write_text(json.dumps(summary))
+        feed = RunFeed(folder)
+        feed.look()
+        told = feed.whole()
+        assert told["alarms"] == [] and told["ended"] == [over] and "1 alarm that ended" in told["verdict"]
+        assert [event["kind"] for event in told["events"]][-2:] == ["alarm", "alarm ended"]
+    assert compare([folder])["rows"][0]["alarms"] == 1
+
+
+def test_a_page_follows_a_file_that_is_thinned(tmp_path: Path) -> None:
+    """What it shows is what a page shows that comes later, and what one shows of all records."""
+    exact, folder = made_run(tmp_path / "exact"), made_run(tmp_path / "thinned")
+    feed, telemetry = RunFeed(folder), Telemetry(folder, bytes_max=30_000)
+    for n in range(2, 400):
+        records = [step("a", n + 0.1, n + 1, 10 * n), step("b", n + 0.2, n, 10 * n), *one_round(n, n + 0.3)]
+        append(exact, *records)
+        for record in records:
+            telemetry.write(record)
+        telemetry.flush()
+        if n % 10 == 0:
+            telemetry._file.settle()
+        while feed.look():
+            pass
+    telemetry.close()
+    feed.look()
+    later, whole = RunFeed(folder), RunFeed(exact)
+    assert not later.look() and not whole.look()
+    told = [each.whole() for each in (feed, later, whole)]
+    assert (folder / "metrics.jsonl").stat().st_size < 40_000 < (exact / "metrics.jsonl").stat().st_size
+    rounds = [each["rounds"] for each in told]
+    assert rounds[0] == rounds[2] and len(rounds[1]) > 20
+    assert rounds[1][1:] == rounds[2][1 - len(rounds[1]) :], "some records of its first one may be summed up"
+    totals = [each["summary"]["learners"] for each in told]
+    for key in ("local_steps", "tokens", "participation", "restarts"):
+        assert [totals[0][name][key] for name in "ab"] == [totals[2][name][key] for name in "ab"]
+        assert [totals[1][name][key] for name in "ab"] == [totals[2][name][key] for name in "ab"], key
+    assert sum(cell[2] for cell in told[1]["curves"]["cells"]) == sum(cell[2] for cell in told[2]["curves"]["cells"])
+    assert told[1]["times"]["goodput"] == pytest.approx(told[2]["times"]["goodput"], abs=0.01)
+
+
+@pytest.mark.parametrize("command", ["status", "report", "view", "compare"])
+def test_no_command_that_people_use_often_opens_the_tape(command: str, tmp_path: Path) -> None:
+    """A tape of a long run has gigabytes; here it cannot be opened."""
+    folder = made_run(tmp_path)
+    (folder / "tape.jsonl").mkdir()
+    found = call(command, folder, "--json")
+    assert found.returncode == 0 and json.loads(found.stdout)
 
 
 def test_alarms_of_a_run_that_ended_are_those_of_its_summary() -> None:

@@ -75,6 +75,9 @@ def test_the_report_begins_with_a_verdict(tmp_path: Path) -> None:
     assert re.fullmatch(
         r"\w+: \d+ of \d+ rounds, evaluation loss 1\.5150, .* tokens, .* s, goodput 90\.0%, no alarm, 1 restart", said
     )
+    uses = data_of(page_of(folder))["times"]["islands"].values()
+    trained_s, all_s = sum(row["training"] for row in uses), sum(sum(row.values()) for row in uses)
+    assert trained_s / all_s == pytest.approx(0.9, abs=1e-3), "the table agrees with the tile"
     page = write_report(folder, base).read_text()
     assert data_of(page)["verdict"] == said + ", 1.00% above the baseline base (1.5000)"
     assert against(1.485, 1.5, "b") == ", 1.00% below the baseline b (1.5000)"
@@ -90,7 +93,13 @@ def test_lives_of_the_syncer_are_events_and_say_what_made_the_run(tmp_path: Path
     told = data_of(page_of(folder))
     assert told["events"][-1]["kind"] == "life" and told["events"][-1]["reason"].endswith("the run begins")
     again = f"diloco train {folder / 'config.yaml'} --run-dir NEW"
-    assert told["made"] == {"versions": {"jax": "1"}, "host": "x", "again": again}
+    began = told["made"].pop("began_unix_s")
+    assert began == pytest.approx(told["status"]["said"]["unix_s"] - 4.6), "without a clock.json"
+    assert told["made"] == {"versions": {"jax": "1"}, "host": "x", "config": None, "again": again}
+    (folder / "clock.json").write_text('{"began_unix_s": 1764000000.0}')
+    (folder / "config.yaml").write_text("name: quick\n")
+    made = data_of(page_of(folder))["made"]
+    assert (made["began_unix_s"], made["config"]) == (1764000000.0, "quick")
 
 
 def test_a_folder_without_metrics_names_path_and_remedy(tmp_path: Path) -> None:

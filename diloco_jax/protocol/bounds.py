@@ -1,0 +1,129 @@
+"""Bounds of what a learner may say, field by field; the syncer's machine checks each message against them as it comes.
+
+The wire lets any number of its types through. What is within these bounds may still be a lie, but whatever the machine
+derives from it stays far below the 2^62 that a message can carry, so no peer makes the syncer send what cannot be sent.
+No honest run comes near a bound: at a thousand steps per second a counter needs 285,000 years to reach it.
+"""
+
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
+
+COUNTER_MAX = 1 << 53
+DIGEST_MAX = (1 << 64) - 1
+STEP_SAMPLES_MAX = 1 << 20
+SECONDS_MAX = 1e9
+PARTS_MAX = 1 << 22  # of one state; with parts of 1 MiB that is 4 TiB
+FRAGMENTS_MAX = 16384
+PAIRS_MAX = 256  # of a fingerprint
+SCORES_MAX = 1024  # the evaluations' own limit is lower, and asks another learner
+NAME_LENGTH_MAX = 1024  # of a name that a message mentions; membership.py has the rule for a learner's own
+TEXT_LENGTH_MAX = 1 << 16
+
+Check = Callable[[Any], str]  # of a value: what is wrong with it, or ""
+
+
+def objection(message: LearnerMessage) -> str:
+    """Say which value of a learner's message is out of its bounds, the bounds and the remedy; "" if none is."""
+    for position, name, check in _CHECKS[type(message)]:
+        try:
+            wrong = check(message[position])
+        except (TypeError, ValueError):
+            wrong = f"is {str(message[position])[:80]!r}, which is of another type"
+        if wrong:
+            what = f"{type(message).__name__}.{name} of {str(message.learner_id)[:64]!r} {wrong}"
+            return f"{what}; it is damaged, or its sender is another program: start that learner again"
+    return ""
+
+
+def _between(least: float, most: float) -> Check:
+    def check(value: Any) -> str:
+        # NaN is between no two numbers.
+        return "" if least <= value <= most else f"is {value!r}, which is impossible: allowed is {least} to {most}"
+
+    return check
+
+
+def _length(most: int, unit: str) -> Check:
+    def check(value: Sequence[Any]) -> str:
+        return "" if len(value) <= most else f"has {len(value)} {unit}, which is impossible: allowed are {most}"
+
+    return check
+
+
+def _each(check: Check, most: int) -> Check:
+    count = _length(most, "elements")
+
+    def check_all(values: Sequence[Any]) -> str:
+        return count(values) or next((wrong for value in values if (wrong := check(value))), "")
+
+    return check_all
+
+
+def _adopted(rows: Sequence[Adopted]) -> str:
+    """Check the rows of every report; spelled out, since these are most of all numbers that come."""
+    if wrong := _FRAGMENTS(rows):
+        return wrong
+    for row in rows:
+        version, local_step, tokens = row
+        if not (-1 <= version <= COUNTER_MAX and 0 <= local_step <= COUNTER_MAX and 0 <= tokens <= COUNTER_MAX):
+            return f"has {tuple(row)}, which is impossible: allowed is 0 to {COUNTER_MAX}, and -1 for no version"
+    return ""
+
+
+def _arrived(rows: Sequence[Arrived]) -> str:
+    if wrong := _FRAGMENTS(rows):
+        return wrong
+    for fragment_id, version, ago_s in rows:
+        if wrong := _COUNTER(fragment_id) or _VERSION(version) or _SECONDS(ago_s):
+            return wrong
+    return ""
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    return _length(PAIRS_MAX, "pairs")(pairs) or next((w for pair in pairs for text in pair if (w := _TEXT(text))), "")
+
+
+def _scores(rows: Sequence[Metric]) -> str:
+    return _length(SCORES_MAX, "elements")(rows) or next((wrong for name, _ in rows if (wrong := _TEXT(name))), "")
+
+
+def _anything(value: Any) -> str:
+    del value
+    return ""
+
+
+_COUNTER, _VERSION = _between(0, COUNTER_MAX), _between(-1, COUNTER_MAX)
+_SECONDS = _between(0.0, SECONDS_MAX)
+_TEXT, _NAME = _length(TEXT_LENGTH_MAX, "characters"), _length(NAME_LENGTH_MAX, "characters")
+_FRAGMENTS = _length(FRAGMENTS_MAX, "elements")
+_BY_FIELD: dict[str, Check] = {
+    "adopted": _adopted,
+    "arrived": _arrived,
+    "ago_s": _SECONDS,
+    "base_version": _VERSION,
+    "digest": _between(0, DIGEST_MAX),
+    "digests": _each(_between(0, DIGEST_MAX), FRAGMENTS_MAX),
+    "fingerprint": _pairs,
+    "part": _between(0, PARTS_MAX),
+    "parts": _between(0, PARTS_MAX),
+    "reason": _TEXT,
+    "scores": _scores,
+    "step_samples": _between(1, STEP_SAMPLES_MAX),
+    "version": _VERSION,
+    "versions": _each(_VERSION, FRAGMENTS_MAX),
+    # People read these, and no rule does; the run of a model that diverges has losses that are not finite.
+    "loss": _anything,
+    "bits_per_byte": _anything,
+}
+_BY_TYPE: dict[type, Check] = {int: _COUNTER, float: _SECONDS, str: _NAME, bool: _anything}
+_CHECKS = {
+    kind: [
+        (position, name, check)
+        for position, (name, hint) in enumerate(typing.get_type_hints(kind).items())
+        if (check := _BY_FIELD.get(name) or _BY_TYPE[hint]) is not _anything
+    ]
+    for kind in typing.get_args(LearnerMessage)
+}

@@ -1,0 +1,48 @@
+"""The time that is left of a run, from the rate of its global steps lately. Status, logs, live view and page show this.
+
+The rate is that of the last WINDOW_S, or of the last WINDOW_SHARE of the time since the first global step if that is
+more, and always of STEPS_LEAST steps. The time before the first global step does not count, so a start that takes
+minutes makes no estimate worse; nor does the time since the newest step, until it is longer than a step takes.
+"""
+
+from collections import deque
+
+WINDOW_S = 60.0
+WINDOW_SHARE = 0.05
+STEPS_LEAST = 8
+POINTS = 256
+
+
+class TimeLeft:
+    """Tells how long a run takes from here; `step` comes with every new count of global steps."""
+
+    def __init__(self) -> None:
+        self._first_s = 0.0
+        self._points: deque[tuple[float, int]] = deque()
+
+    def step(self, now_s: float, global_step: int) -> None:
+        """Take the number of global steps that are done; a smaller one than before begins again."""
+        points = self._points
+        if points and (now_s < points[-1][0] or global_step < points[-1][1]):
+            points.clear()
+        if global_step <= 0 or (points and points[-1][1] == global_step):
+            return
+        if not points:
+            self._first_s = now_s
+        window_s = max(WINDOW_S, WINDOW_SHARE * (now_s - self._first_s))
+        if len(points) > 2 and now_s - points[-2][0] < window_s / POINTS:
+            points.pop()
+        points.append((now_s, global_step))
+        while len(points) > 2 and points[1][0] <= now_s - window_s and global_step - points[1][1] >= STEPS_LEAST:
+            points.popleft()
+
+    def left_s(self, now_s: float, total_steps: int) -> float | None:
+        """Return the seconds until the last global step; None before two steps, or when none came for long."""
+        if len(self._points) < 2:
+            return None
+        (begin_s, begin), (end_s, end) = self._points[0], self._points[-1]
+        each_s, waited_s = (end_s - begin_s) / (end - begin), now_s - end_s
+        if each_s <= 0 or waited_s > max(WINDOW_S, STEPS_LEAST * each_s):
+            return None
+        left = max(0, total_steps - end)
+        return max(left * each_s - waited_s, max(0, left - 1) * each_s)

@@ -1,0 +1,219 @@
+"""Steps of a few milliseconds: rounds wait for who is about to report, though the plan leaves no slack for it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from diloco_jax.protocol.pacing import FIRST_TURN_S, ProtocolConfig, grace_floor_s
+from diloco_jax.protocol.syncer.rounds import Round
+from diloco_jax.protocol.watch.alarms import Alarm, alarms_of
+from diloco_jax.protocol.watch.signs import CROWD_ROUNDS, CROWD_S, Crowd
+from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.scenario import Scenario
+from tests.protocol.pair import Pair
+from tests.protocol.syncer_inputs import hello, new, report
+
+QUICK = Scenario(
+    config=ProtocolConfig(sync_every=6, num_fragments=6),
+    learners=2,
+    total_steps=300,
+    network=NetworkOptions(delay_s=0.001, jitter_s=0.002),
+    step_s=0.004,
+    step_noise=2.0,
+    merge_s=0.004,
+    redials_s=(0.05,),
+)
+
+
+def quick(**settings: float) -> Scenario:
+    return replace(QUICK, config=replace(QUICK.config, **settings))  # type: ignore[arg-type]
+
+
+def contributors(scenario: Scenario) -> float:
+    cluster = Cluster(scenario, taped=False)
+    cluster.run(1000.0)
+    assert cluster.complete
+    return cluster.syncer.progress.merged_parts / cluster.syncer.merged_rounds
+
+
+@pytest.mark.parametrize(
+    ("settings", "step_s", "floor_s"),
+    [
+        ({}, None, 0.0),
+        ({}, 0.004, 0.088),
+        ({}, 0.03, 0.01),
+        ({}, 0.034, 0.0),
+        ({}, 1.0, 0.0),
+        ({"grace_min_s": 0.5}, 0.125, 0.125),
+        ({"grace_min_s": 0.0}, 0.004, 0.0),
+        ({"grace_steps_max": 0.0}, 0.004, 0.0),
+    ],
+)
+def test_the_least_grace_window_is_grace_min_s_less_three_steps(
+    settings: dict[str, float], step_s: float | None, floor_s: float
+) -> None:
+    assert grace_floor_s(ProtocolConfig(**settings), step_s) == pytest.approx(floor_s)  # type: ignore[arg-type]
+
+
+def test_rounds_of_steps_of_milliseconds_merge_both_islands() -> None:
+    assert contributors(quick()) > 1.9
+    assert contributors(quick(grace_min_s=0.0)) < 1.5, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("step_s", [0.034, 0.05, 1.0])
+def test_longer_steps_decide_as_without_it(step_s: float) -> None:
+    tapes = []
+    for grace_min_s in (0.0, 0.1):
+        cluster = Cluster(replace(quick(grace_min_s=grace_min_s), step_s=step_s, total_steps=60))
+        cluster.run(1000.0)
+        assert cluster.complete
+        tapes.append(list(cluster.host.tape))
+    assert tapes[0] == tapes[1]
+
+
+def reported(names: tuple[str, ...], steps_s: dict[str, float], steps: int, now_s: float, **settings: float) -> Pair:
+    """Let learners finish their first steps together, so that the lengths of their steps are known."""
+    it = Pair(sync_every=2, num_fragments=2, **settings)
+    it.join(*names)
+    it.now_s = now_s
+    for _ in range(steps):
+        it.wait(0.001)
+        for name in names:
+            it.step(name, step_s=steps_s[name])
+    return it
+
+
+def test_a_slow_island_does_not_hold_the_rounds_of_quick_ones() -> None:
+    steps_s = {"a": 0.004, "b": 0.004, "c": 1.0}
+    it = reported(("a", "b", "c"), steps_s, 6, 1.0)
+    closed, began_s = len(it.contributors()), it.now_s
+    for _ in range(6):
+        it.wait(0.002)
+        it.step("a", step_s=0.004)
+        it.wait(0.001)
+        it.step("b", step_s=0.004)
+    found = [sorted(names) for names in it.contributors()[closed:]]
+    assert len(found) >= 2 and all(names == ["a", "b"] for names in found), found
+    assert it.now_s - began_s < 0.04, "nobody waited for c"
+
+
+def test_a_quick_island_that_stops_holds_a_round_no_longer_than_the_floor() -> None:
+    it = reported(("a", "b"), {"a": 0.004, "b": 0.004}, 6, 1.0)
+    closed = len(it.contributors())
+    it.step("a", step_s=0.004)
+    it.wait(0.085)
+    assert len(it.contributors()) == closed, "b may report yet"
+    it.wait(0.01)
+    assert [sorted(names) for names in it.contributors()[closed:]] == [["a"]]
+
+
+def test_the_first_turn_waits_for_islands_that_still_start() -> None:
+    it = Pair(sync_every=2, num_fragments=2)
+    it.join("a", "b")
+    it.now_s = 1.0
+    it.step("a", step_s=0.5)  # it compiles; how long its steps are, nobody knows
+    it.wait(0.004)
+    it.step("a", step_s=0.004)
+    closed = len(it.contributors())
+    assert closed == 1
+    it.wait(FIRST_TURN_S / 2)
+    it.step("a", step_s=0.004)
+    assert len(it.contributors()) == closed and it.syncer.rounds.awaits_starters
+    it.step("b", step_s=0.5)
+    assert sorted(it.contributors()[closed]) == ["a", "b"] and not it.syncer.rounds.awaits_starters
+
+
+def test_a_start_that_lasts_holds_the_first_turn_alone() -> None:
+    it = Pair(sync_every=2, num_fragments=2)
+    it.join("a", "b")
+    it.now_s = 1.0
+    it.step("a", step_s=0.004)
+    for _ in range(20):
+        it.wait(FIRST_TURN_S)
+        it.step("a", step_s=0.004)
+    assert len(it.contributors()) >= 18 and it.now_s < 22.0
+    assert {name for names in it.contributors() for name in names} == {"a"}
+
+
+def test_decisions_of_such_rounds_are_replayed() -> None:
+    it = reported(("a", "b"), {"a": 0.004, "b": 0.004}, 8, 1.0)
+    it.step("a", step_s=0.004)
+    it.wait(0.1)
+    it.check_replay()
+
+
+def test_a_round_of_an_older_snapshot_has_no_floor() -> None:
+    plain = json.loads(json.dumps(Round(3, 1, 2.0, closes_s=2.5).to_plain()))
+    assert "slack_s" in plain
+    del plain["slack_s"]
+    assert Round.from_plain(plain) == Round(3, 1, 2.0, closes_s=2.5)
+
+
+def test_an_island_is_late_only_after_the_floor() -> None:
+    this = Round(3, 1, 2.0, closed_s=2.0, half_s=2.001)
+    assert not this.waits_long(2.002) and this.waits_long(2.003)
+    assert not this.waits_long(2.026, 0.026) and this.waits_long(2.028, 0.026)
+
+
+def crowd_of(scenario: Scenario) -> list[Alarm]:
+    """Return the alarms of a run at whose messages the syncer's loop would look."""
+    cluster, found = Cluster(scenario, taped=False), list[Alarm]()
+    syncer, stats = cluster.syncer, RunStats(scenario.names, 100, cluster.syncer)
+    original = syncer.on_message
+
+    def on_message(message, now_s):  # type: ignore[no-untyped-def]
+        effects = original(message, now_s)
+        found.extend(alarm for alarm in alarms_of(syncer, stats, now_s) if alarm.kind == "few")
+        return effects
+
+    syncer.on_message = on_message  # type: ignore[method-assign]
+    cluster.run(1000.0)
+    assert cluster.complete
+    return found
+
+
+def test_rounds_that_merge_few_of_the_live_islands_raise_an_alarm() -> None:
+    """With an overlap of one step there is no time for a grace window, so that rounds close with who came first."""
+    hasty = replace(
+        QUICK,
+        config=ProtocolConfig(sync_every=2, num_fragments=1, overlap_steps=1),
+        learners=6,
+        network=NetworkOptions(delay_s=0.1, jitter_s=0.05),
+        step_s=0.5,
+        speed_spread=0.0,
+        step_noise=0.05,
+        merge_s=0.05,
+    )
+    alarm = crowd_of(hasty)[0]
+    assert "learners on average, of" in alarm.text, alarm
+    assert "protocol.quorum" in alarm.told()["remedy"] and "grace" in alarm.told()["remedy"]
+    assert not crowd_of(replace(hasty, config=replace(hasty.config, sync_every=3, overlap_steps=2)))
+    chosen = replace(hasty.config, grace_steps_max=0.0)
+    assert not crowd_of(replace(hasty, config=chosen)), "somebody has turned the grace window off"
+    assert not crowd_of(replace(quick(), total_steps=2000))
+
+
+def test_an_island_that_restarts_is_not_missed() -> None:
+    crowd, syncer = Crowd(), new(quorum=1, grace_steps_max=1.0)
+    for name in ("a", "b"):
+        syncer.on_message(hello(name), 0.0)
+    for step, now_s in ((1, 1.0), (2, 2.0)):
+        for name in ("a", "b"):
+            syncer.on_message(report(name, step)._replace(step_s=1.0), now_s)
+    progress = syncer.progress
+
+    def window(now_s: float) -> str:
+        progress.merged_rounds += CROWD_ROUNDS
+        progress.merged_parts += CROWD_ROUNDS
+        crowd.look(syncer, now_s, ())
+        return crowd.trouble
+
+    assert not window(10.0), "the first look begins a window"
+    assert not window(10.0 + CROWD_S), "one window may be weather"
+    told = f"each of the last {CROWD_ROUNDS} rounds merged 1.0 learners on average, of 2.0 that could have been merged"
+    assert window(10.0 + 2 * CROWD_S) == told
+    syncer.on_disconnect("b", 1, "killed", 21.0)
+    assert not window(10.0 + 3 * CROWD_S)

@@ -1,0 +1,69 @@
+"""The time that is left of a run is right although it takes long to start, and follows a rate that changes."""
+
+import pytest
+
+from diloco_jax.protocol.watch.time_left import POINTS, STEPS_LEAST, WINDOW_S, TimeLeft
+
+
+def fed(times_s: list[float]) -> TimeLeft:
+    """Return a pace to which the n-th time is that of global step n + 1."""
+    pace = TimeLeft()
+    for step, now_s in enumerate(times_s, 1):
+        pace.step(now_s, step)
+    return pace
+
+
+def test_the_start_does_not_count() -> None:
+    """60 s of start-up, then 2 steps per second: 400 steps take 200 s from there."""
+    pace = TimeLeft()
+    assert pace.left_s(0.0, 400) is None
+    for step in range(1, 401):
+        now_s = 60 + 0.5 * step
+        pace.step(now_s, step)
+        left_s = pace.left_s(now_s, 400)
+        assert left_s == (None if step == 1 else pytest.approx(260 - now_s))
+    assert pace.left_s(260.0, 400) == 0.0
+
+
+def test_a_rate_that_halves_is_followed_within_the_window() -> None:
+    """1 step per second until 100 s, then one in 2 s: of 300 steps 200 are left, which take 400 s."""
+    pace = fed([float(second) for second in range(1, 101)])
+    assert pace.left_s(100.0, 300) == pytest.approx(200.0), "nobody can know it yet"
+    errors = {}
+    for number in range(1, 101):
+        now_s = 100.0 + 2 * number
+        pace.step(now_s, 100 + number)
+        truth_s = 2.0 * (200 - number)
+        errors[now_s] = (pace.left_s(now_s, 300) or 0.0) / truth_s - 1
+    # half of the window is old: 30 steps in 30 s and 15 in 30 s are 4 / 3 s each
+    assert errors[130.0] == pytest.approx(4 / 3 / 2 - 1)
+    assert errors[142.0] == pytest.approx(60 / 39 / 2 - 1)
+    assert all(abs(error) < 0.2 for now_s, error in errors.items() if now_s >= 148)
+    assert all(abs(error) < 1e-9 for now_s, error in errors.items() if now_s >= 100 + WINDOW_S)
+
+
+def test_time_passes_between_two_slow_steps() -> None:
+    """100 s a step: 8 steps are looked at, however long they take, and the time left falls second by second."""
+    pace = fed([100.0 * number for number in range(1, 21)])
+    assert pace.left_s(2000.0, 30) == pytest.approx(1000.0)
+    assert pace.left_s(2040.0, 30) == pytest.approx(960.0)
+    assert pace.left_s(2300.0, 30) == pytest.approx(900.0), "the step that is late cannot take less than nothing"
+    assert pace.left_s(2000.0 + 100 * STEPS_LEAST + 1, 30) is None, "no round for long"
+
+
+def test_a_run_that_goes_back_or_is_resumed_begins_again() -> None:
+    pace = fed([float(second) for second in range(1, 101)])
+    pace.step(101.0, 50)
+    assert pace.left_s(101.0, 100) is None
+    pace.step(103.0, 51)
+    assert pace.left_s(103.0, 100) == pytest.approx(98.0)
+    resumed = TimeLeft()
+    for step in range(500, 510):
+        resumed.step(1000.0 + 3 * step, step)
+    assert resumed.left_s(1000.0 + 3 * 509, 600) == pytest.approx(3 * 91)
+
+
+def test_many_steps_take_little_room_and_stay_exact() -> None:
+    pace = fed([number / 1000 for number in range(1, 200_001)])
+    assert len(pace._points) <= POINTS + 3
+    assert pace.left_s(200.0, 400_000) == pytest.approx(200.0, rel=0.01)
