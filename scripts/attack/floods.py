@@ -2,14 +2,14 @@
 
 import contextlib
 import time
-import typing
-from collections.abc import Callable, Iterator
-from random import Random
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from faulty.hostile import Hostile
+
 from attack.hostile import LIVES, aftermath, merged_once
-from attack.learner import Sent, StubLearner, Tamper, Way
+from attack.learner import Sent, StubLearner
 from attack.site import Site, comes_true, syncer
 from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.protocol import messages as m
@@ -21,9 +21,6 @@ REPORTS = 3_000
 # What a flood may add to the tape, beside the rounds that go on meanwhile.
 TAPE_BYTES_MAX = 4 << 20
 RANDOM_S = 20.0
-KINDS: tuple[Any, ...] = (*typing.get_args(m.LearnerMessage), m.MetricsReport)
-COUNTERS = (0, 1, 2, 3, 1 << 20, 1 << 31, 1 << 32, 1 << 53, (1 << 62) - 1, 1 << 62)
-BEYOND = ((1 << 62) + 1, (1 << 63) - 1, -1, -(1 << 63))
 
 
 def shout(evil: StubLearner, message: Any, count: int) -> int:
@@ -103,56 +100,6 @@ def nonsense(ground: Ground, seen: Findings) -> None:
         aftermath(site, honest, seen)
 
 
-class Liar:
-    """Random fields for the messages of a learner: some of what it sends, or all."""
-
-    def __init__(self, random: Random, way: Way, name: str, incarnation: int) -> None:
-        self._random, self._count = random, len(way.plan.fragments)
-        fingerprint = way.machine(name, incarnation).contact.fingerprint
-        number, real, rows = self._number, self._real, self._rows
-        self._by_name: dict[str, Any] = {
-            "learner_id": lambda: name,
-            "incarnation": lambda: incarnation,
-            "fingerprint": lambda: fingerprint,
-            "versions": lambda: rows(number),
-            "digests": lambda: rows(lambda: random.getrandbits(64)),
-            "adopted": lambda: rows(lambda: m.Adopted(number(), number(), number())),
-            "arrived": lambda: rows(lambda: m.Arrived(number(), number(), real())),
-            "scores": lambda: (m.Metric("x", real()),),
-            "values": lambda: (m.Metric("x", real()),),
-            "evaluates": lambda: random.random() < 0.5,
-        }
-        texts = ("", "island-0", "evil", "\x1b[2J\n")
-        self._by_type: dict[type, Any] = {int: number, float: real, str: lambda: random.choice(texts)}
-
-    def _number(self) -> int:
-        return self._random.choice(COUNTERS) if self._random.random() < 0.95 else self._random.choice(BEYOND)
-
-    def _real(self) -> float:
-        return self._random.choice((0.0, 1.0, 1e-300, 1e308, 0.5, -1.0, float("nan"), float("inf")))
-
-    def _rows(self, make: Callable[[], Any]) -> tuple[Any, ...]:
-        return tuple(make() for _ in range(self._count if self._random.random() < 0.8 else self._random.randrange(4)))
-
-    def field(self, kind: type, name: str) -> Any:
-        """Draw a field of a class of messages."""
-        return (self._by_name.get(name) or self._by_type[typing.get_type_hints(kind)[name]])()
-
-    def invented(self) -> tuple[Any, bytes]:
-        """Draw a message of any class, and a payload."""
-        kind = self._random.choice(KINDS)
-        message = kind(**{name: self.field(kind, name) for name in kind._fields})
-        return message, self._random.randbytes(self._random.choice((0, 16, 1024))) if kind in BULK_TYPES else b""
-
-    def tamper(self, message: Any, payload: bytes) -> Sent:
-        """Change a field or two in one of three messages, and invent another one now and then."""
-        sent = [(message, payload)]
-        if self._random.random() < 1 / 3:
-            names = self._random.sample(message._fields, min(2, len(message._fields)))
-            sent = [(message._replace(**{name: self.field(type(message), name) for name in names}), payload)]
-        return [*sent, self.invented()] if self._random.random() < 0.1 else sent
-
-
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Let this process send what its own checks would not: the syncer's have to do."""
@@ -162,23 +109,20 @@ def unchecked() -> Iterator[None]:
 
 @CATALOGUE.add("random-fields", LIVES + " and a rewind")
 def random_fields(ground: Ground, seen: Findings) -> None:
-    """For 20 seconds a learner sends messages with random fields up to 2^63, in as many lives as it needs."""
+    """For 20 s a learner sends messages with random fields of any size, in as many lives as it needs."""
     with syncer(ground.folder / "site") as site, unchecked():
         honest, life, sent, until_s = site.honest(), 0, 0, time.monotonic() + RANDOM_S
-        way = honest[0].way
+        way, liar = honest[0].way, Hostile(ground.seed)
 
-        def counted(liar: Liar) -> Tamper:
-            def tamper(message: Any, payload: bytes) -> Sent:
-                nonlocal sent
-                changed = liar.tamper(message, payload)
-                sent += len(changed)
-                return changed
-
-            return tamper
+        def tamper(message: Any, payload: bytes) -> Sent:
+            nonlocal sent
+            changed = list(liar.sent(message))
+            sent += len(changed)
+            return [(each, payload if isinstance(each, BULK_TYPES) else b"") for each in changed]
 
         while site.lives and time.monotonic() < until_s:
             life += 1
-            evil = StubLearner(way, "evil", life, step_s=0.01, tamper=counted(Liar(ground.random, way, "evil", life)))
+            evil = StubLearner(way, "evil", life, step_s=0.01, tamper=tamper)
             comes_true(lambda evil=evil: not evil.lives or not site.lives, min(5.0, until_s - time.monotonic()))
             evil.close()
         seen.expect(life, f"{sent} messages in {life} lives")
