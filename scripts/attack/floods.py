@@ -107,6 +107,11 @@ def unchecked() -> Iterator[None]:
         yield
 
 
+def _while_alive(evil: StubLearner, site: Site, within_s: float) -> None:
+    """Wait until a learner or the syncer ends, so many seconds at most."""
+    comes_true(lambda: not (evil.lives and site.lives), within_s)
+
+
 @CATALOGUE.add("random-fields", LIVES + " and a rewind")
 def random_fields(ground: Ground, seen: Findings) -> None:
     """For 20 s a learner sends messages with random fields of any size, in as many lives as it needs."""
@@ -123,7 +128,7 @@ def random_fields(ground: Ground, seen: Findings) -> None:
         while site.lives and time.monotonic() < until_s:
             life += 1
             evil = StubLearner(way, "evil", life, step_s=0.01, tamper=tamper)
-            comes_true(lambda evil=evil: not evil.lives or not site.lives, min(5.0, until_s - time.monotonic()))
+            _while_alive(evil, site, min(5.0, until_s - time.monotonic()))
             evil.close()
         seen.expect(life, f"{sent} messages in {life} lives")
         aftermath(site, honest, seen, rewind=True)

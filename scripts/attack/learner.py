@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,6 +99,7 @@ class StubLearner:
 
     Attributes:
         sent: last message of each class.
+        sessions: number of links that stood so far.
         merged: rounds whose value this learner received, and which had merged its own.
         norms: largest norm that each fragment's global value ever had.
         ended: reason for the machine's end, such as a refusal; "" while it runs.
@@ -124,7 +125,8 @@ class StubLearner:
         self.trouble: Exception | None = None
         self.link: Link | None = None
         self._dialler = way.dialler(name, incarnation)
-        self.sent: dict[type, m.LearnerMessage] = {}
+        self.sent: dict[type, Any] = {}
+        self.sessions = 0
         self._tamper, self._on_message = tamper, on_message
         self._step_s, self._step_tokens = step_s, step_tokens
         self._heads = GlobalValues(way.plan.fragments, way.config.wire.down)
@@ -191,6 +193,7 @@ class StubLearner:
             self._over.wait(SHORT_S / 5)
             return False
         self.link = link
+        self.sessions += 1
         self._execute(self.machine.on_connected(time.monotonic()))
         return True
 

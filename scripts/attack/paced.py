@@ -26,4 +26,4 @@ def _wait(island: Island, handle: StepHandle) -> dict[str, float]:
 
 
 if PACE_ENV in os.environ:
-    Island.wait = _wait  # type: ignore[method-assign]
+    Island.wait = _wait  # type: ignore[method-assign, assignment]
