@@ -21,7 +21,7 @@ from diloco_jax.protocol.messages import SYNCER, Adopted, FragmentValue, GlobalF
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot, write_snapshot
+from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, write_snapshot
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import grpc_link
 from diloco_jax.transport.grpc_link import GrpcListener
@@ -225,7 +225,8 @@ def test_6_outer_momentum_is_in_the_snapshot(tmp_path: Path, outer: OuterConfig)
     snapshot, capture = Snapshot(4, json.dumps(machine.state()), 0, 0, {}, 0.0), model.capture()
     states = [capture.state(number) for number in range(2)]
     assert any(np.any(moment) for state in states for moment in state.outer.values()), "there is something to lose"
-    read_snapshot(write_snapshot(tmp_path, "run", model, capture, snapshot, keep=1), other, 0)
+    path = write_snapshot(tmp_path, "run", model, capture, snapshot, keep=1)
+    read_snapshot(path, other, TapeExtent(tmp_path / "tape.jsonl", 0))
     for one in (model, other):
         merge(one, 5, {"a": gradient(one, 1, 77)}, 1)
     assert other.payload(1) == model.payload(1), "the next round comes out bit for bit"

@@ -10,14 +10,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, check_command, function_of, make_parser, read_words
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.local.machine import limit_jax, look
+from diloco_jax.runtime.records.os_errors import number_of
+from diloco_jax.runtime.records.os_errors import remedy as remedy_of
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
 TRAINING = {"train", "chaos", "learner", CHAOS_LEARNER, COMPILE, "islands", "baseline", "replay"}  # or start who does
-DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # may be over at the next attempt
+# May be over at the next attempt.
+DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,9 +72,11 @@ def _status_of(known: argparse.Namespace) -> int:
         of_file = isinstance(error, OSError) and error.filename is not None
         words = f"{error.filename}: {error.strerror}" if of_file else str(error)  # type: ignore[union-attr]
         full = isinstance(error, OSError) and error.errno in DISK_TROUBLE
-        denied = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        advice = "choose another path" if not denied else "correct its permissions, or choose another path"
-        remedy = f"; {'free space there' if full else advice}" if of_file else ""
+        remedy = ""
+        if of_file:
+            known_trouble = number_of(error) not in (None, errno.ENOENT)
+            what = remedy_of(error, Path(words)) if known_trouble else "choose another path"
+            remedy = f"; {what}"
         print(f"diloco {known.name}: {words}{remedy}", file=sys.stderr)
         return FAILED if full else WRONG_INPUT
     except KeyboardInterrupt:

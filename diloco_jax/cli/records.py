@@ -157,6 +157,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def replay(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.files import new_run_dir
+    from diloco_jax.runtime.records.history import has_begun
     from diloco_jax.settings.text import save
     from diloco_jax.tools.replay.script import as_simulated
 
@@ -168,6 +169,8 @@ def replay(arguments: argparse.Namespace) -> int:
 
     if arguments.config:
         out = Path(arguments.out) if arguments.out else new_run_dir(Path(config.runs_dir), config.name)
+        if has_begun(out):
+            raise ValueError(f"--out {out} holds a run, whose config and snapshots would be lost; name a new folder")
         out.mkdir(parents=True, exist_ok=True)
         save(config, out / CONFIG_FILE)
         result = {"run_dir": str(out), **replay_synthetic(config, Path(arguments.run), out, arguments.until)}

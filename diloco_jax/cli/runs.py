@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,10 @@ from diloco_jax.transport.link import check_name, split_address
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.model.offered import OfferedModel
+    from diloco_jax.runtime.records.folder_lock import LearnerLock
     from diloco_jax.settings.run import RunConfig
 
+PAGE_END_S = 5.0
 IMPORTING = "importing JAX and the program"
 
 log = logging.getLogger(__name__)
@@ -40,10 +42,15 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
 
     Before the lock is held nothing there changes.
     """
-    from diloco_jax.runtime.local.resume import check_resumable, check_same_run
+    from diloco_jax.runtime.local.resume import (
+        check_no_run,
+        check_resumable,
+        check_same_run,
+        config_of_run,
+        raise_limits,
+    )
     from diloco_jax.runtime.records.files import (
         CONFIG_FILE,
-        METRICS_FILE,
         SUPERVISOR_LOCK,
         SYNCER_LOCK,
         TAPE_FILE,
@@ -51,6 +58,7 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
         newest_run_dir,
     )
     from diloco_jax.runtime.records.folder_lock import FolderLock, refuse_if_locked
+    from diloco_jax.runtime.records.history import check_history, has_begun
     from diloco_jax.runtime.records.signals import PARENT_ENV
     from diloco_jax.settings.text import as_begun, load, save
 
@@ -66,19 +74,22 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
     refuse_if_locked(run_dir, SYNCER_LOCK)
     # A syncer of release 0.2.0 locks its tape instead.
     refuse_if_locked(run_dir, TAPE_FILE)
+    rewinds = resume or (arguments.name == "syncer" and arguments.rewind)
     if resume:
-        check_resumable(run_dir)
-    elif supervises and (run_dir / METRICS_FILE).exists():
-        raise ValueError(
-            f"{run_dir} holds a run already; go on with it (--resume), choose another --run-dir, or remove that folder"
-        )
-    if target.exists() and (run_dir / TAPE_FILE).exists():
-        began = load(target)
+        check_resumable(run_dir, config)
+    elif supervises or arguments.name == "baseline":
+        check_no_run(run_dir)
+    else:
+        check_history(run_dir, rewinds=rewinds)
+    began = config_of_run(run_dir) if target.exists() and has_begun(run_dir) else None
+    if began is not None:
         config = as_begun(config, began)
-        check_same_run(began, config, run_dir)
+        check_same_run(began, config, run_dir, rewinds=rewinds)
     run_dir.mkdir(parents=True, exist_ok=True)
     with FolderLock(run_dir, own_lock):
-        if not (target.exists() and target.samefile(arguments.config)):
+        if rewinds and began is not None:
+            raise_limits(run_dir, began.limits, config.limits)
+        if not (target.exists() and target.samefile(arguments.config) and config == load(target)):
             save(config, target)
         yield run_dir, config
 
@@ -133,7 +144,11 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     finally:
         if page is not None:
             page.terminate()
-            page.wait()
+            try:
+                page.wait(PAGE_END_S)
+            except subprocess.TimeoutExpired:  # it stands still, or hangs
+                page.kill()
+                page.wait()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 
@@ -167,9 +182,22 @@ def learner(arguments: argparse.Namespace) -> int:
     if arguments.syncer:
         split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
-    run_dir = learner_dir(arguments, config)
-    if not (arguments.standby or arguments.host):  # a spare is nobody yet
-        tell_phase(run_dir, check_name(arguments.island), IMPORTING)
+    run_dir, name = learner_dir(arguments, config), check_name(arguments.island)
+    with ExitStack() as held:
+        # A spare is nobody yet, and of several hosts the first one stands for all.
+        if not (arguments.standby or arguments.host):
+            held.enter_context(_learner_lock(run_dir, name))
+            tell_phase(run_dir, name, IMPORTING)
+        return _learn(arguments, config, run_dir, held)
+
+
+def _learner_lock(run_dir: Path, name: str) -> LearnerLock:
+    from diloco_jax.runtime.records.folder_lock import LearnerLock
+
+    return LearnerLock(run_dir, name)
+
+
+def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held: ExitStack) -> int:
     stop = _begin_process(run_dir)
     address = "" if arguments.standby else _await_syncer(arguments, run_dir, config, stop)
     log.info(IMPORTING)
@@ -187,6 +215,7 @@ def learner(arguments: argparse.Namespace) -> int:
         if go is None:
             return 0
         address, arguments.incarnation, loaded = go
+        held.enter_context(_learner_lock(run_dir, arguments.island))
         if loaded is not None:
             make = partial(LearnerRun, make_loop=lambda *_: loaded)
     if arguments.name == CHAOS_LEARNER:
@@ -216,6 +245,13 @@ def islands(arguments: argparse.Namespace) -> int:
         split_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
+    with ExitStack() as held:
+        for name in config.islands.names:
+            held.enter_context(_learner_lock(run_dir, name))
+        return _control(arguments, config, run_dir)
+
+
+def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
     address = _await_syncer(arguments, run_dir, config, stop)

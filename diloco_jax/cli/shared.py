@@ -29,6 +29,7 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     if arguments.settings:
         show_settings(arguments.config, f"{command} {word}")
         raise SystemExit(0)
+    _check_content(Path(arguments.config))
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
     if files and not Path(arguments.config).exists():
         raise ValueError(f"the config comes first, settings follow it: {command} {files[0]} --section.name value")
@@ -50,7 +51,18 @@ def run_config(run: str) -> Path:
     path = Path(run) / CONFIG_FILE
     if not path.exists():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG_FILE}; give one, such as runs/NAME")
+    _check_content(path)
     return path
+
+
+def _check_content(path: Path) -> None:
+    """Check that a config in the folder of a run that has begun is not empty, which would mean the defaults."""
+    from diloco_jax.runtime.records.files import CONFIG_FILE, TAPE_FILE
+
+    if path.name == CONFIG_FILE and (path.parent / TAPE_FILE).exists():
+        from diloco_jax.runtime.local.resume import check_content
+
+        check_content(path)
 
 
 def learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:

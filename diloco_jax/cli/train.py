@@ -12,7 +12,8 @@ from rich.console import Console
 
 from diloco_jax.runtime.local.check_input import memory_bytes, oversized
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE
+from diloco_jax.runtime.records.history import has_begun
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
@@ -38,7 +39,6 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
     if warning := oversized(config, memory_bytes()):
         say(warning)
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier stop
     try:
         if live:
             ask = partial(drain_in_words, str(run_dir), config.transport)
@@ -55,8 +55,11 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         return {}
     summary_file = run_dir / SUMMARY_FILE
     if not summary_file.exists():
-        began = (run_dir / TAPE_FILE).exists()
-        say("stopped while the syncer was away; --resume goes on" if began else "stopped before training began")
+        say(
+            "stopped while the syncer was away; --resume goes on"
+            if has_begun(run_dir)
+            else "stopped before training began"
+        )
         return {"complete": False}
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
     try:
@@ -69,7 +72,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)
-    if not summary["complete"] and (run_dir / TAPE_FILE).exists():
+    if not summary["complete"] and has_begun(run_dir):
         say(f"go on: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
     told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
     if more := told[ALARMS_SHOWN:]:

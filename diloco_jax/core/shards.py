@@ -11,6 +11,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 
 import numpy as np
 from jaxtyping import Float32
@@ -39,7 +41,12 @@ class Shares:
 
     def holders(self, fragment_id: int) -> tuple[int, ...]:
         """Return the shards that have a part of this fragment."""
-        return tuple(shard for shard, parts in enumerate(self.parts) if parts[fragment_id].pieces)
+        return self._holders[fragment_id]
+
+    @cached_property
+    def _holders(self) -> list[tuple[int, ...]]:
+        having = [[bool(part.pieces) for part in parts] for parts in self.parts]
+        return [tuple(compress(range(self.count), column)) for column in zip(*having, strict=True)]
 
     def ranges(self, fragment_id: int, shard: int, format: Format) -> list[tuple[int, int]]:
         """Return the bytes start..stop-1 of the whole payload that are the shard's, in the order of its own payload."""

@@ -19,7 +19,7 @@ PARTS_MAX = 1 << 22  # of one state; with parts of 1 MiB that is 4 TiB
 FRAGMENTS_MAX = 16384
 PAIRS_MAX = 256  # of a fingerprint
 SCORES_MAX = 1024  # the evaluations' own limit is lower, and asks another learner
-NAME_LENGTH_MAX = 1024  # of a name that a message mentions; membership.py has the rule for a learner's own
+NAME_LENGTH_MAX = 100  # of a name that a message mentions; membership.py has the rule for a learner's own
 TEXT_LENGTH_MAX = 1 << 16
 
 Check = Callable[[Any], str]  # of a value: what is wrong with it, or ""

@@ -14,7 +14,7 @@ OVERTAKES_MAX = 256
 LEAPS = 64  # no value counts as more than this share of a token budget: a learner that was cut off may have made many
 
 
-class Asked(NamedTuple):
+class AskedReport(NamedTuple):
     """The report on which a round asked a member for a fragment."""
 
     round: int
@@ -32,7 +32,7 @@ class Reported(NamedTuple):
     held: Adopted  # of the fragment
 
 
-def contradiction(value: FragmentValue, asked: Asked, newest: Reported) -> str:
+def contradiction(value: FragmentValue, asked: AskedReport, newest: Reported) -> str:
     """Say which counter of a value its sender's own reports rule out; "" if none.
 
     The value is of the step that was asked for, or of a later one. Its base is the version that the sender held at

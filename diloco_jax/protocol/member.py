@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.claims import Asked, Reported
+from diloco_jax.protocol.claims import AskedReport, Reported
 from diloco_jax.protocol.messages import NO_VERSION, Adopted, Arrived, Hello, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
@@ -74,7 +74,7 @@ class Credit:
     merged_round: dict[int, int] = field(default_factory=dict)  # fragment -> newest round that merged a value of it
     merged_tokens: int = 0  # of its reported ones, those up to its newest value that a round has merged
     merged_mark: int = 0  # rounds merged when it last had a share in one, or became active
-    asked: dict[int, Asked] = field(default_factory=dict)  # fragment -> the report on which it was last asked for
+    asked: dict[int, AskedReport] = field(default_factory=dict)  # fragment -> the report on which it was last asked for
     alarmed: bool = False
     strikes: int = 0  # values in a row that could not be used
     expelled: bool = False
@@ -139,7 +139,7 @@ class Member:
     def asked_for(self, fragment_id: int, global_step: int) -> None:
         """Remember its newest report, on which this round asks it for a fragment."""
         held = self.adopted[fragment_id]
-        self.credit.asked[fragment_id] = Asked(global_step, self.local_step, self.reported_tokens, held)
+        self.credit.asked[fragment_id] = AskedReport(global_step, self.local_step, self.reported_tokens, held)
 
     def reported(self, fragment_id: int) -> Reported:
         """Return what its newest report says of a fragment."""
@@ -194,8 +194,10 @@ class Member:
                 setattr(owner, name, plain[name])
         member.adopted = tuple(Adopted(*held) for held in plain["adopted"])
         member.reported_tokens = plain.get("reported_tokens", member.tokens)
-        asked = (Asked(*report, Adopted(*held)) for _, *report, held in plain.get("asked", ()))
-        member.credit.asked = dict(zip((row[0] for row in plain.get("asked", ())), asked, strict=True))
+        member.credit.asked = {
+            fragment_id: AskedReport(this_round, local_step, tokens, Adopted(*held))
+            for fragment_id, this_round, local_step, tokens, held in plain.get("asked", ())
+        }
         member.credit.merged_base = {fragment_id: version for fragment_id, version in plain["merged_base"]}
         member.credit.merged_round = {fragment_id: version for fragment_id, version in plain["merged_round"]}
         member.down.offered = tuple(plain["offered"])

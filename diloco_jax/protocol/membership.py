@@ -49,6 +49,11 @@ class Membership:
         self.members: dict[str, Member] = {}
         self.live = 0
 
+    def expect(self, what: str, value: str) -> None:
+        """Expect another value of one thing that learners must agree on."""
+        if value and what in self._fingerprint:
+            self._fingerprint[what] = value
+
     def get(self, learner_id: str, incarnation: int) -> Member | None:
         """The member if this incarnation of it is connected, else None."""
         member = self.members.get(learner_id)

@@ -319,6 +319,8 @@ class Matchmaker:
 
     def on_part(self, part: StatePart) -> list[Effect]:
         """Pass a part on."""
+        if not part.part < part.parts:
+            return [Drop(part.learner_id, f"part {part.part} of {part.parts} of a state is impossible")]
         if self._donors.get(part.receiver) != (part.learner_id, part.incarnation):
             return [Drop(part.learner_id, f"a part of its state for {part.receiver[:64]!r}, who asked for none")]
         if self._membership.members[part.receiver].state == GONE:

@@ -4,6 +4,7 @@ import json
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.settings.run import RunConfig
 
 
@@ -25,7 +26,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
         "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
         "model layout": plan_fingerprint,
         "sequence length": str(config.train.seq_len),
-        "global steps": f"{config.planned_steps}" + f" for {config.train.tokens} tokens" * bool(config.train.tokens),
+        GLOBAL_STEPS: config.limits.told,
         "protocol": config.protocol.words,
         "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
         "shards": _shares(config),

@@ -15,7 +15,7 @@ from diloco_jax.core.merge import MergeConfig, WeightScheme
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
-from diloco_jax.protocol.syncer.progress import Budget
+from diloco_jax.protocol.syncer.progress import Budget, Limits
 from diloco_jax.settings.cloud import CloudConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.training.data.config import DataConfig
@@ -331,6 +331,12 @@ class RunConfig:
         sizes = [self.island(name).batch_size for name in self.islands.names]
         batch_size = self.train.batch_size if self.algorithm == "data_parallel" else sum(sizes)
         return Budget(self.train.tokens, batch_size * self.train.seq_len)
+
+    @property
+    def limits(self) -> Limits:
+        """The global steps and merged tokens after which the run is complete."""
+        told = f"{self.planned_steps}" + f" for {self.train.tokens} tokens" * bool(self.train.tokens)
+        return Limits(self.train.steps, self.train.tokens, told)
 
     @property
     def evaluations(self) -> EvaluationPlan:

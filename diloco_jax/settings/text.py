@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import os
 import re
 import reprlib
 import typing
@@ -211,7 +212,10 @@ def _differences(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[st
 
 def save(config: RunConfig, path: Path) -> None:
     """Write the config into a run's folder, and which release did."""
-    path.write_text(f"{WRITTEN_BY} {RELEASE}\n{dump(config)}", encoding="utf-8")
+    draft = path.with_name(f"{path.name}.new")
+    draft.write_text(f"{WRITTEN_BY} {RELEASE}\n{dump(config)}", encoding="utf-8")
+    # A process that is killed here leaves the old config, not an empty one.
+    os.replace(draft, path)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

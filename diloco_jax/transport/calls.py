@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.link import (
     HOSTS_MAX,
@@ -39,6 +40,8 @@ HOLDINGS_KEY = "diloco-holdings-bin"
 SHARDS_KEY = "diloco-shards"
 SHARDS_MAX = 64
 SHARDS_BYTES_MAX = 8 << 10
+GREETING_S = 20.0  # from a connection's start until TLS is up and the first words of HTTP/2 came; gRPC's default: 120
+IDLE_S = 60.0  # that a connection may be open without a call; a learner's has one as long as it lasts
 METADATA_BYTES_MAX = 16 << 10  # header, holdings and token, in the encoding of HTTP/2
 serialized = methodcaller("SerializeToString")
 
@@ -70,6 +73,9 @@ def open_server(
         ("grpc.so_reuseport", 0),  # else a second process gets the same port without an error
         ("grpc.http2.min_ping_interval_without_data_ms", 500),  # callers choose how often they ping
         ("grpc.http2.max_ping_strikes", 0),
+        # Each connection holds a descriptor, so one that never greets must end.
+        ("grpc.server_handshake_timeout_ms", round(GREETING_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
     ]
     server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
@@ -155,7 +161,7 @@ def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
     """Ask the syncer at `config.address` to let a learner leave; whether it does, and its words. Raises as `ask`."""
     request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
     reply: pb.DrainReply = ask(config, DRAIN, request, pb.DrainReply.FromString)
-    return reply.ok, reply.message
+    return reply.ok, clean(reply.message, REASON_LENGTH_MAX)
 
 
 def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any], name: str = SYNCER) -> Any:
@@ -185,9 +191,9 @@ def failure(config: TransportConfig, error: Exception, name: str) -> TransportEr
     if not isinstance(error, grpc.Call):
         return TransportError(f"the syncer at {config.address} ended the call without an answer")
     if error.code() in DENIALS:
-        return TransportError(f"the syncer at {config.address} refused: {error.details()}")
+        return TransportError(f"the syncer at {config.address} refused: {clean(error.details(), REASON_LENGTH_MAX)}")
     if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-        answer = f"{error.code().name}: {error.details()}"
+        answer = f"{error.code().name}: {clean(error.details(), REASON_LENGTH_MAX)}"
         return TransportError(f"the syncer at {config.address} did not answer but with {answer}")
     return unanswered(config, diagnose(config, name))
 

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
 from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -71,7 +72,7 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
             reply = call(requests(), wait_for_ready=True, metadata=own.metadata)
         except grpc.RpcError as error:
             raise failure(config, error, learner_id) from None
-    return "" if reply.taken else reply.message or "no reason was given"
+    return "" if reply.taken else clean(reply.message, REASON_LENGTH_MAX) or "no reason was given"
 
 
 class DescriptionDesk:

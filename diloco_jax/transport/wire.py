@@ -4,6 +4,10 @@ Rules of this file
   * A frame is a protobuf `Frame`, but its payload bytes never go through a protobuf object: writers append them as
     the last field with one join, readers cut them off before they parse the rest. That halves the cost of a copy
     under the interpreter's lock, and any protobuf client can still read and write the stream.
+  * The last field of a frame before its data is a checksum of all that precedes it, so that a flipped bit is noticed
+    also where nothing encrypts. Frames of releases that knew no checksum have none, and are taken as they are
+    (docs/decisions/0061-checksum-of-frames.md).
+  * Texts are cleaned of control characters, and reasons are cut, before anybody reads them (protocol/texts.py).
   * Whatever arrives is checked before it is believed and before memory is taken for it. All that is wrong raises
     WireError, and a stream that raised it is not read any further.
 """
@@ -18,6 +22,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
 from diloco_jax.protocol.messages import SYNCER, Message
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX as REASON_KEPT_MAX
+from diloco_jax.protocol.texts import clean
 from diloco_jax.transport.group.commands import Command, Reply
 from diloco_jax.transport.limits import REASON_LENGTH_MAX, check_body
 from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX
@@ -27,6 +33,9 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 HEAD_BYTES_MAX = 1 << 20  # a frame without its data; a step report needs about 10 bytes per fragment
 FRAME_BYTES_MAX = CHUNK_BYTES_MAX + HEAD_BYTES_MAX
 _DATA_TAG = pb.Frame.DATA_FIELD_NUMBER << 3 | 2  # 2: length-delimited
+_CHECK_TAG = pb.Frame.CHECK_FIELD_NUMBER << 3 | 2
+_CHECK_HEAD = bytes((_CHECK_TAG & 0x7F | 0x80, _CHECK_TAG >> 7, 4))  # tag and length of a checksum
+_CHECK_BYTES = len(_CHECK_HEAD) + 4
 _BODY_NAMES = {  # class name -> field of Frame
     field.message_type.name: field.name
     for field in pb.Frame.DESCRIPTOR.oneofs_by_name["body"].fields
@@ -86,6 +95,25 @@ def _plan(cls: type) -> tuple[tuple[str, type | None, tuple[str, ...]], ...]:
 
 _FIELDS = {cls: _plan(cls) for union in (Message, Command, Reply) for cls in typing.get_args(union)}
 _CLASSES = {cls.__name__: cls for cls in _FIELDS}
+# Names of leaves and of kept states stay within one island: a key of a tree of the user's own is compared as it is.
+_OWN_NAMES = ("leaf", "state")
+
+
+def _texts(cls: type) -> tuple[tuple[str, int | None], ...]:
+    """Return (field, most characters of it that are kept, or None) of the fields of a class that hold texts."""
+    found: list[tuple[str, int | None]] = []
+    for name, record, _ in _FIELDS[cls]:
+        hint = typing.get_type_hints(cls)[name]
+        texts = record is tuple or hint is str or (record is not None and str in typing.get_type_hints(record).values())
+        if texts and name not in _OWN_NAMES:
+            found.append((name, REASON_KEPT_MAX if name == "reason" else None))
+    return tuple(found)
+
+
+_TEXTS = {cls: _texts(cls) for cls in _FIELDS}
+
+
+_packed: tuple[Any, bytes] = (None, b"")  # the message that was packed last, and what became of it
 
 
 def pack_body(message: Message | Command | Reply) -> bytes:
@@ -94,6 +122,10 @@ def pack_body(message: Message | Command | Reply) -> bytes:
     Raises:
         ValueError: A field does not fit its type on the wire, or the whole is larger than a frame may be.
     """
+    global _packed
+    before, packed = _packed
+    if before is message:  # a broadcast is the same object for every peer
+        return packed
     body_name = _BODY_NAMES[type(message).__name__]
     frame = pb.Frame()
     body = getattr(frame, body_name)
@@ -103,6 +135,7 @@ def pack_body(message: Message | Command | Reply) -> bytes:
     packed = frame.SerializeToString()
     if len(packed) > HEAD_BYTES_MAX // 2:  # the other half is left for the header
         raise ValueError(f"{type(message).__name__} takes {len(packed)} bytes, the limit is {HEAD_BYTES_MAX // 2}")
+    _packed = message, packed
     return packed
 
 
@@ -148,7 +181,19 @@ def _read(body: Any) -> Any:
             values[name] = _read(cell)
         else:
             values[name] = cell if isinstance(cell, (int, float, str)) else tuple(cell)
+    for name, length_max in _TEXTS[cls]:
+        values[name] = _cleaned(values[name], length_max)
     return cls(**values)
+
+
+def _cleaned(value: Any, length_max: int | None) -> Any:
+    """Clean a text, the texts of a tuple, or those of the records in a tuple."""
+    if isinstance(value, str):
+        return clean(value, length_max)
+    if isinstance(value, tuple):
+        cells = [_cleaned(each, length_max) for each in value]
+        return type(value)(*cells) if hasattr(value, "_fields") else tuple(cells)
+    return value
 
 
 def pack_header(header: pb.Header) -> bytes:
@@ -156,14 +201,24 @@ def pack_header(header: pb.Header) -> bytes:
     return pb.Frame(header=header).SerializeToString()
 
 
+def _sealed(head: bytes) -> bytes:
+    """Return a frame, all of it but its data, with the checksum that ends it."""
+    return head + _CHECK_HEAD + google_crc32c.value(head).to_bytes(4, "little")
+
+
+def control_frame(header: bytes, body: bytes) -> bytes:
+    """Return the frame of a message of the control lane."""
+    return _sealed(header + body)
+
+
 def ready_frame(header: bytes, holdings: pb.Holdings) -> bytes:
     """Return the first frame of the syncer in a stream."""
-    return header + pb.Frame(holdings=holdings).SerializeToString()
+    return _sealed(header + pb.Frame(holdings=holdings).SerializeToString())
 
 
 def goodbye_frame(header: bytes, reason: str) -> bytes:
     """Return the last frame of a stream."""
-    return header + pb.Frame(goodbye=pb.Goodbye(reason=reason[:REASON_LENGTH_MAX])).SerializeToString()
+    return _sealed(header + pb.Frame(goodbye=pb.Goodbye(reason=reason[:REASON_LENGTH_MAX])).SerializeToString())
 
 
 def pieces(
@@ -194,11 +249,11 @@ def piece_frame(header: bytes, piece: BulkPiece) -> bytes:
     for view in piece.views:
         crc = google_crc32c.extend(crc, np.frombuffer(view, np.uint8))  # it takes no writable memoryview
     piece.chunk.crc32c = crc
-    head = pb.Frame(chunk=piece.chunk).SerializeToString()
+    head = _sealed(b"".join((header, piece.body, pb.Frame(chunk=piece.chunk).SerializeToString())))
     if not piece.views:
-        return header + piece.body + head
+        return head
     size = sum(view.nbytes for view in piece.views)
-    return b"".join((header, piece.body, head, bytes((_DATA_TAG,)), _varint(size), *piece.views))
+    return b"".join((head, bytes((_DATA_TAG,)), _varint(size), *piece.views))
 
 
 def _cut(parts: Sequence[memoryview], start: int, stop: int, chunk_bytes: int) -> Iterator[list[memoryview]]:
@@ -230,8 +285,15 @@ def _varint(value: int) -> bytes:
 
 def split(raw: bytes) -> tuple[bytes, memoryview]:
     """Return a serialised Frame without its `data`, and a view of the data; WireError if the bytes are no Frame."""
+    head, data, _ = _split(raw)
+    return head, data
+
+
+def _split(raw: bytes) -> tuple[bytes, memoryview, bool]:
+    """Return what `split` does, and whether the frame without its data ends with a checksum."""
     head: list[memoryview] = []
     data: memoryview | None = None
+    checked = False
     view, position = memoryview(raw), 0
     while position < len(raw):
         start = position
@@ -244,11 +306,12 @@ def split(raw: bytes) -> tuple[bytes, memoryview]:
         field, position = view[position : position + size], position + size
         if tag != _DATA_TAG:
             head.append(view[start:position])
+            checked = tag == _CHECK_TAG and position - start == _CHECK_BYTES
         elif data is not None:
             raise WireError("malformed frame: two data fields")
         else:
             data = field
-    return b"".join(head), memoryview(b"") if data is None else data
+    return b"".join(head), memoryview(b"") if data is None else data, checked
 
 
 def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
@@ -276,6 +339,7 @@ class Reader:
         self._header = header
         self._allowed = allowed
         self._bulk = header.lane == pb.LANE_BULK
+        self._checks = False  # the peer has sent a checksum, so all of its frames have one
 
     def read(self, raw: bytes) -> Incoming | Goodbye | Ready:
         """Return what a frame holds. The checksum of its data is not looked at here.
@@ -283,7 +347,7 @@ class Reader:
         Raises:
             WireError: The frame is malformed, of another session, or not allowed on this connection.
         """
-        head, data = split(raw)
+        head, data, checked = _split(raw)
         if len(head) > HEAD_BYTES_MAX:
             raise WireError(f"a frame has {len(head)} bytes beside its data, the limit is {HEAD_BYTES_MAX}")
         try:
@@ -292,15 +356,24 @@ class Reader:
             raise WireError(f"malformed frame: {error}") from None
         if frame.header != self._header:
             raise WireError(f"frame of another session: {_differences(frame.header, self._header)}")
+        self._check(head, checked)
         body_name = frame.WhichOneof("body")
         if body_name == "goodbye":
-            return Goodbye(frame.goodbye.reason[:REASON_LENGTH_MAX])
+            return Goodbye(clean(frame.goodbye.reason, REASON_KEPT_MAX))
         has_chunk = frame.HasField("chunk")
         if body_name is None and not has_chunk and not data:
             return Ready(frame.holdings)
         message = None if body_name is None else self._checked(unpack_body(frame, body_name))
         self._check_place(message, frame.chunk if has_chunk else None, data)
         return Incoming(message, frame.chunk, data)
+
+    def _check(self, head: bytes, checked: bool) -> None:
+        """Compare a frame with its checksum; a peer that has sent one sends it with every frame."""
+        if not checked and self._checks:
+            raise WireError("a frame without a checksum behind one that has it")
+        self._checks = checked
+        if checked and google_crc32c.value(head[:-_CHECK_BYTES]) != int.from_bytes(head[-4:], "little"):
+            raise WireError("corrupt frame: its checksum differs")
 
     def _checked(self, message: Message) -> Message:
         if not isinstance(message, self._allowed):

@@ -19,7 +19,6 @@ from attack.runs import (
     QUICK_S,
     SLOW_S,
     SMALL,
-    STEPS,
     Folder,
     completes,
     lines_of,
@@ -33,6 +32,8 @@ from diloco_jax.runtime.local.run import next_incarnation
 from tests.runtime.helpers import call, environment, kill_processes, notes, processes_of, status
 
 REFUSED_WITHIN_S = 90.0
+# Ten lives of a run, each of 15 rounds and two more seconds at most, must not complete it.
+KILLED_STEPS, KILLED_STEP_S = 800, 0.04
 # Files that a refused command must leave as they are. Others grow, or are replaced twice a second, while a run runs.
 STILL = ("config.yaml", "syncer.address", "summary.json", "checkpoints")
 WRONG_INPUT = 2
@@ -351,14 +352,16 @@ def _some_rounds(place: Folder, supervisor: subprocess.Popen[str], count: int) -
 @CATALOGUE.add("folder-ten-kills", "every resume works; complete, audit clean, replay identical", long=True)
 def folder_ten_kills(ground: Ground, seen: Findings) -> None:
     """All processes of a run with `snapshot_every: 2` die ten times at random moments; each time it is resumed."""
-    random, place = ground.random, Folder(ground.folder, protocol={"snapshot_every": 2})
+    longer = {**SMALL["train"], "steps": KILLED_STEPS}
+    random, place = ground.random, Folder(ground.folder, protocol={"snapshot_every": 2}, train=longer)
     run_dir, resume = place.run_dir, list[str]()
+    place.pace(KILLED_STEP_S)
     try:
         for number in range(10):
             supervisor = place.train(*resume)
             # Some deaths come while the processes start.
             if number % 4 != 2:
-                _some_rounds(place, supervisor, random.randrange(1, STEPS // 15))
+                _some_rounds(place, supervisor, random.randrange(1, 15))
             time.sleep(2 * random.random())
             if supervisor.poll() is not None:
                 seen.expect(False, "", f"start {number + 1} ended: {place.end(supervisor, END_S)}")

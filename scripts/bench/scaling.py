@@ -6,6 +6,10 @@ are alive at once and are measured in turn, so that each run compares them under
 within a run. CPU time is that of the syncer's processes, learners excluded.
 
 With fewer cores than processes more shards cannot be faster: then what counts is how little CPU time they add.
+
+With --control it measures the loop of a real syncer instead: a tiny model, a quorum of one, no grace window, and so
+many stub learners, which share one other process and make a step each second. Cases run one after the other, in every
+run in turn. What matters are rounds per second, and that CPU time per round is at most linear in the learners.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from _control import Loop, cpu_of, measure_loop
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
@@ -69,12 +74,21 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=4 << 20, help="of one fragment")
     parser.add_argument("--rounds", type=int, default=10, help="in each measurement of a run")
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--control", type=int, nargs="*", help="learners of a real syncer, such as 8 32 64 128")
+    parser.add_argument("--step-s", type=float, default=1.0, help="of these learners")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of one measurement of these")
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
     arguments = parser.parse_args()
+    if arguments.control:
+        return show(control_results(arguments), arguments)
     cases = sorted({*(Case(1, learners) for learners in arguments.learners), *(Case(s, 4) for s in arguments.shards)})
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(cases, Path(folder), arguments)
-    for result in results(cases, measured, arguments):
+    return show(results(cases, measured, arguments), arguments)
+
+
+def show(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    for result in found:
         if arguments.json:
             sys.stdout.write(json.dumps(result) + "\n")
         else:
@@ -101,6 +115,27 @@ def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> d
     for pipe in pipes.values():
         pipe.send(0)
     return measured
+
+
+def control_results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the loop of a real syncer with each number of learners; an object per quantity."""
+    loops: dict[int, list[Loop]] = {learners: [] for learners in arguments.control}
+    for run in range(arguments.runs):
+        for learners in arguments.control if run % 2 else arguments.control[::-1]:
+            loops[learners].append(measure_loop(learners, arguments.step_s, arguments.seconds))
+    found, first = [], loops[min(loops)]
+    for learners, rows in loops.items():
+        common = {"learners": learners, "step_s": arguments.step_s}
+        found.append(row(f"rounds_{learners}_learners", "1/s", [each.rounds / each.wall_s for each in rows], common))
+        cpu = [1e3 * each.cpu_s / max(1, each.rounds) for each in rows]
+        found.append(row(f"syncer_cpu_per_round_{learners}_learners", "ms", cpu, common))
+        base = [1e3 * each.cpu_s / max(1, each.rounds) / min(loops) for each in first]
+        ratios = [mine / learners / theirs for mine, theirs in zip(cpu, base, strict=True)]
+        found.append(row(f"syncer_cpu_per_round_and_learner_{learners}_vs_{min(loops)}", "ratio", ratios, common))
+        merged = [each.parts / max(1, each.rounds) for each in rows]
+        found.append(row(f"values_per_round_{learners}_learners", "values", merged, common))
+        found.append(row(f"stubs_cpu_{learners}_learners", "cores", [e.stubs_cpu_s / e.wall_s for e in rows], common))
+    return found
 
 
 def results(
@@ -220,11 +255,6 @@ def hear(listener: GrpcListener | ShardedListener, kind: type, count: int) -> di
         if time.monotonic() > until_s:
             raise TimeoutError(f"{len(found)} of {count} learners answered within {WAIT_S:g} s")
     return found
-
-
-def cpu_of(pid: int) -> float:
-    """Return the CPU seconds of a process so far, by its own clock: /proc counts in ticks of 10 ms."""
-    return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3) of Linux
 
 
 def rss_of(pid: int) -> int:

@@ -45,6 +45,8 @@ QUICK = [
     Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("saving", f"{ISLAND} --json"),
     Bench("scaling", "--learners 4 --shards 2 --elements 65536 --rounds 1 --runs 1 --json", results=7),
+    Bench("scaling", "--control 2 --seconds 1 --step-s 0.2 --runs 1 --json", results=5),
+    Bench("tape", "--seconds 60 --json", results=13),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
 ]
 REALITY = "--seeds 1 --islands 2 --step-s 0.05 --steps 100 --faults 1 --kinds kill --simulations 1 --json"
@@ -83,6 +85,12 @@ def test_it_runs(bench: Bench, tmp_path: Path) -> None:
     for result in results:
         assert result["name"] and result["unit"] and isinstance(result["value"], int | float), result
         assert math.isfinite(result["value"]), result
+
+
+def test_a_week_of_four_islands_takes_less_than_200_megabytes() -> None:
+    found = {result["name"]: result["value"] for result in results_of("tape", ["--seconds", "120", "--json"], 300)}
+    assert found["syncer's tape, a week"] < 150
+    assert found["syncer's tape, a week"] + found["tapes of all learners, a week"] < 225
 
 
 @NEEDS_ROOT

@@ -14,7 +14,7 @@ from typing import Any
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.bounds import COUNTER_MAX
 
-NUMBERS = (-1, 0, 1, 2, 7, 100, 1 << 20, (1 << 20) + 1, 1 << 32, 1 << 50, COUNTER_MAX, COUNTER_MAX + 1)
+NUMBERS: tuple[int, ...] = (-1, 0, 1, 2, 7, 100, 1 << 20, (1 << 20) + 1, 1 << 32, 1 << 50, COUNTER_MAX, COUNTER_MAX + 1)
 NUMBERS += (1 << 61, 1 << 62, (1 << 63) - 1, 1 << 63, -(1 << 63), 1 << 64)
 FLOATS = (0.0, -1.0, 1e-300, 0.5, 1e9, 1e10, 1e308, math.inf, -math.inf, math.nan)
 TEXTS = ("", "\x00\x1b[31m\n", "x" * 5000, m.SYNCER, "../x", "island-0", "island-1")

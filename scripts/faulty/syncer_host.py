@@ -9,7 +9,7 @@ from functools import partial
 
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import lives, replay
+from diloco_jax.protocol.syncer.tape import Moment, lives, replay
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import MakeSyncer, World
@@ -87,7 +87,7 @@ class MortalSyncerHost(SyncerHost):
         snapshot, machine, states = self.disk.newest_readable(), self.new_syncer(), {}
         values, start, loaded = self._initial(), 0, -1
         if snapshot is not None:
-            states[snapshot.global_step] = snapshot.state()
+            states[Moment(snapshot.global_step)] = snapshot.state()
             machine.restore(dict(snapshot.state()))
             values, start, loaded = list(snapshot.values), snapshot.tape_lines, snapshot.global_step
         for _ in replay(self.tape[start:], machine, states):

@@ -101,7 +101,7 @@ class MortalSyncer(SyncerProcess):
         lines, before = len(self._tape), repr(self.machine.membership.members.get(link.learner_id))
         self.heard[link.learner_id] = link
         effects = self.inputs.on_message(message, self._engine.now_s)
-        refused = all(isinstance(each, Drop) or isinstance(each.message, Refuse) for each in effects)  # type: ignore[union-attr]
+        refused = all(isinstance(getattr(each, "message", None), Refuse) or isinstance(each, Drop) for each in effects)
         same = repr(self.machine.membership.members.get(link.learner_id)) == before
         assert refused and same and len(self._tape) == lines, f"{message} led to {effects}"
         self._carry_out(effects, message)

@@ -126,7 +126,7 @@ class Cluster(LocalRun):
         for relay in self.relays.values():
             relay.close()
         (self._root / "run" / TAPES).mkdir(exist_ok=True)
-        for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*.jsonl")):
+        for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*")):
             with contextlib.suppress(FileExistsError):
                 (self._root / "run" / TAPES / tape.name).symlink_to(tape)
         if self.mounted:

@@ -30,9 +30,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     (place / "empty").mkdir()
     for name, text in FILES.items():
-        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
-    for folder in ("damaged", "cut"):
+    for folder in ("damaged", "cut", "changed", "gap"):
         write_config(place / folder)
     made = certificates.make(place / "certs", ["island-0", "island-1"])
     pair = certificates._new_certificate("late", certificates._read_pair(place / "certs"), PAST, PAST.replace(day=2))

@@ -17,7 +17,7 @@ from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import TapedSyncer, lives, replay
+from diloco_jax.protocol.syncer.tape import Moment, TapedSyncer, lives, replay
 from tests.protocol.drivers import LearnerDriver, SyncerDriver, check_fates, saved_by
 from tests.protocol.prose import effect_text, message_text
 
@@ -236,7 +236,7 @@ class Pair:
         del self.tape[kept:], self.history[kept:]
         self.driver.die()
         self.syncer = self._new_syncer()
-        states = {snapshot.global_step: json.loads(snapshot.state) for snapshot in self.driver.snapshots}
+        states = {Moment(snapshot.global_step): json.loads(snapshot.state) for snapshot in self.driver.snapshots}
         newest = self.driver.snapshots[-1] if self.driver.snapshots else None
         if newest is not None:
             self.syncer.restore(json.loads(newest.state))

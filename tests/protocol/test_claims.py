@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.claims import LEAPS, OVERTAKES_MAX, Asked, Reported, contradiction, plausible_tokens
+from diloco_jax.protocol.claims import LEAPS, OVERTAKES_MAX, AskedReport, Reported, contradiction, plausible_tokens
 from diloco_jax.protocol.effects import Drop, Effect, Merge
 from diloco_jax.protocol.messages import Adopted
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -13,7 +13,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import Budget
 from tests.protocol.syncer_inputs import FINGERPRINT, hello, merged, new, only, report, running, value
 
-ASKED = Asked(7, 30, 300, Adopted(4, 20, 200))
+ASKED = AskedReport(7, 30, 300, Adopted(4, 20, 200))
 NEWEST = Reported(32, 320, 64, ASKED.held)
 SENT = value("a", 7, 0, 30, steps=10, tokens=100, base_version=4, samples=60)
 

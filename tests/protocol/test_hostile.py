@@ -178,3 +178,13 @@ def test_failures_of_donors_are_remembered_up_to_a_bound() -> None:
         donor = matches.donor_of("c")
         syncer.on_message(m.StateRefused(donor, 1, "c", "no"), 2.0)
     assert len(matches.state()["avoided"][0][1]) == AVOIDED_MAX
+
+
+def test_a_part_beyond_the_last_is_not_passed_on() -> None:
+    syncer = of_three()
+    syncer.on_message(m.StateRequest("c", 1, 0, "", 0, 0), 2.0)
+    donor = syncer.matches.donor_of("c")
+    part = m.StatePart(donor, 1, "c", 3, 0, 2, 9, 8)
+    assert sent(syncer.on_message(part, 2.0), "c") == [part]
+    (drop,) = syncer.on_message(part._replace(part=2), 2.0)
+    assert drop == Drop(donor, "part 2 of 2 of a state is impossible")

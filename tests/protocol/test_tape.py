@@ -24,8 +24,8 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.releases import PROTOCOL, RELEASE, STAMP, OtherRelease
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX, TapedSyncer, lives, replay
-from tests.protocol.pair import Pair
+from diloco_jax.protocol.syncer.tape import Moment, Moments, TapedSyncer, lives, replay, returns
+from tests.protocol.pair import FINGERPRINT, Pair
 from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import hello, new, report, value
 from tests.protocol.transcript import FOLDER
@@ -165,18 +165,60 @@ def test_restarts_and_rewinds_are_inputs_like_others() -> None:
     pair.check_replay()
 
 
-def test_a_replay_remembers_the_newest_snapshots_only() -> None:
-    pair = lived(2 * SNAPSHOTS_MAX + 3)
+def test_a_replay_remembers_the_snapshots_that_the_tape_goes_back_to_and_no_others() -> None:
+    """The machine asks for many; the run goes back to the first one of them, twice."""
+    pair = lived(20)
     taken = [effect.global_step for effect in pair.effects if isinstance(effect, SaveSnapshot)]
-    assert len(taken) > SNAPSHOTS_MAX
+    assert len(taken) > 8
+    tape = [*pair.tape, *(json.dumps(["rewind", 99.0, taken[0], epoch]) for epoch in (2, 3))]
+    uses = returns(tape)
+    assert uses == {Moment(taken[0]): 2}
+    machine, kept = CountedSyncer(pair.config, 100, FINGERPRINT), 0
+    for _ in replay(tape, machine, None, uses):
+        kept = machine.states
+    assert kept == 1 and machine.epoch == 3 and machine.global_step == taken[0]
+    with pytest.raises(ValueError, match="back to its snapshot of global step 77, but no earlier line is of that"):
+        list(replay([*tape, json.dumps(["rewind", 99.0, 77, 4])], pair._new_syncer()))
 
-    def going_back_to(global_step: int) -> list[str]:
-        return [*pair.tape, json.dumps(["rewind", 99.0, global_step, 2])]
 
-    oldest_kept = taken[-SNAPSHOTS_MAX]
-    assert len(list(replay(going_back_to(oldest_kept), pair._new_syncer()))) == len(pair.tape) + 1
-    with pytest.raises(ValueError, match=f"global step {taken[-SNAPSHOTS_MAX - 1]}, which is not on this tape"):
-        list(replay(going_back_to(taken[-SNAPSHOTS_MAX - 1]), pair._new_syncer()))
+class CountedSyncer(Syncer):
+    """Counts how often its state is asked for."""
+
+    states = 0
+
+    def state(self) -> dict[str, Any]:
+        self.states += 1
+        return super().state()
+
+
+def test_snapshots_of_one_global_step_are_told_apart_by_their_heads() -> None:
+    """The second capture of step 4 never reached the disk: the run went back to the first one."""
+    pair = lived(3)
+    step = pair.syncer.global_step
+    first = json.dumps(pair.syncer.state(), sort_keys=True)
+    tape = [*pair.tape, json.dumps(["snapshot", 50.0, step, "aa"])]
+    pair.leave("b")
+    tape += [*pair.tape[len(tape) - 1 :], json.dumps(["snapshot", 51.0, step, "bb"])]
+    again, other = pair._new_syncer(), pair._new_syncer()
+    rewind = ["rewind", 60.0, step, 2, STAMP]
+    list(replay([*tape, json.dumps([*rewind, "aa"])], again))
+    list(replay([*tape, json.dumps([*rewind, "bb"])], other))
+    expected = pair._new_syncer()
+    expected.restore(json.loads(first))
+    expected.on_rewind(2, 60.0)
+    assert again.state() == expected.state() != other.state()
+
+
+def test_a_value_is_kept_until_it_is_used_for_the_last_time() -> None:
+    one, two, none = Moment(1), Moment(1, "head"), Moment(2)
+    kept: Moments[str] = Moments({one: 2, two: 1})
+    for moment in (one, two, none):
+        kept.keep(moment, lambda moment=moment: f"value of {moment}")  # type: ignore[misc]
+    assert sorted(kept) == sorted([f"value of {one}", f"value of {two}"]) and none not in kept
+    assert kept.at(two) == f"value of {two}" and two not in kept
+    assert kept.at(one) == kept.at(one) and one not in kept
+    with pytest.raises(ValueError, match="global step 1, but no earlier line"):
+        kept.at(one)
 
 
 def test_the_end_of_a_tape_goes_back_to_a_snapshot_from_before_it() -> None:
@@ -185,7 +227,7 @@ def test_the_end_of_a_tape_goes_back_to_a_snapshot_from_before_it() -> None:
     tail = [*pair.tape[snapshot.tape_lines :], json.dumps(["rewind", 99.0, snapshot.global_step, 2])]
     machine = pair._new_syncer()
     machine.restore(json.loads(snapshot.state))
-    list(replay(tail, machine, {snapshot.global_step: json.loads(snapshot.state)}))
+    list(replay(tail, machine, {Moment(snapshot.global_step): json.loads(snapshot.state)}))
     assert (machine.epoch, machine.progress.rewound, machine.global_step) == (2, 2, snapshot.global_step)
 
 

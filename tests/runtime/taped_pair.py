@@ -37,7 +37,7 @@ class TapedPair(Pair):
                 continue
             clock, batch = learner.global_step, learner.take_batch()
             effects = learner.on_step(tokens, step_s, LOSS, self.now_s, samples_end=batch.end)
-            self._tape_of(name).note("step", learner.local_step, clock, batch.ranges, LOSS)
+            self._tape_of(name).step(learner.local_step, clock, batch.ranges, LOSS)
             self._run_learner(name, effects)
         self.deliver()
 

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages as m
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX as REASON_KEPT_MAX
+from diloco_jax.protocol.texts import clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.group.commands import COMMANDS, REPLIES
 from diloco_jax.transport.limits import COUNTER_MAX, PAIR_LENGTH_MAX, PARTS_MAX, REASON_LENGTH_MAX
@@ -30,6 +32,7 @@ VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
 MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(m.Message), *COMMANDS, *REPLIES)))
 METRICS = m.MetricsReport("a", 2, 7, ())
 SCORE = m.Score("a", 2, 1, 5, (4,), math.nan, math.inf, 0, (), 0.5, "no number, but for people")
+TEXTS = st.text(max_size=20).filter(str.isprintable)  # what a sender may say and is not changed
 ARRIVED = st.builds(m.Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
 
 
@@ -64,7 +67,7 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
     return {
         bool: st.booleans(),
         int: st.integers(0, COUNTER_MAX),
-        str: st.text(max_size=20),
+        str: TEXTS,
         float: st.floats(allow_nan=False),
     }[hint]
 
@@ -98,6 +101,13 @@ def control(message: m.Message) -> tuple[wire.Reader, bytes]:
     return wire.Reader(header, MESSAGES), wire.pack_header(header) + wire.pack_body(message)
 
 
+def in_texts(value: Any) -> list[str]:
+    """Every text that a message holds, at any depth."""
+    if isinstance(value, str):
+        return [value]
+    return [text for each in value for text in in_texts(each)] if isinstance(value, tuple) else []
+
+
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
@@ -107,6 +117,114 @@ def test_every_message_comes_back_equal(kind: type, data: st.DataObject) -> None
     again = wire.unpack_body(frame, typing.cast(str, frame.WhichOneof("body")))
     assert type(again) is kind and again == message
     assert [type(value) for value in again] == [type(value) for value in message]
+
+
+NASTY = st.sampled_from([chr(n) for n in (*range(32), *range(127, 160), 0x2028, 0x202E, 0x2066, 0x200F, 0xFEFF)])
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), nasty=st.text(NASTY, min_size=1, max_size=9), size=st.sampled_from([0, 3000]))
+def test_no_text_of_an_unpacked_message_has_a_control_character(
+    kind: type, data: st.DataObject, nasty: str, size: int
+) -> None:
+    message = data.draw(message_strategy(kind))
+    body_name = wire._BODY_NAMES[kind.__name__]
+    frame = pb.Frame.FromString(wire.pack_body(message))
+    body = getattr(frame, body_name)
+    for field in body.DESCRIPTOR.fields:
+        if field.type == field.TYPE_STRING and field.name not in wire._OWN_NAMES:
+            if field.is_repeated:
+                body_texts = getattr(body, field.name)
+                body_texts[:] = [nasty] * len(body_texts)
+            else:
+                setattr(body, field.name, nasty + "x" * size * (field.name == "reason") + nasty)
+    again = wire.unpack_body(frame, body_name)
+    own = [getattr(again, name) for name in wire._OWN_NAMES if hasattr(again, name)]
+    for text in in_texts(again):
+        assert text.isprintable() or text in own
+        assert len(text) <= REASON_KEPT_MAX or text in own
+
+
+def test_a_name_that_is_cleaned_is_not_the_name_of_another() -> None:
+    assert clean("island-0\x00") != "island-0" != clean("\u202eisland-0")
+
+
+def sealed(message: m.Message, payload: bytes = b"") -> tuple[pb.Header, bytes]:
+    """A frame as a peer of this release sends it, and its header."""
+    header = pb.Header()
+    header.CopyFrom(HEADER)
+    if isinstance(message, m.GlobalFragment):
+        header.sender = m.SYNCER
+    if message.__class__ in wire.BULK_TYPES:
+        (piece,) = wire.pieces(1, wire.pack_body(message), [memoryview(payload)], 1 << 20)
+        return header, wire.piece_frame(wire.pack_header(header), piece)
+    header.lane = pb.LANE_CONTROL
+    return header, wire.control_frame(wire.pack_header(header), wire.pack_body(message))
+
+
+FLIPPED = [
+    m.StepReport("a", 2, 7, 9000, 6, (m.Adopted(5, 4, 4096), m.Adopted(-1, 0, 0)), 0.25, 2.5, 56, 64),
+    VALUE,
+    m.GlobalFragment(9, 1, 8, 3, 1 << 63, 10, 2, 7, -1),
+    m.PullRequest(9, 1, 40),
+    m.Lease(64, 128, 192),
+]
+
+
+@pytest.mark.parametrize("message", FLIPPED, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("first", [True, False], ids=["first frame", "later frame"])
+def test_a_flipped_bit_is_never_taken_for_another_value(message: m.Message, first: bool) -> None:
+    """Each bit of a frame in turn: it is refused, or what comes out is what was sent."""
+    payload = b"0123456789" * (type(message) in wire.BULK_TYPES)
+    header, raw = sealed(message, payload)
+    taken = 0
+    for bit in range(8 * len(raw)):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        receiver = wire.Reader(header, MESSAGES)
+        if not first:
+            receiver.read(raw)
+        try:
+            came = come_out(receiver, bytes(flipped))
+        except wire.WireError:
+            continue
+        taken += 1
+        assert came == [(message, payload)], f"bit {bit}"
+    assert taken <= 16 * first, "only the tag of the checksum itself may be damaged, and only before one was seen"
+
+
+def come_out(receiver: wire.Reader, raw: bytes) -> list[tuple[m.Message, bytes]]:
+    """Return what one frame becomes."""
+    event, came = receiver.read(raw), list[tuple[m.Message, bytes]]()
+    assert isinstance(event, wire.Incoming)
+    if not receiver._bulk:
+        return [(typing.cast(m.Message, event.message), b"")]
+    assembly = Assembly(1 << 20, Partials(1 << 20, 60.0))
+    assembly.add(event)
+    assembly.deliver(lambda message, payload: came.append((message, bytes(payload))))
+    return came
+
+
+def test_peers_that_know_no_checksum_are_understood_and_understand() -> None:
+    """Protocol 1 of release 0.2.0 sends none, and reads frames that have one as it passes over any unknown field."""
+    header, raw = sealed(FLIPPED[0])
+    receiver = wire.Reader(header, MESSAGES)
+    bare = wire.pack_header(header) + wire.pack_body(FLIPPED[0])
+    assert raw.startswith(bare) and receiver.read(bare) == receiver.read(bare) == wire.Incoming(
+        FLIPPED[0], pb.Chunk(), memoryview(b"")
+    )
+    position = len(bare)
+    assert raw[position] & 7 == 2, "its readers take length-delimited fields only"
+    assert wire.Reader(header, MESSAGES).read(raw) == wire.Incoming(FLIPPED[0], pb.Chunk(), memoryview(b""))
+
+
+def test_a_peer_that_sends_checksums_sends_them_always() -> None:
+    header, raw = sealed(FLIPPED[0])
+    receiver = wire.Reader(header, MESSAGES)
+    receiver.read(raw)
+    with pytest.raises(wire.WireError, match="without a checksum"):
+        receiver.read(wire.pack_header(header) + wire.pack_body(FLIPPED[0]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -184,9 +302,10 @@ def test_value_that_does_not_fit_is_refused_before_it_travels() -> None:
 def test_long_reason_is_shortened_rather_than_refused() -> None:
     """Reasons quote what others sent; to send one must never fail."""
     frame = pb.Frame.FromString(wire.pack_body(m.Stop(1, "x" * 10_000)))
-    assert wire.unpack_body(frame, "stop") == m.Stop(1, "x" * REASON_LENGTH_MAX)
+    assert wire.unpack_body(frame, "stop") == m.Stop(1, "x" * REASON_KEPT_MAX)
+    assert len(frame.stop.reason) == REASON_LENGTH_MAX
     assert reader().read(wire.goodbye_frame(wire.pack_header(HEADER), "y" * 10_000)) == wire.Goodbye(
-        "y" * REASON_LENGTH_MAX
+        "y" * REASON_KEPT_MAX
     )
 
 

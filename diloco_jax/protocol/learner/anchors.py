@@ -22,6 +22,7 @@ from diloco_jax.protocol.messages import (
 )
 
 USEFUL, STALE, GAP = "useful", "stale", "gap"
+AGO_DIGITS = 4  # of seconds since a fragment came: a learner reads its inbox between two steps
 
 
 class Anchors:
@@ -91,7 +92,7 @@ class Heads:
             return ()
         told = []
         for fragment_id, read_s in self._untold.items():
-            ago_s = now_s - read_s if now_s > read_s else 0.0
+            ago_s = round(now_s - read_s, AGO_DIGITS) if now_s > read_s else 0.0
             told.append(Arrived(fragment_id, self._heads[fragment_id].version, ago_s))
         self._untold.clear()
         return tuple(told)

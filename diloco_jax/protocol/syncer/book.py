@@ -95,10 +95,19 @@ class RoundBook:
         most = self.progress.value_tokens_max
         return tokens + sum(min(most, max(0, told[name] - members[name].credit.merged_tokens)) for name in told)
 
+    def _next_step(self) -> int:
+        """Return the global step of the next round."""
+        step = self.progress.global_step
+        return self.schedule.next_due(step) if self.lockstep else step + 1
+
+    def may_open(self) -> bool:
+        """Return whether the limits of the run allow another round."""
+        return self.progress.allows(self._next_step(), self._promised_tokens())
+
     def _open(self, effects: list[Effect], now_s: float) -> Round | None:
         """Open the next round, if its fragment and a place in flight are free; finish when there is none left."""
-        step = self.schedule.next_due(self.progress.global_step) if self.lockstep else self.progress.global_step + 1
-        if not self.progress.allows(step, self._promised_tokens()):
+        step = self._next_step()
+        if not self.may_open():
             if not self.flying:
                 self.progress.finished = True
                 self.evaluations.conclude(effects, now_s)

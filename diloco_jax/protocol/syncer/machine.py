@@ -30,7 +30,7 @@ from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan, Evaluations
-from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget, Progress
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget, Limits, Progress
 from diloco_jax.protocol.syncer.roster import Roster
 from diloco_jax.protocol.syncer.rounds import COLLECTING, PULLING
 
@@ -265,12 +265,21 @@ class Syncer:
         self.evaluations.restart(now_s)
         return self.comeback.restart(held, digests, now_s)
 
+    def on_limits(self, limits: Limits) -> list[Effect]:
+        """The run, which stands still, gets other limits; it rewinds next."""
+        self.progress.limit(limits)
+        self.membership.expect(GLOBAL_STEPS, limits.told)
+        return []
+
     def on_rewind(self, epoch: int, now_s: float) -> list[Effect]:
         """The whole run goes on from the snapshot that was just restored; what came after it is void.
 
         Args:
             epoch: this life of the syncer, above every earlier one.
         """
+        if self.progress.finished and self.rounds.may_open():
+            # It was complete, and has got higher limits since.
+            self.progress.finished = False
         self.matches.clear()
         self.roster.check_s = now_s
         self.evaluations.restart(now_s)

@@ -19,6 +19,26 @@ class Budget(NamedTuple):
 
 
 NO_BUDGET = Budget()
+GLOBAL_STEPS = "global steps"  # in a fingerprint: those of the learning-rate schedule come first
+
+
+class Limits(NamedTuple):
+    """The limits at which a run is complete, whichever it reaches first."""
+
+    steps: int  # global steps; 0, with `tokens` only: no limit
+    tokens: int  # merged tokens; 0: no limit
+    told: str = ""  # what learners and syncer agree on of them (GLOBAL_STEPS of a fingerprint)
+
+    def allow(self, global_step: int, tokens: int) -> bool:
+        """Return whether the run continues to this global step when so many tokens are merged."""
+        if self.tokens and tokens >= self.tokens:
+            return False
+        return not self.steps or global_step <= self.steps
+
+    def above(self, other: "Limits") -> bool:
+        """Return whether these limits only raise others of the same kind."""
+        higher = not self.steps or 0 < other.steps <= self.steps
+        return bool(self.tokens) == bool(other.tokens) and self.tokens >= other.tokens and higher
 
 
 @dataclass(slots=True)
@@ -62,9 +82,15 @@ class Progress:
 
     def allows(self, global_step: int, tokens: int) -> bool:
         """Say if the run goes on to this global step when so many tokens are merged, or may soon be."""
-        if self.budget.tokens and tokens >= self.budget.tokens:
-            return False
-        return not self.total_steps or global_step <= self.total_steps
+        return self.limits.allow(global_step, tokens)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.total_steps, self.budget.tokens)
+
+    def limit(self, limits: Limits) -> None:
+        """Set the limits at which the run is complete."""
+        self.total_steps, self.budget = limits.steps, self.budget._replace(tokens=limits.tokens)
 
     def plausible(self, tokens: int, steps: int, member: Member, membership: Membership) -> int:
         """Return how many of these tokens so many inner steps of a member can have had (claims.py)."""

@@ -7,21 +7,29 @@ Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 
 
 The line that begins a life of the syncer ends with the stamp of its release.
 
-A line is written before its input is executed, so that no decision that anybody has seen is missing from the tape of
-a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot.
+A line is written before any effect of its input is executed, so that no decision that anybody has seen is missing
+from the tape of a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier
+snapshot. A line ["limits", now_s, [steps, tokens, told], [steps, tokens, told]] has the limits of the run before it and
+from it on; a run that goes back to a snapshot may get higher ones, and trains longer.
+
+A driver that captures a snapshot writes a line ["snapshot", now_s, global_step, head] first: `head` is that of the hash
+chain over all lines before (runtime/records/tape_chain.py), and tells this snapshot from every other one. A snapshot
+that was asked for and skipped leaves no line. Older releases wrote no head, and no line for a snapshot that the machine
+had asked for.
 """
 
 import json
-from collections import ChainMap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from diloco_jax.protocol.bounds import objection
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
 from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
 from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import Limits
 
 _MESSAGES: dict[str, Callable[..., LearnerMessage]] = {kind.__name__: kind for kind in get_args(LearnerMessage)}
 _NOT_A_LINE = (
@@ -34,7 +42,55 @@ _NOT_A_LINE = (
     RecursionError,
 )
 _BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}  # and have so many arguments before the stamp
-SNAPSHOTS_MAX = 4  # states that a replay remembers, in case the run went back to one
+
+_LATER_LIVES = ('["restart"', '["rewind"')
+
+T = TypeVar("T")
+
+
+class Moment(NamedTuple):
+    """A snapshot by its names on the tape; global step -1 stands for the beginning of the run."""
+
+    global_step: int
+    head: str = ""  # of the hash chain before its line; "" where drivers kept none
+
+
+BEGINNING = Moment(-1)
+
+
+class Moments(Generic[T]):
+    """Values at snapshots, each kept until the tape has gone back to it for the last time.
+
+    Args:
+        uses: how often the tape goes back to each snapshot, as `returns` counts it; None keeps all values.
+    """
+
+    def __init__(self, uses: Mapping[Moment, int] | None = None) -> None:
+        self._uses = None if uses is None else Counter(uses)
+        self._values: dict[Moment, T] = {}
+
+    def keep(self, moment: Moment, value: Callable[[], T]) -> None:
+        """Keep the value of now for a snapshot that something goes back to; it replaces an older one."""
+        if self._uses is None or self._uses[moment] > 0:
+            self._values[moment] = value()
+
+    def at(self, moment: Moment) -> T:
+        """Return the value at a snapshot; ValueError if no line before was of this snapshot."""
+        if moment not in self._values:
+            raise ValueError(
+                f"the run went back to its snapshot of global step {moment.global_step}, but no earlier line is of that"
+            )
+        if self._uses is not None:
+            self._uses[moment] -= 1
+            if self._uses[moment] <= 0:
+                return self._values.pop(moment)
+        return self._values[moment]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._values.values()))
+
+    def __contains__(self, moment: object) -> bool:
+        return moment in self._values
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +98,8 @@ class TapedSyncer:
     """A syncer whose every input is written down before it is executed."""
 
     syncer: Syncer
-    write: Callable[[str], None]  # takes one line without its newline; when it returns, the line outlives the process
+    # Takes one line without its newline. The driver lets it outlive the process before it executes any effect.
+    write: Callable[[str], None]
 
     def _write(self, *line: Any) -> None:
         self.write(json.dumps(line, separators=(",", ":")))
@@ -71,75 +128,147 @@ class TapedSyncer:
         self._write("tick", now_s)
         return self.syncer.on_tick(now_s)
 
-    def on_restart(self, held: Sequence[int], digests: Sequence[int], loaded: int, now_s: float) -> list[Effect]:
+    def on_restart(
+        self, held: Sequence[int], digests: Sequence[int], loaded: int, now_s: float, head: str = ""
+    ) -> list[Effect]:
         """As Syncer.on_restart; `loaded` is the global step of the snapshot that the values are of, -1 for none."""
-        self._write("restart", now_s, list(held), list(digests), loaded, STAMP)
+        self._write("restart", now_s, list(held), list(digests), loaded, STAMP, *([head] if head else []))
         return self.syncer.on_restart(held, digests, now_s)
 
-    def on_snapshot(self, global_step: int, now_s: float) -> list[Effect]:
-        """The driver takes a snapshot of this moment, asked for or not: the run may go back to it."""
-        self._write("snapshot", now_s, global_step)
+    def on_snapshot(self, global_step: int, now_s: float, head: str = "") -> list[Effect]:
+        """The driver is about to capture this moment, asked for or not: the run may go back to it."""
+        self._write("snapshot", now_s, global_step, *([head] if head else []))
         return []
 
-    def on_rewind(self, state: Mapping[str, Any], global_step: int, epoch: int, now_s: float) -> list[Effect]:
-        """Go back to the state at the snapshot of this global step, as life `epoch`."""
-        self._write("rewind", now_s, global_step, epoch, STAMP)
+    def on_rewind(
+        self, state: Mapping[str, Any], global_step: int, epoch: int, now_s: float, head: str = ""
+    ) -> list[Effect]:
+        """Go back to the state at the snapshot of this global step and head, as life `epoch`."""
+        self._write("rewind", now_s, global_step, epoch, STAMP, *([head] if head else []))
         self.syncer.restore(dict(state))
         return self.syncer.on_rewind(epoch, now_s)
 
 
 def replay(
-    lines: Iterable[str], syncer: Syncer, snapshots: Mapping[int, Mapping[str, Any]] | None = None
+    lines: Iterable[str],
+    syncer: Syncer,
+    snapshots: Mapping[Moment, Mapping[str, Any]] | None = None,
+    uses: Mapping[Moment, int] | None = None,
 ) -> Iterator[list[Effect]]:
     """Feed a tape to a machine; yields what each input led to.
 
     Args:
         lines: the tape, or its end from the moment on in which the machine is.
         syncer: a fresh machine, or one restored from the state of that moment.
-        snapshots: global step -> state, for snapshots that were taken before the first line.
+        snapshots: states of snapshots that were taken before the first line.
+        uses: what `returns` says of these lines, so that no other states are remembered; None remembers all.
 
     Raises:
         ValueError: a line is not one that TapedSyncer writes; the message names its number.
         OtherRelease: a life was that of a release whose tapes this one does not read.
     """
-    asked: dict[int, Mapping[str, Any]] = {}  # states of snapshots that the machine asked for,
-    taken = dict(snapshots or {})  # and of those that a driver said it took: it skips some while it writes one
+    states: Moments[Mapping[str, Any]] = Moments(uses)
+    for moment, state in (snapshots or {}).items():
+        states.keep(moment, lambda state=state: state)  # type: ignore[misc]
     for number, line in enumerate(lines, start=1):
         try:
             kind, now_s, *arguments = json.loads(line)
             check_life(number, kind, arguments)
-            effects = _apply(syncer, kind, float(now_s), arguments, ChainMap(taken, asked))
+            effects = _apply(syncer, kind, float(now_s), arguments, states)
+            for moment in captured(kind, arguments, effects):
+                states.keep(moment, syncer.state)
         except _NOT_A_LINE as error:
             raise ValueError(f"tape line {number} cannot be replayed ({error}): {line[:120]!r}") from error
-        if kind == "snapshot":
-            _remember(taken, arguments[0], syncer)
-        for effect in effects:
-            if isinstance(effect, SaveSnapshot):
-                _remember(asked, effect.global_step, syncer)
         yield effects
 
 
-def _remember(states: dict[int, Mapping[str, Any]], global_step: int, syncer: Syncer) -> None:
-    states.pop(global_step, None)
-    states[global_step] = syncer.state()
-    while len(states) > SNAPSHOTS_MAX:
-        del states[next(iter(states))]
+def captured(kind: str, arguments: Sequence[Any], effects: Iterable[Effect]) -> Iterator[Moment]:
+    """Yield the snapshots that a driver may have captured after this input.
+
+    Those that the machine asked for have no head: only lives of older releases go back to one by this name.
+    """
+    for effect in effects:
+        if isinstance(effect, SaveSnapshot):
+            yield Moment(effect.global_step)
+    if kind == "snapshot":
+        yield Moment(*arguments)
+
+
+def back_to(kind: str, arguments: Sequence[Any]) -> Moment | None:
+    """Return the snapshot from which a life of the syncer began, by its line's arguments without the stamp."""
+    match kind, arguments:
+        case "restart", [_, _, int(loaded), *head]:
+            return Moment(loaded, *head)
+        case "rewind", [int(global_step), _, *head]:
+            return Moment(global_step, *head)
+    return None
+
+
+def returns(lines: Iterable[str]) -> Counter[Moment]:
+    """Count how often a tape goes back to each snapshot. It leaves lines that cannot be read to `replay`."""
+    found: Counter[Moment] = Counter()
+    for line in lines:
+        if line.startswith(_LATER_LIVES):
+            try:
+                kind, _, *arguments = json.loads(line)
+                own = _BEGIN_A_LIFE[kind]
+                del arguments[own : own + 1]  # the stamp
+                moment = back_to(kind, arguments)
+            except _NOT_A_LINE:
+                continue
+            if moment is not None:
+                found[moment] += 1
+    return found
 
 
 def check_life(number: int, kind: str, arguments: list[Any]) -> None:
     """Take the stamp off the arguments of an input that begins a life; OtherRelease if this one does not read it."""
     if (own := _BEGIN_A_LIFE.get(kind)) is not None:
-        check_readable(f"the tape from line {number} on", *arguments[own:])
-        del arguments[own:]
+        check_readable(f"the tape from line {number} on", *arguments[own : own + 1])
+        del arguments[own : own + 1]
+
+
+def limits_line(before: Limits, limits: Limits, now_s: float) -> str:
+    """Return the line that says of a run, which stands still, that it has got other limits."""
+    return json.dumps(["limits", now_s, before, limits], separators=(",", ":"))
+
+
+def limits_before(lines: Iterable[str]) -> Limits | None:
+    """Return the limits of a run where these lines of its tape start; None if they never changed later."""
+    line = next(filter(_is_of_limits, lines), None)
+    return None if line is None else _limits(line, 2)
+
+
+def limits_after(lines: Iterable[str]) -> Limits | None:
+    """Return the limits of a run behind these lines of its tape; None if they do not tell."""
+    found = None
+    for line in filter(_is_of_limits, lines):
+        found = _limits(line, 3)
+    return found
+
+
+def _is_of_limits(line: str) -> bool:
+    return line.startswith('["limits"')
+
+
+def _limits(line: str, place: int) -> Limits:
+    try:
+        return _made(*json.loads(line)[place])
+    except _NOT_A_LINE as error:
+        raise ValueError(f"a line of the tape cannot be read ({error}): {line[:120]!r}") from error
+
+
+def _made(steps: Any, tokens: Any, told: Any = "") -> Limits:
+    return Limits(int(steps), int(tokens), str(told))
 
 
 def lives(lines: Iterable[str]) -> int:
     """Count the lives of the syncer that a tape has seen: 1, and one more for each restart and rewind."""
-    return 1 + sum(line.startswith(('["restart"', '["rewind"')) for line in lines)
+    return 1 + sum(line.startswith(_LATER_LIVES) for line in lines)
 
 
 def _apply(
-    syncer: Syncer, kind: str, now_s: float, arguments: list[Any], states: Mapping[int, Mapping[str, Any]]
+    syncer: Syncer, kind: str, now_s: float, arguments: list[Any], states: Moments[Mapping[str, Any]]
 ) -> list[Effect]:
     match kind, arguments:
         case _ if kind in _MESSAGES:
@@ -150,18 +279,21 @@ def _apply(
             return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
         case "tick", _:
             return syncer.on_tick(now_s)
-        case "snapshot", [_]:
+        case "snapshot", [int(), *_]:
             return []
+        case "limits", [_, limits]:
+            return syncer.on_limits(_made(*limits))
         case "begin", [digests, *_]:
             return syncer.on_begin(digests, now_s)
-        case "restart", [held, digests, _]:
+        case "restart", [held, digests, *_]:
+            # Its values were loaded then, and its state is needed no more: the machine is further already.
+            if (moment := back_to(kind, arguments)) is not None and moment in states:
+                states.at(moment)
             return syncer.on_restart(held, digests, now_s)
-        case "rewind", [int(global_step), epoch]:
-            if global_step not in states:
-                raise ValueError(
-                    f"the run went back to a snapshot at global step {global_step}, which is not on this tape"
-                )
-            syncer.restore(dict(states[global_step]))
+        case "rewind", [int(), epoch, *_]:
+            moment = back_to(kind, arguments)
+            assert moment is not None, "it begins a life"
+            syncer.restore(dict(states.at(moment)))
             return syncer.on_rewind(int(epoch), now_s)
     raise ValueError(f"unknown input {kind!r}, or not its arguments")
 

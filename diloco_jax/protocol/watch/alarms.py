@@ -30,8 +30,8 @@ REMEDIES = {  # by kind
     "few": "set protocol.quorum to the number of islands, or raise protocol.grace_min_s (steps of milliseconds) or "
     "grace_steps_max: rounds then wait for more of them; a larger protocol.overlap_steps leaves time for that",
     "unmerged-fragments": "make the run longer than protocol.sync_every, and see in the syncer's log how rounds ended",
-    "tape": "free space on the syncer's disk; rounds go on by themselves",
-    "snapshot": "free space on the syncer's disk, or a faster one; the next snapshot is tried by itself",
+    "tape": "do what the alarm says, such as to free space; rounds continue by themselves",
+    "snapshot": "do what the alarm says, such as to free space; the next snapshot is tried by itself",
     "disk": "free space there, or lower checkpoints.keep; a full disk stops the merging, not the training",
     "certificate": "`diloco certs FOLDER ... --renew 30`, and copy the new files over the old ones; no restart",
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
@@ -48,6 +48,7 @@ PAST = {  # by kind: how an alarm that is over is told of
     "loss": "a loss {of_who} was not as it should be",
     "link": "the link of {who} was too slow",
     "outrun": "islands outran rounds",
+    "few": "rounds merged few of the live islands",
     "unmerged-fragments": "fragments were not merged",
     "tape": "the tape could not be written",
     "snapshot": "a snapshot was overdue or failed",
@@ -84,6 +85,7 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
     if syncer.finished:
         return []
     stats.links.look(syncer, now_s)
+    median_s = syncer.membership.median_step_s()
     found = [Alarm("outrun", "", stats.outrun)] if stats.outrun else []
     for condition in conditions(syncer, now_s):
         name = condition.learner_id
@@ -93,7 +95,7 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
             continue
         if trouble := stats.losses.trouble(name):
             found.append(Alarm("loss", name, f"{name}: {trouble}"))
-        if way := stats.links.trouble(syncer, name):
+        if way := stats.links.trouble(syncer, name, median_s):
             text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
             found.append(Alarm("link", name, text))
     stats.crowd.look(syncer, now_s, {alarm.who for alarm in found})

@@ -22,13 +22,14 @@ class Condition(NamedTuple):
 
 def conditions(syncer: Syncer, now_s: float) -> list[Condition]:
     """One condition per learner that was ever seen, sorted by name; the gravest first where several hold."""
+    median_s = syncer.membership.median_step_s()
     return [
-        Condition(name, *_condition(syncer, member, now_s))
+        Condition(name, *_condition(syncer, member, median_s, now_s))
         for name, member in sorted(syncer.membership.members.items())
     ]
 
 
-def _condition(syncer: Syncer, member: Member, now_s: float) -> tuple[str, float, str]:
+def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: float) -> tuple[str, float, str]:
     """Return a learner's condition, since when, and what it means."""
     name, since_s, strikes = member.learner_id, member.since_s, member.credit.strikes
     quiet_s = now_s - member.heard_s
@@ -60,7 +61,6 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> tuple[str, float
     if member.credit.alarmed:
         rounds = syncer.merged_rounds - member.credit.merged_mark
         return "unmerged", since_s, f"trains, but had no share in the last {rounds} rounds"
-    median_s = syncer.membership.median_step_s()
     if median_s and member.step_s and member.step_s > SLOW_FACTOR * median_s:
         factor = member.step_s / median_s
         return "slow", since_s, f"steps take {member.step_s:.3f} s, {factor:.1f} times the median"

@@ -101,10 +101,14 @@ class Links:
                 if (waited_s := now_s - this.closed_s) > max(WAY_LEAST_S, self._up_s.get(name, 0.0)):
                     self._up_s[name] = waited_s
 
-    def trouble(self, syncer: Syncer, learner_id: str) -> SlowLink | None:
-        """Return the time of an island's fragments where it is too long; None where it is not, or not known."""
+    def trouble(self, syncer: Syncer, learner_id: str, median_s: float | None) -> SlowLink | None:
+        """Return the time of an island's fragments where it is too long; None where it is not, or not known.
+
+        Args:
+            median_s: of the live islands' inner steps.
+        """
         member = syncer.membership.members[learner_id]
-        steps_s = [each for each in (member.step_s, syncer.membership.median_step_s()) if each]
+        steps_s = [each for each in (member.step_s, median_s) if each]
         if learner_id not in self._up_s or not steps_s:
             return None
         took_s = self._up_s[learner_id] + (member.down.broadcast_s or 0.0)

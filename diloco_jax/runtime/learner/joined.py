@@ -207,10 +207,12 @@ class Joined:
     def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
         """Report a step that began at this step of the schedule, adopt what came, and wait for the next (`ready`)."""
         loss = float(metrics["loss"])
+        # The syncer's tape keeps every report: it has the digits that are measured, and no more.
+        told_s, told_loss = round(took_s, 6), float(f"{loss:.7g}")
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
-            effects = machine.on_step(self._step_tokens, took_s, loss, now_s, samples_end=batch.end)
-            self._tape.note("step", machine.local_step, clock, batch.ranges, loss)
+            effects = machine.on_step(self._step_tokens, told_s, told_loss, now_s, samples_end=batch.end)
+            self._tape.step(machine.local_step, clock, batch.ranges, loss)
             self._metrics.step(machine.local_step, metrics, took_s, self._step_tokens)
             return effects
 

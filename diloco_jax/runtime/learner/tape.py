@@ -11,11 +11,12 @@ of the step, so a value that went into a merge has its steps on a tape, whatever
     ["sent", fragment_id, global_step, local_step]                 the value of a round left
     ["step", local_step, clock, [[start, stop], ...], loss]        clock: step of the schedule; then what it read
     ["lost", lines]                                                the disk took so many lines not: no replay from here
-    ["end", reason, [digest of each fragment held]]
+    ["end", reason, [digest of each fragment held], head]          head of the hash chain over the lines before
 """
 
 import json
 import logging
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.records.files import TAPES
-from diloco_jax.runtime.records.tape_file import LineFile
+from diloco_jax.runtime.records.os_errors import remedy
+from diloco_jax.runtime.records.tape_chain import TapeChain
+from diloco_jax.runtime.records.tape_file import SegmentedFile
 from diloco_jax.runtime.records.telemetry import finite
 
 log = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ class LearnerTape:
 
     def __init__(self, run_dir: Path, learner_id: str, incarnation: int, step_samples: int) -> None:
         self._path = learner_tape_path(run_dir, learner_id, incarnation)
-        self._file: LineFile | None = None
+        self._file: SegmentedFile | None = None
         self._lost = 0
         self.note("begin", learner_id, incarnation, step_samples, STAMP)
 
@@ -50,24 +53,50 @@ class LearnerTape:
     def state(self, effect: AdoptState, donor_incarnation: int, donor_step: int) -> None:
         self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
 
+    def step(self, local_step: int, clock: int, ranges: Sequence[Sequence[int]], loss: float) -> None:
+        """Write down a step; of its loss the digits that tell one float32 from the next: devices compute no others."""
+        self.note("step", local_step, clock, ranges, shortest_float32(loss))
+
     def end(self, reason: str, digests: Sequence[int]) -> None:
-        self.note("end", reason, digests)
+        chain = TapeChain(self._file.head if self._file is not None else "")
+        for line in self._lost_line():
+            chain.add(line)
+        self.note("end", reason, digests, chain.head)
         if self._file is not None:
             self._file.close()
 
     def note(self, *fields: Any) -> None:
         """Write down one line: its kind, and what belongs to it (see above)."""
-        line = json.dumps(finite(fields), allow_nan=False, separators=(",", ":")) + "\n"
-        if self._lost:
-            line = json.dumps(["lost", self._lost], separators=(",", ":")) + "\n" + line
+        lines = [*self._lost_line(), _line(*fields)]
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(self._path)
-            self._file.append(line.encode())
+                self._file = SegmentedFile(self._path)
+            self._file.append(*lines)
         except OSError as error:
             if not self._lost:
-                log.warning(f"{self._path.name} cannot be written ({error}); training goes on, replay will not work")
+                what = f"{self._path.name} cannot be written ({error}): {remedy(error, self._path)}"
+                log.warning(f"{what}; training goes on, replay will not work")
             self._lost += 1
             return
         self._lost = 0
+
+    def _lost_line(self) -> list[bytes]:
+        """Return what comes before the next line if the disk refused some."""
+        return [_line("lost", self._lost)] if self._lost else []
+
+
+def shortest_float32(value: float) -> float:
+    """Return the number of fewest digits that is this value as float32; one that is too large for that as it is."""
+    try:
+        packed = struct.pack("f", value)
+    except OverflowError:
+        return value
+    for digits in range(6, 9):
+        if struct.pack("f", short := float(f"{value:.{digits}g}")) == packed:
+            return short
+    return float(f"{value:.9g}")
+
+
+def _line(*fields: Any) -> bytes:
+    return json.dumps(finite(fields), allow_nan=False, separators=(",", ":")).encode()

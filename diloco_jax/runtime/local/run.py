@@ -32,7 +32,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
 from diloco_jax.runtime.records.phases import forget_phases, tell_phase
 from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
-from diloco_jax.runtime.records.status import complete, last_state, start_again
+from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
 
@@ -73,6 +73,7 @@ class LocalRun:
         self._resume = resume
         self._say = say
         self._stop = stop
+        self._address = ""
         self._islands: dict[str, Child] = {}
         self._syncer: Child | None = None
         self._compilers: list[Process] = []
@@ -85,16 +86,19 @@ class LocalRun:
     def run(self) -> None:
         """Start everything, return when the syncer has written the summary; RunFailed if it cannot be kept running."""
         forget_phases(self._run_dir)
-        if self._resume:  # nobody listens there any more
-            (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
-            start_again(self._run_dir)
+        put_back = clear_for_start(self._run_dir, resume=self._resume)
         try:
             if self._config.algorithm == "data_parallel":
                 self._syncer = Child("trainer", [self._start("trainer", ["baseline", self._config_path])])
             else:
                 self._start_compilers()
                 self._syncer = self._start_syncer(["--rewind"] if self._resume else [])
-                address = self._await_address()
+                try:
+                    address = self._address = self._await_address()
+                except RunFailed:
+                    # The run did not start, so what its folder said of it is still true.
+                    put_back()
+                    raise
                 self._await_compilers()
                 single = self._config.islands.controller == "single"
                 for name in ((CONTROLLER,) if single else self._config.islands.names) if address else ():
@@ -178,7 +182,7 @@ class LocalRun:
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not self._stop.is_set():
             ended = self._syncer.poll() is not None  # before we look: it may listen, then die
-            if path.exists() and (text := path.read_text(encoding="utf-8")):
+            if text := _read(path):
                 return text
             if ended:
                 raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == WRONG_INPUT)
@@ -186,6 +190,16 @@ class LocalRun:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
         return ""
+
+    def address(self) -> str:
+        """Return where the syncer listens: as its file says, which is written again if somebody took it away."""
+        path = self._run_dir / ADDRESS_FILE
+        if text := _read(path):
+            self._address = text
+        elif self._address:
+            with contextlib.suppress(OSError):
+                path.write_text(self._address, encoding="utf-8")
+        return self._address
 
     def _watch(self) -> None:
         """Keep the run going until the syncer has ended it."""
@@ -212,6 +226,8 @@ class LocalRun:
             if asked_to_stop or self._stop.is_set():
                 raise RunFailed("stopped while the syncer was away; --resume goes on from the newest snapshot")
             if time.monotonic() >= syncer.again_at_s:
+                # It listens where the process before it did, as the file says.
+                self.address()
                 syncer.start_again(self._start_syncer().hosts)
             return False
         code = syncer.poll()
@@ -239,8 +255,7 @@ class LocalRun:
             return
         if child.again_at_s is not None:
             if time.monotonic() >= child.again_at_s:
-                address = (self._run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
-                child.start_again(self._start_island(child.name, address).hosts)
+                child.start_again(self._start_island(child.name, self.address()).hosts)
             return
         code = child.poll()
         if code is None:
@@ -307,6 +322,14 @@ class LocalRun:
             patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1  # it saves the model
             child.wait(max(patience_s, ends_s - time.monotonic()))
         forget_phases(self._run_dir)
+
+
+def _read(path: Path) -> str:
+    """Return what a file says; "" if it is missing, or cannot be read now."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def next_incarnation(run_dir: Path, name: str) -> int:

@@ -1,13 +1,16 @@
 """The merge shards of a syncer, as their owner sees them: processes of their own, on this host.
 
 This process starts them, says over a pipe what to do (the methods of ShardRun), and ends with an error when one of them
-ends; they end when the pipe does. Of learners' values and of versions that go out it knows numbers and sizes only. What
-waits in a shard for this process is freed when nobody here refers to it any more.
+ends; they end when the pipe does. A shard that stands still (SIGSTOP) would hold up merges, snapshots and the end of
+the run, so it is killed after STOPPED_S, and the run recovers as from any death of a shard. Of learners' values and of
+versions that go out it knows numbers and sizes only. What waits in a shard for this process is freed when nobody here
+refers to it any more.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import subprocess
 import sys
 import threading
@@ -25,9 +28,14 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.shard_process import Pipe, ShardAnswer, ShardEvent, ShardRun
+from diloco_jax.runtime.records.signals import is_stopped
 
 MERGE_SHARD = "merge-shard"  # the command that runs one
 END_S = 5.0
+ANSWER_POLL_S = 1.0
+STOPPED_S = 10.0  # that a shard may stand still while this process runs and waits for it
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +57,7 @@ class RemoteShare:
         self._captures = itertools.count()
         self._death: Exception | None = None
         self._ending = False
+        self._killed_for = ""  # why this process killed it
         ours, theirs = connect_pair()
         command = [sys.executable, "-m", "diloco_jax", MERGE_SHARD, str(self.config_path)]
         words = ["--shard", str(self.shard), "--connection", str(theirs.fileno())]
@@ -73,7 +82,19 @@ class RemoteShare:
             number = next(self._numbers)
             self._calls[number] = future
         self._pipe.send((number, command, arguments))
-        return future.result()
+        return self._await(future)
+
+    def _await(self, future: Future[T]) -> T:
+        stopped_s = 0.0  # counted in looks, so that it does not grow while this process stands still as well
+        while True:
+            try:
+                return future.result(ANSWER_POLL_S)
+            except TimeoutError:
+                stopped_s = stopped_s + ANSWER_POLL_S if is_stopped(self.process.pid) else 0.0
+            if stopped_s >= STOPPED_S:
+                self._killed_for = f"it was stopped (SIGSTOP) for {stopped_s:g} s while the syncer waited: killed"
+                self.process.kill()
+                return future.result()
 
     def end(self) -> None:
         self._ending = True
@@ -83,6 +104,8 @@ class RemoteShare:
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
+            why = "was stopped (SIGSTOP)" if is_stopped(self.process.pid) else "did not end"
+            log.warning(f"merge shard {self.shard} (process {self.process.pid}) {why}: killed after {END_S:g} s")
             self.process.kill()
             self.process.wait()
         self._pipe.close(0.1)
@@ -99,9 +122,10 @@ class RemoteShare:
             future.set_result(message.result)
 
     def _on_end(self, reason: str) -> None:
+        why = self._killed_for or reason
         error = ConnectionError(
-            f"merge shard {self.shard} (process {self.process.pid}) is gone ({reason}); its words are in this log, "
-            "and the syncer must be started again"
+            f"merge shard {self.shard} (process {self.process.pid}) is gone ({why}); its words are in this log, and "
+            "the syncer must be started again"
         )
         with self._lock:
             self._death = error

@@ -25,6 +25,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, make_setup
+from diloco_jax.runtime.records.signals import be_killed_with_parent
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Traffic
@@ -150,6 +151,7 @@ class ShardRun:
 
     def run(self) -> None:
         """Serve until the control process says that it is over, or is gone."""
+        be_killed_with_parent()  # the end of the pipe is nothing that a stopped process sees
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # control decides, and says goodbye to learners first
         self._pipe.start()

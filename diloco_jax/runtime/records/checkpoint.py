@@ -25,12 +25,14 @@ from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import WHOLE, Slice, whole
+from diloco_jax.runtime.records import history
 
 PARAMETERS, META = "parameters", "meta"
 CHUNK_BYTES = 1 << 26  # of a file
 _PIECES = "pieces"  # key of the description: group -> path, axis, start, stop and checksum of each piece
 _ITSELF = "checksum"  # likewise: of the rest of the description
 _UNREADABLE = "unreadable_"  # prefix of a checkpoint that was set aside
+OTHER_HISTORY = "other_history_"  # likewise, of one that belongs to another run or to lost rounds
 _AT_ONCE = 2  # chunks that are copied, or written, at a time
 
 T = TypeVar("T")
@@ -208,23 +210,22 @@ def _checksum_of(*described: Any) -> int:
     return codec.digest(json.dumps(described, sort_keys=True).encode())
 
 
-def complete(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder whose writer came to its end, newest first."""
-    steps = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
-    return sorted(steps, key=global_step_of, reverse=True)
+complete, global_step_of = history.complete, history.global_step_of
 
 
-def global_step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
+def newest_readable(
+    folder: Path, read: Callable[[Path], T], on_refused: Callable[[Path, ValueError], None] = lambda *_: None
+) -> tuple[Path, T] | None:
+    """Return the newest checkpoint that can be read, with what was read; the log names each that has a ValueError.
 
-
-def newest_readable(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that can be read, with what was read; the log names each that has a ValueError."""
+    `on_refused` gets each of these, with its error.
+    """
     for checkpoint in complete(folder):
         try:
             return checkpoint, read(checkpoint)
         except ValueError as error:
             log.warning(f"skipped {checkpoint.name}, trying the one before: {error}")
+            on_refused(checkpoint, error)
     return None
 
 
@@ -238,9 +239,9 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(checkpoint: Path) -> None:
+def set_aside(checkpoint: Path, prefix: str = _UNREADABLE) -> None:
     """Rename a checkpoint so that nobody takes it for one, replacing what was set aside of the same step before."""
-    target = checkpoint.with_name(_UNREADABLE + checkpoint.name)
+    target = checkpoint.with_name(prefix + checkpoint.name)
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.rename(target)
 

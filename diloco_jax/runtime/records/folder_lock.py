@@ -1,7 +1,8 @@
 """Locks of a run's folder: each names the one process that may write there, and ends with it, however that ends.
 
-`syncer.lock` belongs to the process that writes tape, snapshots, status and summary. `supervisor.lock` belongs to the
-process that starts the others. A lock file stays in the folder; only the system's lock on it counts.
+`syncer.lock` belongs to the process that writes tape, snapshots, status and summary, `supervisor.lock` to the process
+that starts the others, `health/NAME.lock` to a learner. A lock file stays in the folder; only the system's lock on it
+counts.
 """
 
 import contextlib
@@ -14,7 +15,9 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+from diloco_jax.runtime.records.files import HEALTH
 
 ABOUT_BYTES_MAX = 4096
 ATTEMPTS, PAUSE_S = 3, 0.05
@@ -36,17 +39,16 @@ class FolderLock:
     def __init__(self, run_dir: Path, name: str) -> None:
         self._file = os.open(run_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            if not _lock(self._file, run_dir / name):
-                raise FolderInUse(_refusal(self._file, run_dir))
-            about = {"pid": os.getpid(), "host": socket.gethostname(), "command": command()[:COMMAND_MAX]}
-            about["since"] = datetime.now().astimezone().isoformat(timespec="seconds")
-            # A full disk costs a refusal the name of this process, nothing else.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, 0)
-                os.pwrite(self._file, json.dumps(about).encode(), 0)
+            if _lock(self._file, run_dir / name):
+                _sign(self._file)
+            else:
+                self._on_held(run_dir, _read(self._file))
         except BaseException:
             os.close(self._file)
             raise
+
+    def _on_held(self, run_dir: Path, about: dict[str, Any]) -> None:
+        raise FolderInUse(f"{_holder(about)} writes {run_dir}: stop it first, or choose another --run-dir")
 
     def __enter__(self) -> Self:
         return self
@@ -60,6 +62,24 @@ class FolderLock:
             self._file = -1
 
 
+class LearnerLock(FolderLock):
+    """The lock of a learner's name among the processes of one machine.
+
+    Between machines the syncer decides: it takes the newer process of a name, for the older one may be lost.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        (run_dir / HEALTH).mkdir(parents=True, exist_ok=True)
+        self._name = name
+        super().__init__(run_dir, f"{HEALTH}/{name}.lock")
+
+    def _on_held(self, run_dir: Path, about: dict[str, Any]) -> None:
+        if about.get("host") not in (None, socket.gethostname()):
+            log.info(f"{_holder(about)} is {self._name} of {run_dir} so far")
+            return
+        raise FolderInUse(f"{_holder(about)} is {self._name} of {run_dir}: stop it first, or choose another --island")
+
+
 def refuse_if_locked(run_dir: Path, name: str) -> None:
     """Raise FolderInUse if another process holds a lock of this folder; create nothing."""
     try:
@@ -68,7 +88,8 @@ def refuse_if_locked(run_dir: Path, name: str) -> None:
         return
     try:
         if not _lock(file, run_dir / name):
-            raise FolderInUse(_refusal(file, run_dir))
+            about = _read(file)
+            raise FolderInUse(f"{_holder(about)} writes {run_dir}: stop it first, or choose another --run-dir")
     finally:
         os.close(file)
 
@@ -95,16 +116,30 @@ def _lock(file: int, path: Path) -> bool:
     return False
 
 
-def _refusal(file: int, run_dir: Path) -> str:
-    """Name the process that holds a lock, as far as the lock file tells, and the remedy."""
-    holder, since = "another process", ""
+def _sign(file: int) -> None:
+    """Write into a lock file which process holds it; a full disk costs a refusal this name, nothing else."""
+    about = {"pid": os.getpid(), "host": socket.gethostname(), "command": command()[:COMMAND_MAX]}
+    about["since"] = datetime.now().astimezone().isoformat(timespec="seconds")
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(about).encode(), 0)
+
+
+def _read(file: int) -> dict[str, Any]:
+    """Read what a lock file says of its holder; nothing if it says nothing (yet)."""
     try:
         about = json.loads(os.pread(file, ABOUT_BYTES_MAX, 0))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _holder(about: dict[str, Any]) -> str:
+    """Name the process that holds a lock, as far as the lock file tells."""
+    try:
         where = "" if about["host"] == socket.gethostname() else f" on {about['host']}"
-        holder = f"process {int(about['pid'])}{where} ({about['command']}),"
-        since = f" since {str(about['since'])[:16].replace('T', ' ')},"
-    except (OSError, ValueError, LookupError, TypeError):
-        # The holder has the lock, and has not written who it is, or its disk is full.
-        pass
-    text = f"{holder}{since} writes {run_dir}: stop it first, or choose another --run-dir"
+        since = str(about["since"])[:16].replace("T", " ")
+        text = f"process {int(about['pid'])}{where} ({about['command']}), since {since},"
+    except (ValueError, LookupError, TypeError):
+        return "another process"
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 PARENT_ENV = "DILOCO_PARENT_PID"
@@ -48,6 +49,21 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):  # it died before we asked
         raise SystemExit("the supervisor of this run is gone")
+
+
+def be_killed_with_parent() -> None:
+    """Ask Linux for SIGKILL when the parent ends, which ends a stopped process too; elsewhere do nothing."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process stands still because of SIGSTOP or its relatives; False where that cannot be seen."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return told.rpartition(")")[2].split()[:1] == ["T"]
 
 
 def end_now(status: int) -> NoReturn:

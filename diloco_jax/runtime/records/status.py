@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.transport.calls import ask_status
@@ -113,6 +114,28 @@ def read_earlier(run_dir: Path) -> Earlier:
         return NOTHING_EARLIER
 
 
+def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
+    """Remove what processes that are gone said of a run; return a function that puts it back.
+
+    Only the process that holds the folder's lock may call it.
+    """
+    kept: dict[Path, bytes] = {}
+    for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE)):
+        with contextlib.suppress(FileNotFoundError):
+            kept[path] = path.read_bytes()
+    (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    if resume:
+        start_again(run_dir)
+
+    def put_back() -> None:
+        for path, content in kept.items():
+            with contextlib.suppress(OSError):
+                path.write_bytes(content)
+
+    return put_back
+
+
 def start_again(run_dir: Path) -> None:
     """Say that the run of this folder starts again: its last status is of processes that are gone."""
     if said := _last_words(run_dir):
@@ -169,7 +192,7 @@ def read_status(
 
     def ask() -> dict[str, Any]:
         config = syncer_at(run, transport(), allow_plaintext=allow_plaintext)
-        answer: dict[str, Any] = json.loads(ask_status(config))
+        answer: dict[str, Any] = clean_all(json.loads(ask_status(config)))
         return answer
 
     def ask_if_there() -> dict[str, Any] | None:

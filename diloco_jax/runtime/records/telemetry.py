@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE
+from diloco_jax.runtime.records.os_errors import remedy
 from diloco_jax.runtime.records.thinning import BYTES_MAX, ThinnedFile
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class Telemetry:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._outlets = outlets
-        self._file = ThinnedFile(folder / METRICS_FILE, bytes_max)
+        self._path = folder / METRICS_FILE
+        self._file = ThinnedFile(self._path, bytes_max)
         self._waiting: deque[str] = deque(maxlen=WAITING_MAX)
         self._failing = False
 
@@ -133,7 +135,8 @@ class Telemetry:
             self._failing = False
         except OSError as error:
             if not self._failing:  # they wait for the next time
-                log.warning(f"metrics cannot be written ({error}); the newest {WAITING_MAX} records wait")
+                what = f"metrics cannot be written ({error}): {remedy(error, self._path)}"
+                log.warning(f"{what}; the newest {WAITING_MAX} records wait")
             self._failing = True
 
     def close(self) -> None:

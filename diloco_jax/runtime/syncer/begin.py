@@ -8,30 +8,37 @@ rewind    a tape, and nobody is alive: the newest readable snapshot alone; what 
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
-from diloco_jax.protocol.syncer.tape import lives, replay
+from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, limits_before, lives, replay, returns
 from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
+from diloco_jax.runtime.records.history import check_history, has_begun, how_to_use
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.syncer.parts import Parts
-from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot
+from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, set_others_aside
 
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
+# Of snapshots that were refused: those that an error names, and characters of each reason.
+NAMED_MAX, REASON_MAX = 4, 160
 
 log = logging.getLogger(__name__)
 
 
 def mode_of(run_dir: Path, *, rewind: bool) -> str:
-    tape = run_dir / TAPE_FILE
-    if not tape.exists() or last_time_s(tape) is None:
-        return FRESH
-    return REWIND if rewind else FAILOVER
+    """Return how a syncer begins in a folder; ValueError if the folder lacks the history that this needs."""
+    check_history(run_dir, rewinds=rewind)
+    if has_begun(run_dir):
+        # A damaged end is named before anything is changed.
+        last_time_s(run_dir / TAPE_FILE)
+        return REWIND if rewind else FAILOVER
+    return FRESH
 
 
 def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
@@ -43,12 +50,15 @@ def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: flo
         return parts.taped.on_begin(parts.model.digests, now_s)
     if parts.config.model.weights:
         _check_weights(parts)
-    folder, tape_bytes = parts.run_dir / CHECKPOINTS, (parts.run_dir / TAPE_FILE).stat().st_size
-    loaded = checkpoint.newest_readable(folder, lambda path: read_snapshot(path, parts.model, tape_bytes))
-    if loaded is None and checkpoint.complete(folder):
+    folder, tape = parts.run_dir / CHECKPOINTS, TapeExtent(parts.run_dir / TAPE_FILE, parts.tape.position)
+    refused: list[tuple[Path, ValueError]] = []
+    read = partial(read_snapshot, model=parts.model, tape=tape)
+    loaded = checkpoint.newest_readable(folder, read, lambda *each: refused.append(each))
+    if loaded is None and refused:
         parts.model.begin(initial())  # one that is damaged may have been read in part
     if mode == REWIND:
-        return _rewind(parts, loaded, now_s)
+        return _rewind(parts, loaded, refused, now_s)
+    set_others_aside(folder, tape)
     return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
 
 
@@ -63,56 +73,78 @@ def _check_weights(parts: Parts) -> None:
 
 
 def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Effect]:
-    states: dict[int, Any] = {}
-    start, loaded = 0, -1
+    tape, states = parts.run_dir / TAPE_FILE, dict[Moment, Any]()
+    start, loaded = 0, BEGINNING
     if snapshot is not None:
-        states[snapshot.global_step] = _restored(parts, snapshot)
-        start, loaded = snapshot.tape_bytes, snapshot.global_step
-    count, counted = 0, {loaded: parts.stats.state()}
-    lines = _counted(read_lines(parts.run_dir / TAPE_FILE, start), parts, counted)
-    for effects in replay(lines, parts.machine, states):
-        count += 1
-        for effect in effects:
-            if isinstance(effect, Note) and effect.kind == "merged":
-                parts.stats.on_merged(effect.members, effect.global_step)
-            elif isinstance(effect, SaveSnapshot):
-                counted[effect.global_step] = parts.stats.state()
-    origin = f"the snapshot of global step {loaded}" if loaded >= 0 else "the initial model"
+        start, loaded = snapshot.tape_bytes, Moment(snapshot.global_step, snapshot.tape_head)
+        states[loaded] = _restored(parts, snapshot)
+    if (limits := limits_before(read_lines(tape, start))) is not None:
+        parts.machine.on_limits(limits)
+    uses = returns(read_lines(tape, start))
+    counted: Moments[dict[str, Any]] = Moments(uses)
+    counted.keep(loaded, parts.stats.state)
+    count = 0
+    try:
+        for effects in replay(_counted(read_lines(tape, start), parts, counted), parts.machine, states, uses):
+            count += 1
+            for effect in effects:
+                if isinstance(effect, Note) and effect.kind == "merged":
+                    parts.stats.on_merged(effect.members, effect.global_step)
+                elif isinstance(effect, SaveSnapshot):
+                    counted.keep(Moment(effect.global_step), parts.stats.state)
+    except ValueError as error:
+        raise ValueError(f"{tape}, with lines counted from byte {start} on: {error}") from error
+    origin = f"the snapshot of global step {loaded.global_step}" if snapshot is not None else "the initial model"
     log.info(f"restarted from {origin} and {count} inputs of the tape, at global step {parts.machine.global_step}")
-    return parts.taped.on_restart(parts.model.versions, parts.model.digests, loaded, now_s)
+    return parts.taped.on_restart(parts.model.versions, parts.model.digests, loaded.global_step, now_s, loaded.head)
 
 
-def _counted(lines: Iterator[str], parts: Parts, counted: dict[int, dict[str, Any]]) -> Iterator[str]:
+def _counted(lines: Iterator[str], parts: Parts, counted: Moments[dict[str, Any]]) -> Iterator[str]:
     """Pass lines on; each report is counted just before the machine gets it, as it was when it was written.
 
-    What had been counted goes to `counted` by the global step of each snapshot, in case the run went back to it.
+    What had been counted is kept for each snapshot that the run goes back to.
     """
     for line in lines:
         if line.startswith('["StepReport"'):
             _, then_s, *fields = json.loads(line)
             parts.stats.on_report(StepReport(*fields), then_s)
         elif line.startswith('["snapshot"'):
-            counted[json.loads(line)[2]] = parts.stats.state()
-        elif line.startswith('["rewind"') and (kept := counted.get(json.loads(line)[2])):
-            parts.stats.restore(kept)  # else the machine's replay says that its snapshot is not on the tape
+            counted.keep(Moment(*json.loads(line)[2:]), parts.stats.state)
+        elif line.startswith('["rewind"'):
+            fields = json.loads(line)[2:]
+            del fields[2:3]  # the stamp
+            moment = back_to("rewind", fields)
+            if moment is not None and moment in counted:  # else the machine's replay says that it is not on the tape
+                parts.stats.restore(counted.at(moment))
         yield line
 
 
-def _rewind(parts: Parts, loaded: tuple[Path, Snapshot] | None, now_s: float) -> list[Effect]:
+def _rewind(
+    parts: Parts, loaded: tuple[Path, Snapshot] | None, refused: Sequence[tuple[Path, ValueError]], now_s: float
+) -> list[Effect]:
     folder = parts.run_dir / CHECKPOINTS
+    if loaded is None and refused:
+        why = "; ".join(f"{path.name}: {str(error)[:REASON_MAX]}" for path, error in refused[:NAMED_MAX])
+        why += f"; and {len(refused) - NAMED_MAX} more" if len(refused) > NAMED_MAX else ""
+        raise ValueError(
+            f"{folder} holds {len(refused)} snapshots, but this run can continue from none of them ({why}). To use "
+            f"one, {how_to_use(parts.run_dir)}"
+        )
     if loaded is None:
         raise ValueError(
-            f"{folder} holds no snapshot from which this run can go on; start a new run (another --run-dir), and set "
-            "protocol.snapshot_every so that the next one leaves some"
+            f"{folder} holds no snapshot; start a new run (another --run-dir), and set protocol.snapshot_every so that "
+            "the next one leaves some"
         )
     path, snapshot = loaded
+    set_others_aside(folder, TapeExtent(parts.run_dir / TAPE_FILE, parts.tape.position))
     for other in checkpoint.complete(folder):  # of the void future: nobody may take it for the newest later
         if checkpoint.global_step_of(other) > snapshot.global_step:
             checkpoint.set_aside(other)
-    epoch = lives(read_lines(parts.run_dir / TAPE_FILE)) + 1
     state = _restored(parts, snapshot)  # before the tape says that it was
+    # Counted from the snapshot on: a long tape need not be read whole.
+    epoch = state["epoch"][0] + lives(read_lines(parts.run_dir / TAPE_FILE, snapshot.tape_bytes))
     log.info(f"the run goes on from {path.name}; what came after it is void")
-    return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s)
+    return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
 
 
 def _restored(parts: Parts, snapshot: Snapshot) -> dict[str, Any]:

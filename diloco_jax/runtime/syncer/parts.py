@@ -44,7 +44,8 @@ class RunClock:
         self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
 
     def now_s(self) -> float:
-        return time.monotonic() - self._zero_s
+        """Return the time in whole microseconds: machine and tape get the same number, and a shorter one."""
+        return round(time.monotonic() - self._zero_s, 6)
 
 
 class Parts(NamedTuple):

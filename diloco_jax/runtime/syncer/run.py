@@ -4,8 +4,8 @@ The driver gives messages, merges and time to the machine, which asks for sends 
 machine, tape, model, statistics and listener, takes one input after the other, and never computes. What the others make
 (docs/architecture.md) comes by a queue that wakes the listener, where it waits.
 
-Every input is on the tape before it is executed, so a process that takes this one's place does the same and goes on
-(begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
+Every input is on the tape before any of its effects is executed, so a process that takes this one's place does the same
+and goes on (begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ BACKLOG_MAX = 10_000  # deliveries that are taken before time passes
 FAREWELL_S = 5.0  # how long learners have to hear Stop and say goodbye
 ADRIFT_S = 60.0  # whose link broke so lately may be on its way back; nobody else can tell it that the run is over
 
+_NOTHING_SENT: tuple[Any, bytes] = (None, b"")
+
 log = logging.getLogger(__name__)
 
 
@@ -74,6 +76,7 @@ class SyncerDriver:
         self._machine = self.parts.machine
         self._model = self.parts.model
         self._now_s = self.parts.clock.now_s
+        self._sent: tuple[Any, bytes | memoryview] = _NOTHING_SENT
         self._adrift: dict[str, float] = {}  # when a learner's link broke without a goodbye
         # a process before this one may have died at the very end
         self._finished = self._machine.over
@@ -118,7 +121,10 @@ class SyncerDriver:
 
     def _take(self, timeout_s: float) -> bool:
         """Handle one delivery, if one comes in time, and all results of the workers; False if none came."""
-        delivery = self.listener.receive(timeout_s)
+        delivery = self.listener.receive(0.0)
+        if delivery is None and timeout_s:
+            self.parts.tape.flush()  # nothing follows for a while
+            delivery = self.listener.receive(timeout_s)
         if delivery is not None:
             self._on_delivery(delivery, self._now_s())
         for result in self.results.take():
@@ -165,6 +171,7 @@ class SyncerDriver:
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
         effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        self.parts.tape.flush()
         self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
         self._execute(effects)
 
@@ -176,6 +183,8 @@ class SyncerDriver:
 
     def _execute(self, effects: list[asked.Effect], payload: bytes | memoryview = b"") -> None:
         """Do what the machine asks for; `payload` is that of the message that it was given."""
+        if effects:
+            self.parts.tape.flush()
         for effect in effects:
             match effect:
                 case asked.Send(peer, message):
@@ -198,6 +207,7 @@ class SyncerDriver:
                     self._finished = True
                 case _:
                     raise AssertionError(f"the syncer has no effect {effect}")
+        self._sent = _NOTHING_SENT  # a payload is not kept longer than its senders need it
 
     def _send(self, peer: str, message: Any, payload: bytes | memoryview) -> None:
         evaluates = isinstance(message, messages.Evaluate)
@@ -212,10 +222,17 @@ class SyncerDriver:
         if evaluates:
             return
         if isinstance(message, messages.GlobalFragment):
-            payload = self._model.payload(message.fragment_id, message.base)
+            payload = self._version(message)
         elif not isinstance(message, messages.StatePart):  # which is passed on as it came
             payload = b""
         self.listener.send(peer, message, payload)
+
+    def _version(self, message: messages.GlobalFragment) -> bytes | memoryview:
+        """Return the payload of a version; that of a broadcast is the same for all who hold its base."""
+        key = message.fragment_id, message.version, message.base, message.epoch
+        if key != self._sent[0]:
+            self._sent = key, self._model.payload(message.fragment_id, message.base)
+        return self._sent[1]
 
 
 class SyncerRun:
@@ -280,7 +297,7 @@ class SyncerRun:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
         mode = mode_of(run_dir, rewind=self._rewind)
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
-        clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.write)
+        clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.put)
         parts = Parts(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
         writer = SnapshotWriter(parts)
         exposed, earlier = Exposition(parts, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
@@ -291,6 +308,7 @@ class SyncerRun:
             self._pulse.phase("opening its port" if mode == FRESH else "recovering from its folder")
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
             effects = begin(parts, self._initial, mode, clock.now_s())
+            tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
             life = Life(mode, machine.epoch, stop, self._fingerprint, self._description)
@@ -314,7 +332,7 @@ class SyncerRun:
             if listener is not None:
                 listener.close(FAREWELL_S)
             merges.close()
-        summary = self._conclude(watch, writer, ended_s)
+        summary = self._conclude(watch, writer, tape, ended_s)
         writer.close()
         tape.close()
         if self._shards is not None:
@@ -322,12 +340,14 @@ class SyncerRun:
         self._pulse.close()
         return summary
 
-    def _conclude(self, watch: Watch, writer: SnapshotWriter, ended_s: float) -> dict[str, Any]:
+    def _conclude(self, watch: Watch, writer: SnapshotWriter, tape: TapeFile, ended_s: float) -> dict[str, Any]:
         watch.tell()
         self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
         if not writer.saved:
             writer.save_last(watch.tell)
+            if writer.condition:
+                watch.tell()  # so that the summary has the alarm
         found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
         alarms = watch.alarms()
         final = self._machine.evaluations
@@ -339,6 +359,7 @@ class SyncerRun:
         summary = {**found, **summary, "alarms": alarms}
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
+        summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning:
             log.warning(warning)

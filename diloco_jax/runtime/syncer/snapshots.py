@@ -6,7 +6,8 @@ syncer needs to go on as if nothing had happened:
 
     parameters, outer   arrays; what versions they are, their digests and medians are in `meta`
     machine             the state of the machine after the input that asked for the snapshot
-    tape_bytes          where on the tape the inputs begin that came later
+    tape_bytes          where on the tape the inputs begin that came later, behind the line of this snapshot
+    tape_head           head of the tape's hash chain before that line, which holds it too; "" of an older release
     stats               what the machine does not count (stats.py)
 """
 
@@ -23,12 +24,25 @@ from diloco_jax.runtime.model.arithmetic import Capture
 from diloco_jax.runtime.model.global_model import OUTER, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
-from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
+from diloco_jax.runtime.records.os_errors import remedy
+from diloco_jax.runtime.records.tape_chain import head_in
+from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped, line_before
 from diloco_jax.runtime.syncer.parts import Parts
 
 POLL_S = 1.0
 
 log = logging.getLogger(__name__)
+
+
+class TapeExtent(NamedTuple):
+    """The tape of a run, as far as it is written."""
+
+    path: Path
+    size: int  # bytes, of its closed segments too
+
+
+class OtherHistory(ValueError):
+    """A snapshot was taken in a history that is not the one on the run's tape."""
 
 
 class Snapshot(NamedTuple):
@@ -40,6 +54,7 @@ class Snapshot(NamedTuple):
     tokens: int
     stats: Mapping[str, Any]
     kept_s: float  # on the run's clock
+    tape_head: str = ""
 
 
 def write_snapshot(
@@ -69,26 +84,55 @@ def write_snapshot(
         checkpoint.prune(folder, keep)  # what a failed one left too, which may be most of a disk
 
 
-def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapshot:
+def read_snapshot(path: Path, model: GlobalModel, tape: TapeExtent) -> Snapshot:
     """Read a snapshot back into a model of the same config; OtherRelease if this release does not read such ones.
 
-    ValueError if it cannot be read, is damaged, or is of another model, or of more than the run's tape has; the model
-    may be half of it then.
+    ValueError if it cannot be read, is damaged, is of another model, or was not taken of this tape; the model may be
+    half of it then.
     """
     reader = checkpoint.CheckpointReader(path)
     meta = reader.meta
     check_readable(f"snapshot {path}", meta.get("stamp", STAMP))
     try:
-        found = {name: meta[name] for name in Snapshot._fields}
+        found = {"tape_head": meta.get("tape_head", "")}
+        found |= {name: meta[name] for name in Snapshot._fields if name not in found}
         snapshot = Snapshot(**found | {"machine": json.dumps(found["machine"])})
-        if snapshot.tape_bytes > tape_bytes_max:
-            raise ValueError(f"it was taken at byte {snapshot.tape_bytes} of a tape that has {tape_bytes_max}")
+        check_of_history(meta, tape)
         model.load_saved(reader.piece, meta)
     except (KeyError, IndexError) as error:
         raise ValueError(f"checkpoint {path} holds a model, but no {error}: a run cannot go on from it") from error
     except ValueError as error:
-        raise ValueError(f"snapshot {path} cannot be used: {error}") from error
+        raise type(error)(f"snapshot {path} cannot be used: {error}") from error
     return snapshot
+
+
+def check_of_history(meta: Mapping[str, Any], tape: TapeExtent) -> None:
+    """Check that a snapshot with this description was taken in the history on a tape; OtherHistory if it was not.
+
+    What a tape cannot tell of a checkpoint, such as one that holds values alone, counts as its own.
+    """
+    if not isinstance(end := meta.get("tape_bytes", 0), int) or end <= 0:
+        return
+    if end > tape.size:
+        raise OtherHistory(f"it was taken at byte {end} of a tape that has {tape.size}")
+    head = meta.get("tape_head", "")
+    if (line := line_before(tape.path, end)) is None or (head and head_in(line) != head):
+        raise OtherHistory(
+            f"it is of another run, or of another history of this one: byte {end} of the tape is not its own"
+        )
+
+
+def set_others_aside(folder: Path, tape: TapeExtent) -> None:
+    """Rename the snapshots of other histories: they would be taken for the newest, and be deleted as the oldest."""
+    for path in checkpoint.complete(folder):
+        try:
+            check_of_history(checkpoint.CheckpointReader(path).meta, tape)
+        except OtherHistory as error:
+            log.warning(f"{path.name} is set aside: {error}")
+            checkpoint.set_aside(path, checkpoint.OTHER_HISTORY)
+        except ValueError:
+            # It cannot be read, so nobody takes it for the newest; it is deleted in its turn.
+            continue
 
 
 class SnapshotWriter:
@@ -106,7 +150,9 @@ class SnapshotWriter:
         self.saved = False  # the last snapshot of the run
         self.condition = ""  # why the newest attempt failed; "" when it did not
         self.failures = 0
+        self._lost: ConnectionError | None = None  # says that a merge shard is gone
         self.took_s: float | None = None  # to write the newest one
+        self._line = (-1, "")  # where the newest snapshot's line ends on the tape, and the head in it
 
     @property
     def busy(self) -> bool:
@@ -117,14 +163,24 @@ class SnapshotWriter:
         if self.busy:
             step = self._parts.machine.global_step
             log.info(f"no snapshot at global step {step}: the one before is still being written")
-        else:
+            return
+        try:
             self.submit(*self._capture())
+        except TapeStopped as error:
+            log.warning(f"no snapshot of this moment: {error}")
 
     def _capture(self) -> tuple[Capture, Snapshot]:
-        parts, capture = self._parts, self._parts.model.capture(bounded=True)
-        machine, stats, tape_bytes = parts.machine, parts.stats, parts.tape.position
+        """Write on the tape that this moment is captured, and capture it; a second time without another line."""
+        parts, machine, tape = self._parts, self._parts.machine, self._parts.tape
+        tape.flush()
+        if self._line[0] != tape.position:
+            head = tape.head
+            parts.taped.on_snapshot(machine.global_step, parts.clock.now_s(), head)
+            tape.flush()
+            self._line = (tape.position, head)
+        capture, stats, (end, head) = parts.model.capture(bounded=True), parts.stats, self._line
         state, counted = json.dumps(machine.state()), stats.state()
-        return capture, Snapshot(machine.global_step, state, tape_bytes, stats.tokens, counted, parts.clock.now_s())
+        return capture, Snapshot(machine.global_step, state, end, stats.tokens, counted, parts.clock.now_s(), head)
 
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:
         assert not self.busy, "one snapshot at a time"
@@ -138,11 +194,16 @@ class SnapshotWriter:
             path = write_snapshot(
                 self._folder, config.name, self._parts.model, capture, snapshot, keep, self._count_piece
             )
+        except ConnectionError as error:  # a merge shard is gone, and with it what was to be written
+            self._lost, self.failures = error, self.failures + 1
+            self.condition = f"the snapshot of global step {snapshot.global_step} cannot be written: {error}"
+            log.warning(self.condition)
+            return
         except Exception as error:  # Orbax and TensorStore raise what they like for a disk that takes nothing
             reason = " ".join(str(error).split())[:300]
             self.condition = (
                 f"the snapshot of global step {snapshot.global_step} cannot be written ({type(error).__name__}: "
-                f"{reason}): see that {self._folder} has free space and may be written"
+                f"{reason}): {remedy(error, self._folder)}"
             )
             self.failures += 1
             log.warning(self.condition)
@@ -179,21 +240,22 @@ class SnapshotWriter:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
 
         `tell` says that the run is alive meanwhile. Stopping the run ends attempts on a disk that takes nothing.
+        ConnectionError if a merge shard is gone and the run was not stopped.
         """
         if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
         self.wait(tell)
-        parts = self._parts
-        try:  # the machine has not asked for it, so only this line tells a replay of it
-            parts.taped.on_snapshot(parts.machine.global_step, parts.clock.now_s())
+        try:
+            self._write_now(tell)
+            while self.condition and self._lost is None and not self._parts.stop.wait(RETRY_S):
+                tell()
+                self._write_now(tell)
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
-        self._write_now(tell)
-        while self.condition and not self._parts.stop.wait(RETRY_S):
-            tell()
-            self._write_now(tell)
+        if self._lost is not None and not self._parts.stop.is_set():
+            raise self._lost  # no attempt of this process can succeed, but one of its successor
         self.saved = not self.condition
 
     def _write_now(self, tell: Callable[[], None]) -> None:

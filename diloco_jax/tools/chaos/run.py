@@ -13,7 +13,7 @@ from typing import Any
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.processes import Child, Process
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import ADDRESS_FILE, LOGS, SUMMARY_FILE
+from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import Saboteur
@@ -34,8 +34,7 @@ class ChaosRun(LocalRun):
         if several := next((name for name in config.islands.names if config.island(name).hosts > 1), ""):
             raise ValueError(f"{several} has several hosts, which chaos does not know yet; set islands.hosts to 1")
         super().__init__(config, run_dir, say, stop)
-        address = run_dir / ADDRESS_FILE
-        self.relays = {name: Relay(lambda: address.read_text(encoding="utf-8")) for name in config.islands.names}
+        self.relays = {name: Relay(self.address) for name in config.islands.names}
 
     def close(self) -> None:
         for relay in self.relays.values():

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import grpc
 
+from diloco_jax.protocol.texts import clean_all
 from diloco_jax.transport.calls import SERVICE, failure, open_channel, read_shards
 from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.probe import HANG_S, PROBE, SECONDS_MAX, noise
@@ -65,7 +66,8 @@ def greet(config: TransportConfig, name: str) -> Greeting:
         shards = read_shards(reply.shards, config.address)
     except ValueError as error:
         raise TransportError(f"the syncer at {config.address} names unusable shards: {error}") from None
-    return Greeting(reply.run_id, dict(reply.versions), dict(reply.settings), reply.sessions, shards, *best)
+    run_id, versions, settings = clean_all([reply.run_id, dict(reply.versions), dict(reply.settings)])
+    return Greeting(run_id, versions, settings, reply.sessions, shards, *best)
 
 
 def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:

@@ -6,57 +6,31 @@ what was never leased to them.
 """
 
 from bisect import bisect_right
-from collections import ChainMap, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from diloco_jax.protocol.effects import Drop, Effect, Merge, Note, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.effects import Drop, Effect, Merge, Note, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
-from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX
+from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, captured, returns
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
+from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.runtime.records.telemetry import read_object
-from diloco_jax.tools.replay.lives import Begin, TapedStep, read_entries
+from diloco_jax.tools.replay.lives import Begin, Lost, TapedStep, read_entries
 from diloco_jax.tools.replay.sample_book import Book, Findings, Life, Range, SampleShare, joined
-from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of
+from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of, without_stamp
 
 COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
-KEPT_MAX = 8  # snapshots that a run may go back to, and some
-
-T = TypeVar("T")
-
-
-class Moments(Generic[T]):
-    """The values of the newest snapshots, by global step, as protocol/syncer/tape.py remembers them."""
-
-    def __init__(self) -> None:
-        self._asked: dict[int, T] = {}
-        self._taken: dict[int, T] = {}
-
-    def keep(self, global_step: int, taken: bool, value: T) -> None:
-        moments = self._taken if taken else self._asked
-        moments.pop(global_step, None)
-        moments[global_step] = value
-        while len(moments) > SNAPSHOTS_MAX:
-            del moments[next(iter(moments))]
-
-    def at(self, global_step: int) -> T:
-        """Return what was then. The machine, which remembers as many, has refused a tape that goes back further."""
-        return ChainMap(self._taken, self._asked)[global_step]
-
-    def __iter__(self) -> Iterator[T]:
-        return chain(self._taken.values(), self._asked.values())
 
 
 class Auditor:
     """The keeper of the book of one run: reads the syncer's tape, and what each input led to, and enters it."""
 
-    def __init__(self, num_fragments: int) -> None:
+    def __init__(self, num_fragments: int, uses: Mapping[Moment, int] | None = None) -> None:
         self.findings = Findings()
         self.book = Book(num_fragments)
         self.rounds = 0
@@ -66,8 +40,10 @@ class Auditor:
         self._values: dict[tuple[int, str], Life] = {}
         self._orders: dict[int, tuple[Merge, tuple[Life, ...]]] = {}
         self._held: list[int] = []  # after a restart: what the syncer has
-        self._snapshots: Moments[Book] = Moments()
-        self._old_versions: deque[list[int]] = deque(maxlen=KEPT_MAX)
+        self.reported: dict[Life, int] = {}  # newest local step that each life told of, whether it was heeded or not
+        self._snapshots: Moments[Book] = Moments(uses)
+        # Lives of the syncer that are still to begin from the initial model; unknown without `uses`.
+        self._to_beginning = 1 if uses is None else uses.get(BEGINNING, 0)
         self._number = 0
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
@@ -76,21 +52,21 @@ class Auditor:
         dropped = len(line) > 2 and any(isinstance(e, Drop) and e.peer == line[2] for e in effects)
         if kind == "Hello" and not dropped:
             self._lives[line[2]] = (line[2], line[3])
-        elif kind == "StepReport" and not dropped:
-            self._report((line[2], line[3]), line[4], line[7])
+        elif kind == "StepReport":
+            self.reported[line[2], line[3]] = max(line[4], self.reported.get((line[2], line[3]), 0))
+            if not dropped:
+                self._report((line[2], line[3]), line[4], line[7])
         elif kind == "FragmentValue" and not dropped:
             self._values[line[4], line[2]] = (line[2], line[3])
-        elif kind == "restart":
-            self._held = list(line[2])
-            self._values.clear()
-        elif kind == "rewind":
-            self._go_back(line[2])
-        elif kind == "snapshot":
-            self._snapshot(line[2], True)
+        elif (moment := back_to(kind, without_stamp(line))) is not None:
+            self._begin_life(kind, moment, line)
         elif kind == "merged":
             self._version(line[2], line[4])
         for effect in effects:
             self._effect(effect, kind)
+        for moment in captured(kind, line[2:], effects):
+            self._snapshots.keep(moment, lambda: deepcopy(self.book))
+            self._forget()
 
     def _report(self, life: Life, local_step: int, adopted: list[list[int]]) -> None:
         if local_step <= self._steps.get(life, 0) or self._lives.get(life[0]) != life:
@@ -118,8 +94,6 @@ class Auditor:
             self._orders[effect.global_step] = (effect, lives)
         elif isinstance(effect, Restore):
             self._held[effect.fragment_id] = effect.version
-        elif isinstance(effect, SaveSnapshot):
-            self._snapshot(effect.global_step, False)
         elif isinstance(effect, Note):
             self._note(effect, kind)
 
@@ -135,18 +109,25 @@ class Auditor:
             names = [part.learner_id for part in self._orders[note.global_step][0].parts]
             self._version(note.global_step, [name for name in names if name not in note.members])
 
-    def _snapshot(self, global_step: int, taken: bool) -> None:
-        self._snapshots.keep(global_step, taken, deepcopy(self.book))
-        if len(self._old_versions) == KEPT_MAX:
-            self.book.keep_until(self._old_versions[0])
-        self._old_versions.append(list(self.book.versions))
-
-    def _go_back(self, global_step: int) -> None:
+    def _begin_life(self, kind: str, moment: Moment, line: list[Any]) -> None:
+        """A syncer began from a snapshot: with everything decided since, or with that void."""
         self._values.clear()
+        if kind == "restart":
+            self._held = list(line[2])
+            self._to_beginning -= moment == BEGINNING
+            if moment in self._snapshots:
+                self._snapshots.at(moment)
+            return
         self._orders.clear()
         leased = self.book.leased
-        self.book = deepcopy(self._snapshots.at(global_step))
+        self.book = deepcopy(self._snapshots.at(moment))
         self.void += leased - self.book.leased
+
+    def _forget(self) -> None:
+        """Forget the shares in versions that no later life of the syncer goes back behind."""
+        if not self._to_beginning:
+            versions = [book.versions for book in (*self._snapshots, self.book)]
+            self.book.keep_until([min(each) for each in zip(*versions, strict=True)])
 
     def compare(self, machine: LeaseBook, global_step: int) -> None:
         """Hold the book against the machine's at this global step, unless a breach is known already."""
@@ -168,8 +149,9 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     """
     tape = run_dir / TAPE_FILE
     machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
-    auditor = Auditor(machine.config.num_fragments)
-    for line, effects in inputs(tape, machine):
+    uses = returns(read_lines(tape))
+    auditor = Auditor(machine.config.num_fragments, uses)
+    for line, effects in inputs(tape, machine, uses):
         auditor.take(line, effects)
         if line[0] in COMPARED_AFTER:
             auditor.compare(machine.leases, machine.global_step)
@@ -184,7 +166,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         findings.add(f"{leased} were leased, but {told} make {sum(fates)}")
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
     for path in tapes:
-        _check_reads(path, findings)
+        _check_tape(path, findings, auditor.reported)
     return {
         **book.fates._asdict(),
         "repeated": book.repeated,
@@ -197,14 +179,26 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     }
 
 
-def _check_reads(path: Path, findings: Findings) -> None:
-    """Check that a learner read only what was leased to this life of it."""
-    name, own = "", list[Range]()
+def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) -> None:
+    """Check that a learner read only what was leased to this life of it, and that its tape is whole.
+
+    A step is on the tape before it is reported, so no kill makes a tape end before the newest step that was reported.
+    """
+    life, local_step, own, lost = ("", 0), 0, list[Range](), False
     for number, entry in read_entries(path):
         if isinstance(entry, Begin):
-            name = entry.learner_id
-            own = joined(sorted(findings.granted.get((name, entry.incarnation), [])))
+            life = (entry.learner_id, entry.incarnation)
+            own = joined(sorted(findings.granted.get(life, [])))
+        elif isinstance(entry, Lost):
+            lost = True
         elif isinstance(entry, TapedStep):
+            name = life[0]
+            if entry.local_step != local_step + 1 and not lost:
+                findings.add(
+                    f"{path.name} line {number} is of local step {entry.local_step}, expected {local_step + 1}"
+                )
+                return
+            local_step = entry.local_step
             for start, stop in entry.ranges:
                 at = bisect_right(own, start, key=lambda piece: piece[0]) - 1
                 if at < 0 or stop > own[at][1]:
@@ -213,6 +207,11 @@ def _check_reads(path: Path, findings: Findings) -> None:
                         "leased to it"
                     )
                     return
+    if local_step < reported.get(life, 0):
+        findings.add(
+            f"{path.name} ends at local step {local_step}, but step {reported[life]} was reported: the end of the tape "
+            "is missing"
+        )
 
 
 def describe(result: Mapping[str, Any]) -> str:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from diloco_jax.protocol.releases import check_readable
 from diloco_jax.runtime.learner.tape import learner_tape_path
-from diloco_jax.runtime.records.tape_file import read_lines
+from diloco_jax.runtime.records.tape_chain import TapeChain
+from diloco_jax.runtime.records.tape_file import raw_lines
 from diloco_jax.tools.replay.script import Brought, LearnerLife, MergedRound, Name, Script
 
 
@@ -74,17 +75,25 @@ Entry = Begin | TookValue | TookState | Copied | SentValue | TapedStep | Lost
 
 def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
     """Yield the lines of a learner's tape that a replay needs, with their numbers; ValueError names a wrong one."""
-    learner_id = ""
+    learner_id, chain = "", TapeChain()
     try:
-        for number, line in enumerate(read_lines(path), start=1):
+        for number, raw in enumerate(raw_lines(path), start=1):
+            line = raw.decode(errors="replace")
             try:
-                entry = _entry(json.loads(line), learner_id)
+                fields = json.loads(line)
+                entry = _entry(fields, learner_id)
             except (ValueError, TypeError, LookupError) as error:
                 raise ValueError(f"{path} line {number} cannot be read ({error}): {line[:120]!r}") from error
             if (number == 1) != isinstance(entry, Begin):
                 raise ValueError(f"{path} line {number}: 'begin' must be the first line and no other; is it one tape?")
             if isinstance(entry, Begin):
                 learner_id = entry.learner_id
+            if fields[0] == "end" and fields[3:] and fields[3] != chain.head:
+                raise ValueError(
+                    f"{path}: among its lines before line {number} one is missing, doubled or changed since it was "
+                    "written; copy the tape of this learner's machine again"
+                )
+            chain.add(raw)
             if entry is not None:
                 yield number, entry
     except FileNotFoundError:
@@ -191,6 +200,7 @@ class NeededLives:
 
     def __init__(self, run_dir: Path, script: Script) -> None:
         self._run_dir = run_dir
+        self._newest = script.newest
         self.lives: dict[LearnerLife, Outline] = {}
         self._queue: list[LearnerLife] = []
         for event in script.events:
@@ -215,6 +225,12 @@ class NeededLives:
 
     def _need(self, life: LearnerLife) -> Outline:
         if life not in self.lives:
-            self.lives[life] = outline(learner_tape_path(self._run_dir, *life))
+            need = self.lives[life] = outline(learner_tape_path(self._run_dir, *life))
+            newest = self._newest.get(life, 0)
+            if need.lost_at is None and len(need.steps) < newest:
+                raise ValueError(
+                    f"{need.path} ends after local step {len(need.steps)}, but step {newest} was reported to the "
+                    "syncer; the end of the tape is missing"
+                )
             self._queue.append(life)
         return self.lives[life]

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
+from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments
 from diloco_jax.runtime.model.arithmetic import Capture, local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import make_model
@@ -31,13 +33,10 @@ from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay import script
-from diloco_jax.tools.replay.audit import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, use
 from diloco_jax.training.whole_state.layout import HostState
 from diloco_jax.training.whole_state.moving import MovingLayout
-
-BEGINNING = -1
 
 
 class Replay:
@@ -56,7 +55,11 @@ class Replay:
         plan = cut(config, self.evaluator.shapes, self.evaluator.kinds)
         config = settle(config, plan)
         ours = fingerprint(config, plan.fingerprint, self.evaluator.corpus)
-        if compare and (different := script.differences(ours, self.script.fingerprint)):
+        told = self.script.fingerprint
+        if self.script.raised:
+            # Each of its lives had the limits of its time.
+            ours, told = [tuple(p for p in pairs if p[0] != GLOBAL_STEPS) for pairs in (ours, told)]
+        if compare and (different := script.differences(ours, told)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
         self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
         self._moving = MovingLayout(self.trainer.island.state_layout, config.wire.states)
@@ -65,7 +68,7 @@ class Replay:
         self.merged_rounds = 0
         self.difference = ""  # the first one between the run and its repetition
         self.step_difference = ""
-        self.captures: Moments[Capture] = Moments()
+        self.captures: Moments[Capture] = Moments(self.script.returns + _on_disk(folder))
         self._initial = self.model.capture()
         self._uses: Counter[script.Name] = self.needs.names
         self._values: dict[script.Name, Values] = {}
@@ -81,10 +84,10 @@ class Replay:
         match event:
             case script.MergedRound():
                 self._round(event)
-            case script.SnapshotPoint(global_step, taken):
-                self.captures.keep(global_step, taken, self.model.capture())
-            case script.Back(global_step):
-                self.model.load(self._initial if global_step == BEGINNING else self.captures.at(global_step))
+            case script.SnapshotPoint(moment):
+                self.captures.keep(moment, self.model.capture)
+            case script.Back(moment):
+                self.model.load(self._initial if moment == BEGINNING else self.captures.at(moment))
             case script.Brought(name):
                 payload = codec.encode(self.take(name), "float32")
                 self.model.restore(name.fragment_id, name.version, payload)
@@ -122,7 +125,8 @@ class Replay:
 
     def _replica(self, life: script.LearnerLife) -> Replica:
         if life not in self._replicas:
-            self._replicas[life] = Replica(life, self.needs.lives[life], self.trainer, self)
+            planned = self.script.planned.get(life, 0) if self.script.raised else 0
+            self._replicas[life] = Replica(life, self.needs.lives[life], self.trainer, self, planned)
         return self._replicas[life]
 
     def take(self, name: script.Name) -> Values:
@@ -145,12 +149,16 @@ class Replay:
 
     def on_loss(self, life: script.LearnerLife, step: TapedStep, loss: float) -> None:
         """Compare a step with the tape: it tells where a difference began."""
-        told = loss if math.isfinite(loss) else None  # as tapes write it
-        if self._compare and not self.step_difference and told != step.loss:
+        if self._compare and not self.step_difference and _on_tape(loss) != _on_tape(step.loss):
             self.step_difference = (
                 f"local step {step.local_step} of {life.learner_id} (incarnation {life.incarnation}): loss {loss}, "
                 f"the run had {step.loss}"
             )
+
+
+def _on_tape(loss: float | None) -> np.float32 | None:
+    """Return a loss as a tape has it: a float32, however many digits were written; None if it is not finite."""
+    return None if loss is None or not math.isfinite(loss) else np.float32(loss)
 
 
 def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:
@@ -199,6 +207,18 @@ def _check_alike(config: RunConfig) -> None:
                 f"{name} has other devices or another mesh than the rest: a replay has one mesh for all; runs with "
                 "islands.each.*.devices or mesh cannot be replayed"
             )
+
+
+def _on_disk(run_dir: Path) -> Counter[Moment]:
+    """Name the checkpoints that a repeated model may be compared with."""
+    found: Counter[Moment] = Counter()
+    for path in checkpoint.complete(run_dir / CHECKPOINTS):
+        try:
+            meta = checkpoint.CheckpointReader(path).meta
+        except ValueError:
+            continue
+        found[Moment(int(meta["global_step"]), str(meta.get("tape_head", "")))] += 1
+    return found
 
 
 def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.ndarray] | None]:

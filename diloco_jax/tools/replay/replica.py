@@ -20,6 +20,7 @@ from diloco_jax.tools.replay import lives
 from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
 from diloco_jax.training.island import Island
+from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import HostState
 
@@ -37,6 +38,7 @@ class Trainer:
         self.island: Island = loop.island  # the devices, and the life that is on them
         plan = cut(config, loop.island.shapes, loop.island.kinds)
         self.fragments = plan.fragments  # of the run's model
+        self._config = config
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.island.state)
@@ -49,6 +51,10 @@ class Trainer:
         # Copies of our own: the next step writes to this memory.
         state: TrainState = jax.tree.map(lambda v, s: jax.device_put(np.array(v), s), self._first, self._shardings)
         return state
+
+    def plan(self, steps: int) -> None:
+        """Let the learning-rate schedule have so many steps; 0: as many as the config says."""
+        self._loop.rate = learning_rate(self._config.optimizer, steps or self._config.planned_steps)
 
     def fresh_adoptions(self) -> Adoptions:
         """Return what a life has adopted and sent when it begins: nothing."""
@@ -82,8 +88,12 @@ class OtherLives(Protocol):
 class Replica:
     """One life. `advance` repeats it up to a line of its tape."""
 
-    def __init__(self, life: LearnerLife, need: lives.Outline, trainer: Trainer, world: OtherLives) -> None:
+    def __init__(
+        self, life: LearnerLife, need: lives.Outline, trainer: Trainer, world: OtherLives, planned_steps: int = 0
+    ) -> None:
         self.life = life
+        # Of its learning-rate schedule; 0: as the config says.
+        self._planned_steps = planned_steps
         self._need = need
         self._trainer = trainer
         self._world = world
@@ -136,6 +146,7 @@ class Replica:
             self._adoptions = self._trainer.fresh_adoptions()
 
     def _enter(self) -> None:
+        self._trainer.plan(self._planned_steps)
         self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
         self._trainer.island.exchange.held = self._held
 

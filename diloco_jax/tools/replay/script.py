@@ -6,19 +6,23 @@ here, in their order. Nothing is trained yet, so everything that the tapes lack 
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
-from diloco_jax.protocol.syncer.tape import check_life, replay
-from diloco_jax.runtime.records.tape_file import read_lines
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget
+from diloco_jax.protocol.syncer.tape import Moment, back_to, captured, check_life, limits_before, replay, returns
+from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE
+from diloco_jax.runtime.records.segments import closed_segments
+from diloco_jax.runtime.records.tape_chain import TapeMark, checked
+from diloco_jax.runtime.records.tape_file import raw_lines, read_lines
 
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
@@ -56,14 +60,13 @@ class MergedRound(NamedTuple):
 class SnapshotPoint(NamedTuple):
     """The model as it is now may be gone back to."""
 
-    global_step: int
-    taken: bool  # else the machine asked for it, and its driver may have been busy
+    moment: Moment
 
 
 class Back(NamedTuple):
-    """The model is again what it was at a snapshot; -1: at the beginning."""
+    """The model is again what it was at a snapshot."""
 
-    global_step: int
+    moment: Moment
 
 
 class Brought(NamedTuple):
@@ -83,6 +86,11 @@ class Script:
     digests: tuple[int, ...] = ()  # of the initial fragments
     events: list[Event] = field(default_factory=list)
     global_step: int = 0  # closed rounds at the end
+    raised: bool = False  # the run got other limits on the way, and so did its schedule
+    # Steps of the learning-rate schedule of each life, as it said when it greeted.
+    planned: dict[LearnerLife, int] = field(default_factory=dict)
+    returns: Counter[Moment] = field(default_factory=Counter)  # how often the run goes back to each snapshot
+    newest: dict[LearnerLife, int] = field(default_factory=dict)  # local step that each life has reported
     _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)  # (round, learner) -> whose value is kept
     _orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = field(default_factory=dict)
     _reported: dict[LearnerLife, int] = field(default_factory=dict)
@@ -97,26 +105,33 @@ class Script:
         elif kind == "StepReport":
             life = LearnerLife(line[2], line[3])
             self._reported[life] = max(line[4], self._reported.get(life, 0))
+            self.newest[life] = max(line[4], self.newest.get(life, 0))
         elif kind == "FragmentValue" and not any(isinstance(e, Drop) and e.peer == line[2] for e in effects):
             self._values[line[4], line[2]] = LearnerLife(line[2], line[3])
+        elif kind == "Hello":
+            self._greeted(line)
+        elif kind == "limits":
+            self.raised = True
         elif kind == "begin":
             self.digests = tuple(line[2])
-        elif kind == "snapshot":
-            events.append(SnapshotPoint(line[2], True))
-        elif kind in ("restart", "rewind"):
+        elif (moment := back_to(kind, without_stamp(line))) is not None:
             self._values.clear()
             self._orders.clear()
-            events.append(Back(line[4] if kind == "restart" else line[2]))
+            events.append(Back(moment))
         for effect in effects:
             if isinstance(effect, Merge):
                 lives = tuple(self._values.pop((effect.global_step, part.learner_id)) for part in effect.parts)
                 self._orders[effect.global_step] = (effect, lives)
-            elif isinstance(effect, SaveSnapshot):
-                events.append(SnapshotPoint(effect.global_step, False))
             elif isinstance(effect, Restore):  # an AnchorValue: its digest is that of the value
                 events.append(Brought(Name(effect.fragment_id, effect.version, line[6])))
             elif isinstance(effect, Discard):
                 self._values = {key: life for key, life in self._values.items() if key[0] != effect.global_step}
+        events += [SnapshotPoint(moment) for moment in captured(kind, line[2:], effects)]
+
+    def _greeted(self, line: list[Any]) -> None:
+        told = dict(map(tuple, line[4])).get(GLOBAL_STEPS, "").split()
+        if told and told[0].isdecimal():
+            self.planned[LearnerLife(line[2], line[3])] = int(told[0])
 
 
 def read_script(
@@ -125,8 +140,8 @@ def read_script(
     """Let a machine take a run's decisions again, up to a merged round of `until`; ValueError names a wrong tape."""
     fingerprint = fingerprint_of(tape)
     machine = machine_of(fingerprint, protocol, total_steps, budget)
-    script = Script(fingerprint)
-    for line, effects in inputs(tape, machine):
+    script = Script(fingerprint, returns=returns(read_lines(tape)))
+    for line, effects in inputs(tape, machine, script.returns):
         script.take(line, effects)
         if until is not None and line[0] == "merged" and line[2] >= until:
             break
@@ -143,14 +158,53 @@ def machine_of(fingerprint: Fingerprint, protocol: ProtocolConfig, total_steps: 
     return Syncer(protocol.agreed(dict(fingerprint).get("protocol", "")), total_steps, fingerprint, budget=budget)
 
 
-def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect]]]:
-    """Yield every input on a tape with what it leads to in the machine; ValueError names a line that cannot be."""
-    lines, taken = itertools.tee(read_lines(tape))
+def inputs(
+    tape: Path, machine: Syncer, uses: Mapping[Moment, int] | None = None
+) -> Iterator[tuple[list[Any], list[Effect]]]:
+    """Yield every input on a tape with what it leads to in the machine.
+
+    Args:
+        tape: of a run, whose snapshots and summary, if they are beside it, must be of this tape.
+        machine: a fresh one.
+        uses: what `returns` says of the tape, if that is known.
+
+    Raises:
+        ValueError: a line cannot be replayed, or it is not what was written then; the message names it.
+    """
+    uses = returns(read_lines(tape)) if uses is None else uses
+    whole = (line.decode(errors="replace") for line in checked(raw_lines(tape), str(tape), marks_of(tape)))
+    lines, taken = itertools.tee(whole)
+    if (limits := limits_before(read_lines(tape))) is not None:
+        machine.on_limits(limits)
     try:
-        for effects, line in zip(replay(lines, machine), taken, strict=False):
+        for effects, line in zip(replay(lines, machine, None, uses), taken, strict=False):
             yield json.loads(line), effects
     except ValueError as error:
-        raise ValueError(f"{tape}: {error}; is it whole, and is the config that of its run?") from error
+        if str(error).startswith("tape line "):
+            raise ValueError(f"{tape}: {error}; is it whole, and is the config that of its run?") from error
+        raise
+
+
+def marks_of(tape: Path) -> Iterator[TapeMark]:
+    """Yield what closed segments, the summary and the snapshots beside a tape say of it; older releases say nothing."""
+    for segment in closed_segments(tape):
+        yield TapeMark(segment.end, segment.head, segment.path.name)
+    files = [tape.with_name(SUMMARY_FILE), *tape.parent.glob(f"{CHECKPOINTS}/step_*/meta/data.json")]
+    for path in files:
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            position, head = int(about["tape_bytes"]), str(about["tape_head"])
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        of_run = path == files[0]
+        yield TapeMark(position, head, str(path) if of_run else str(path.parents[1]), in_line=not of_run)
+
+
+def without_stamp(line: list[Any]) -> list[Any]:
+    """Return the arguments of an input as the machine's replay has them."""
+    arguments = line[2:]
+    check_life(0, line[0], arguments)
+    return arguments
 
 
 def fingerprint_of(tape: Path) -> Fingerprint:

@@ -90,12 +90,13 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         keys.setdefault("final_logit_softcapping", 0.0)
         args = {**family.args, **{ours: keys[theirs] for ours, theirs in {**SIZES, **family.keys}.items()}}
         args |= {**_rope(keys, family, name), **_window(keys, family, name)}
+        activation = keys["hidden_act"]
     except KeyError as error:
         raise ValueError(f"config.json of {name} lacks {error}; copy it again") from error
     activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    if keys["hidden_act"] not in activations:
-        raise ValueError(f"config.json: hidden_act is {keys['hidden_act']!r}; the decoder has {', '.join(activations)}")
-    args["activation"] = activations[keys["hidden_act"]]
+    if activation not in activations:
+        raise ValueError(f"config.json: hidden_act is {activation!r:.80}; the decoder has {', '.join(activations)}")
+    args["activation"] = activations[activation]
     usual = asdict(MoeConfig() if family.experts else DecoderConfig())
     args = {key: value for key, value in args.items() if value != usual[key]}
     model = ModelConfig(module=MOE if family.experts else DECODER, args=args)

@@ -24,7 +24,7 @@ CLOSING = "the syncer is closing"
 KNOWN_MAX = 10_000  # learners that are remembered, so that an older process of one is recognised
 VALUES_MAX = 64  # of one learner that wait for parts
 DRAINS_MAX = 16
-AHEAD_S = 86_400.0  # that the clock of a learner may be ahead of this one
+AHEAD_MS = 86_400_000  # that the clock of a learner may be ahead of this one: a day
 DRAIN_ANSWER_S = 3.0  # below the patience of those who ask
 
 log = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ class SessionBook:
         if header.incarnation < 0:
             raise Refused(f"incarnation {header.incarnation} of {header.sender!r} is not allowed: use 0 or more")
         # By default it is the time of the start: a larger one would keep out every later start of that learner.
-        if header.incarnation > (latest := int((time.time() + AHEAD_S) * 1000)):
+        if header.incarnation > (latest := int(time.time() * 1000) + AHEAD_MS):
             raise Refused(
                 f"incarnation {header.incarnation} of {header.sender!r} is not allowed: use 0 to {latest}, the time in "
                 "milliseconds of tomorrow, or correct that machine's clock"

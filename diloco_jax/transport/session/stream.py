@@ -16,6 +16,7 @@ import grpc
 
 from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER, Message
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.group.commands import Command, Reply
 from diloco_jax.transport.link import BULK_TYPES, LinkClosed, TransportConfig, is_bulk
@@ -261,7 +262,7 @@ class StreamSession(Session):
 
     def _control_frames(self, lane: Lane) -> Iterator[bytes]:
         while (item := lane.outbox.take()) is not None:
-            yield lane.header + item.body
+            yield wire.control_frame(lane.header, item.body)
 
     def _bulk_frames(self, lane: Lane) -> Iterator[bytes]:
         while (piece := self.pieces.take()) is not None:
@@ -305,9 +306,9 @@ class StreamSession(Session):
             self.fail(f"{lost}: {error!r}" if error is not None and str(error) else lost)
         elif error.code() in (REFUSAL, *DENIALS):
             self.refused = "refused" if error.code() is REFUSAL else "denied"
-            self.fail(error.details())
+            self.fail(clean(error.details(), REASON_LENGTH_MAX))
         else:
-            self.fail(f"{lost}: {error.details()} ({error.code().name})")
+            self.fail(f"{lost}: {clean(error.details(), REASON_LENGTH_MAX)} ({error.code().name})")
 
     def hear_holdings(self, holdings: pb.Holdings) -> None:
         """Leave out, from now on, what the peer says that it has; WireError if it says what cannot be."""

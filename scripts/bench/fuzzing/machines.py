@@ -183,8 +183,10 @@ def run_syncer(data: bytes, syncer: TapedSyncer | None = None) -> TapedSyncer:
     merges: list[Merge] = []
     while True:
         for effect in effects:
-            if isinstance(effect, Send) and effect.peer in learners:
-                learners[effect.peer].hear(effect.message)
+            if isinstance(effect, Send):
+                wire.pack_body(effect.message)  # what the machine wants to send can be sent
+                if effect.peer in learners:
+                    learners[effect.peer].hear(effect.message)
         merges += [effect for effect in effects if isinstance(effect, Merge)]
         deadline_s = machine.next_deadline_s()
         assert deadline_s is None or math.isfinite(deadline_s)

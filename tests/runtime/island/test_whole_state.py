@@ -1,6 +1,7 @@
 """A learner's state off its island: parts from a donor, what is sent first, and the tape."""
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES, ReceivedState
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner import tape as learner_tape
-from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path
+from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path, shortest_float32
+from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.transport.link import LinkClosed
@@ -168,7 +170,24 @@ def test_the_tape_has_a_line_for_everything_at_once(tmp_path: Path) -> None:
     ]
     assert json_lines(path) == want  # nothing waits for a flush
     tape.end("the run is complete", [5, 6])
-    assert json_lines(path) == [*want, ["end", "the run is complete", [5, 6]]]
+    assert json_lines(path) == [*want, ["end", "the run is complete", [5, 6], head_before_the_end(path)]]
+
+
+def head_before_the_end(path: Path) -> str:
+    """The head of all lines of a tape but the last."""
+    chain = TapeChain()
+    for line in path.read_bytes().splitlines()[:-1]:
+        chain.add(line)
+    return chain.head
+
+
+@pytest.mark.parametrize("loss", [2.478455066680908, 1e-9, 0.0, -3.0, 1e300, math.inf, float(np.float32(1 / 3))])
+def test_a_loss_has_the_digits_that_tell_one_float32_from_the_next(loss: float) -> None:
+    short = shortest_float32(loss)
+    assert len(repr(short)) <= len(repr(loss)) and len(f"{short!r}".replace("-", "")) <= 12
+    with np.errstate(over="ignore"):
+        assert np.float32(short) == np.float32(loss)
+    assert math.isnan(shortest_float32(math.nan))
 
 
 def test_a_full_disk_costs_lines_that_are_counted(
@@ -199,4 +218,5 @@ def test_a_tape_that_cannot_even_begin_does_not_stop_a_learner(tmp_path: Path) -
     tape.note("step", 1, 0, ((0, 8),), 1.0)
     (tmp_path / "tapes").unlink()
     tape.end("stopped", [])
-    assert json_lines(learner_tape_path(tmp_path, "x", 1)) == [["lost", 2], ["end", "stopped", []]]
+    path = learner_tape_path(tmp_path, "x", 1)
+    assert json_lines(path) == [["lost", 2], ["end", "stopped", [], head_before_the_end(path)]]

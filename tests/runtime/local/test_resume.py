@@ -6,22 +6,31 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.runtime.local.resume import check_resumable, check_same_run
+from diloco_jax.protocol.syncer.tape import limits_after, limits_before
+from diloco_jax.runtime.local.resume import (
+    check_no_run,
+    check_resumable,
+    check_same_run,
+    config_of_run,
+    raise_limits,
+)
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import newest_run_dir
 from diloco_jax.runtime.records.status import read_status
-from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, mode_of
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, _rewind, mode_of
 from diloco_jax.runtime.syncer.parts import RunClock
-from diloco_jax.settings.run import RunConfig, SyncerConfig
+from diloco_jax.settings.run import RunConfig, SyncerConfig, TrainConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
-from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, run, wait_for
+from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, replayed, run, trained, wait_for
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
 
@@ -53,7 +62,7 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     assert f"the run goes on from {snapshots[1]}" in log
     tape = tape_of(job.run_dir)
     assert tape[: len(before)] == before
-    kind, now_s, global_step, epoch, _ = tape[len(before)]
+    kind, now_s, global_step, epoch, *_ = tape[len(before)]
     assert (kind, f"step_{global_step:08d}", epoch) == ("rewind", snapshots[1], 2)
     assert now_s >= before[-1][1]
     check_end(job.run_dir)
@@ -118,6 +127,37 @@ def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> N
         assert told.returncode == 0, told.stdout + told.stderr
 
 
+@pytest.mark.long
+@pytest.mark.net
+@pytest.mark.timeout(500)
+def test_a_complete_run_trains_longer_in_its_folder(folder: Path) -> None:
+    """The way that its refusal names; the tape has both parts, under the limits and the schedule of each."""
+    numbers = {"sync_every": 6, "num_fragments": 6, "snapshot_every": 20, "quorum": 2}
+    changes = {"islands": {"count": 2, "devices": 1}, "train": {"steps": 30, "eval_every": 0}, "protocol": numbers}
+    run_dir = trained(folder, **changes)
+    train = ("train", folder / "config.yaml", "--run-dir", run_dir, "--resume")
+    before = contents(run_dir)
+    refused = call(*train)
+    assert refused.returncode == 2 and "complete, after 30 global steps" in refused.stderr, refused
+    assert contents(run_dir) == before
+    *_, told = refused.stderr.partition("(diloco train ")
+    words = ["train", *told.partition(")")[0].split()]
+    assert words[1:] == [str(run_dir / "config.yaml"), "--run-dir", str(run_dir), "--resume", "--train.steps", "60"]
+    done = run(*words, "--quiet", timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["complete"] and summary["global_steps"] == 60 and load(run_dir / "config.yaml").train.steps == 60
+    kinds = [line[0] for line in tape_of(run_dir)]
+    assert kinds.count("limits") == kinds.count("rewind") == 1
+    audit = call("audit", run_dir)
+    assert audit.returncode == 0, audit
+    replayed(run_dir)
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
 def check_budget(run_dir: Path) -> None:
     """The run ended with the merge that reached its tokens, and the learning rate went all the way with them."""
     config, numbers = load(run_dir / "config.yaml"), [0]
@@ -149,10 +189,121 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
 
 
 def test_only_a_run_that_ended_early_can_go_on(tmp_path: Path) -> None:
-    (tmp_path / "tape.jsonl").touch()
-    check_resumable(tmp_path)
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[]]\n')
+    check_resumable(tmp_path, RunConfig())
     (tmp_path / "summary.json").write_text('{"complete": false}')
-    check_resumable(tmp_path)  # what cannot is in tests/cli/words.txt
+    # What cannot go on is in tests/cli/words.txt.
+    check_resumable(tmp_path, RunConfig())
+
+
+def limited(steps: int, tokens: int = 0) -> RunConfig:
+    return replace(RunConfig(), train=TrainConfig(steps=steps, tokens=tokens))
+
+
+BATCH = RunConfig().budget.step_tokens
+
+
+@pytest.mark.parametrize(
+    ("limits", "done", "goes_on", "remedy"),
+    [
+        ((600, 0), (600, 999), False, "--resume --train.steps 1200"),
+        ((601, 0), (600, 999), True, ""),
+        ((0, 80 * BATCH), (85, 80 * BATCH), False, f"--resume --train.tokens {160 * BATCH})"),
+        ((0, 81 * BATCH), (85, 80 * BATCH), True, ""),
+        ((90, 80 * BATCH), (90, 70 * BATCH), False, f"--resume --train.tokens {160 * BATCH} --train.steps 180)"),
+        ((91, 80 * BATCH), (90, 70 * BATCH), True, ""),
+    ],
+)
+def test_a_complete_run_goes_on_with_higher_limits_only(
+    tmp_path: Path, limits: tuple[int, int], done: tuple[int, int], goes_on: bool, remedy: str
+) -> None:
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[]]\n')
+    summary = {"complete": True, "global_steps": done[0], "merged_tokens": done[1]}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    if goes_on:
+        check_resumable(tmp_path, limited(*limits))
+    else:
+        with pytest.raises(ValueError, match="a run that is complete") as refused:
+            check_resumable(tmp_path, limited(*limits))
+        assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("began", "now", "may"),
+    [
+        ((600, 0), (1200, 0), True),
+        ((600, 0), (599, 0), False),
+        ((0, 80 * BATCH), (0, 90 * BATCH), True),
+        ((90, 80 * BATCH), (0, 80 * BATCH), True),
+        ((0, 80 * BATCH), (90, 80 * BATCH), False),
+        ((600, 0), (0, 900 * BATCH), False),
+    ],
+)
+def test_limits_may_be_raised_when_a_run_goes_back_to_a_snapshot(
+    tmp_path: Path, began: tuple[int, int], now: tuple[int, int], may: bool
+) -> None:
+    with pytest.raises(ValueError, match=r"train\.(steps|tokens) is"):
+        check_same_run(limited(*began), limited(*now), tmp_path)
+    if may:
+        check_same_run(limited(*began), limited(*now), tmp_path, rewinds=True)
+    else:
+        with pytest.raises(ValueError, match=r"train\.(steps|tokens) is"):
+            check_same_run(limited(*began), limited(*now), tmp_path, rewinds=True)
+
+
+def test_the_tape_says_of_raised_limits_once(tmp_path: Path) -> None:
+    tape = tmp_path / "tape.jsonl"
+    tape.write_text('["begin",0.0,[]]\n["tick",7.5]\n["to')
+    first, second, third = limited(600).limits, limited(1200).limits, limited(1300).limits
+    raise_limits(tmp_path, first, first)
+    assert tape.read_text().endswith('["to')
+    raise_limits(tmp_path, first, second)
+    # A config that was not saved in time, after a kill, does not count: the tape does.
+    raise_limits(tmp_path, first, second)
+    raise_limits(tmp_path, first, third)
+    lines = tape.read_text().splitlines()
+    assert lines[2:] == [
+        '["limits",7.5,[600,0,"600"],[1200,0,"1200"]]',
+        '["limits",7.5,[1200,0,"1200"],[1300,0,"1300"]]',
+    ]
+    assert limits_before(lines) == first and limits_before(lines[3:]) == second and limits_before(lines[4:]) is None
+    assert limits_after(lines) == third and limits_after(lines[:2]) is None
+    with pytest.raises(ValueError, match="cannot be read"):
+        limits_after(['["limits",7.5,[600,0]]'])
+
+
+@pytest.mark.parametrize("tape", [None, "", '["begin",0'])
+def test_snapshots_without_a_tape_are_not_gone_over(tmp_path: Path, tape: str | None) -> None:
+    """A new run in their folder would delete its own snapshots: theirs have the higher numbers."""
+    for number in (30, 60):
+        (tmp_path / "checkpoints" / f"step_{number:08d}").mkdir(parents=True)
+    if tape is not None:
+        (tmp_path / "tape.jsonl").write_text(tape)
+    what = "missing" if tape is None else "empty"
+    refusals = [
+        lambda: mode_of(tmp_path, rewind=False),
+        lambda: mode_of(tmp_path, rewind=True),
+        lambda: check_resumable(tmp_path, RunConfig()),
+        lambda: check_no_run(tmp_path),
+    ]
+    for refused in refusals:
+        with pytest.raises(ValueError, match=rf"is {what}, but .* holds 2 snapshots, .*step_00000060.*diloco export"):
+            refused()
+
+
+def test_what_was_wrong_with_each_snapshot_is_told(tmp_path: Path) -> None:
+    refused = [(tmp_path / f"step_{step:08d}", ValueError(f"reason {step}")) for step in (60, 50, 40, 30, 20)]
+    parts: Any = SimpleNamespace(run_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"holds 5 snapshots.*step_00000060: reason 60; .*30: reason 30; and 1 more"):
+        _rewind(parts, None, refused, 0.0)
+    with pytest.raises(ValueError, match=r"holds no snapshot; .*set protocol.snapshot_every"):
+        _rewind(parts, None, [], 0.0)
+
+
+def test_an_empty_config_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("\n")
+    with pytest.raises(ValueError, match=r"config.yaml is empty: .* \(cp CONFIG.yaml"):
+        config_of_run(tmp_path)
 
 
 def test_the_run_that_was_active_last_goes_on(tmp_path: Path) -> None:
@@ -194,7 +345,9 @@ def test_time_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_how_a_syncer_begins(tmp_path: Path) -> None:
-    assert mode_of(tmp_path, rewind=False) == mode_of(tmp_path, rewind=True) == FRESH
+    assert mode_of(tmp_path, rewind=False) == FRESH
+    with pytest.raises(ValueError, match="nothing to go back to"):
+        mode_of(tmp_path, rewind=True)
     (tmp_path / "tape.jsonl").write_text('["begin",0.0')
     assert mode_of(tmp_path, rewind=False) == FRESH, "its first line is not whole"
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[1,2]]\n["tick",1')

@@ -16,6 +16,7 @@ import pytest
 
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Heartbeat, Hello
+from diloco_jax.runtime.model import merge_shards
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
@@ -28,7 +29,16 @@ from diloco_jax.settings.text import load
 from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.link import Delivery, Link
 from diloco_jax.transport.sharded import Dialler, ShardedLink
-from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    kill_processes,
+    processes_of,
+    run,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
 from tests.runtime.models import LEAFY, LEAFY_PLAN, drawn, go_on, leafy_payload, saved
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
@@ -226,6 +236,58 @@ def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path)
     del capture
     gc.collect()
     bench.close()
+
+
+def test_a_shard_that_stands_still_is_killed_and_ends_what_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_shards, "ANSWER_POLL_S", 0.05)
+    monkeypatch.setattr(merge_shards, "STOPPED_S", 0.2)
+    bench = Bench(tmp_path, 2)
+    capture = bench.model.capture()
+    victim = bench.shards.shares[1].process
+    victim.send_signal(signal.SIGSTOP)
+    with pytest.raises(ConnectionError, match=r"merge shard 1 .* was stopped \(SIGSTOP\) for 0\.2 s"):
+        bench.model.parameters(capture)
+    assert victim.wait(30) == -signal.SIGKILL
+    assert "stopped (SIGSTOP)" in str(bench.deaths[0])
+    del capture
+    gc.collect()
+    bench.close()
+
+
+def test_the_end_does_not_wait_long_for_a_shard_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(merge_shards, "END_S", 0.2)
+    bench = Bench(tmp_path, 2)
+    victim = bench.shards.shares[0].process
+    victim.send_signal(signal.SIGSTOP)
+    bench.close()
+    assert victim.returncode == -signal.SIGKILL
+    assert "merge shard 0" in caplog.text and "was stopped (SIGSTOP): killed" in caplog.text
+
+
+@pytest.mark.long
+def test_a_run_ends_although_a_shard_stands_still_and_leaves_no_process(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        islands={"count": 2, "devices": 1, "restart_delay_s": 0.1},
+        train={"steps": 100_000, "eval_every": 0},
+        syncer={"shards": 2},
+    )
+    run_dir = tmp_path / "run"
+    process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
+    try:
+        wait_for(lambda: _reached(run_dir, 5, 1), "step 5", 300)
+        os.kill(next(pid for pid, words in processes_of(run_dir).items() if "--shard 1" in words), signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=90)  # 124 s before a stopped shard was killed
+        assert "was stopped (SIGSTOP)" in output + (run_dir / "logs" / "syncer.log").read_text(), output
+        wait_for(lambda: not processes_of(run_dir), "the end of all processes")
+    finally:
+        process.kill()
+        kill_processes(tmp_path)
 
 
 @pytest.mark.slow

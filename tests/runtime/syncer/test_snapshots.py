@@ -20,7 +20,15 @@ from diloco_jax.runtime.model.arithmetic import Capture
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.syncer import snapshots
-from diloco_jax.runtime.syncer.snapshots import Snapshot, SnapshotWriter, read_snapshot, write_snapshot
+from diloco_jax.runtime.syncer.snapshots import (
+    OtherHistory,
+    Snapshot,
+    SnapshotWriter,
+    TapeExtent,
+    read_snapshot,
+    set_others_aside,
+    write_snapshot,
+)
 from tests.runtime.models import gradient, make_model, merge
 
 # Orbax leaves coroutines behind when it finds a damaged folder
@@ -38,8 +46,15 @@ def taken(model: GlobalModel, step: int) -> tuple[Capture, Snapshot]:
     return model.capture(bounded=True), Snapshot(step, json.dumps(machine.state()), 1234, 77, stats, 12.5)
 
 
+def tape_beside(folder: Path, size: int = 1234) -> TapeExtent:
+    """Write a tape of so many bytes, of which a line ends at byte 1234 if it is long enough."""
+    path = folder.parent / f"{folder.name}.tape.jsonl"
+    path.write_bytes((b"x" * 1233 + b"\n")[:size])
+    return TapeExtent(path, size)
+
+
 def newest(folder: Path, model: GlobalModel) -> tuple[Path, Snapshot] | None:
-    return checkpoint.newest_readable(folder, lambda path: read_snapshot(path, model, 1234))
+    return checkpoint.newest_readable(folder, lambda path: read_snapshot(path, model, tape_beside(folder)))
 
 
 def writer_of(folder: Path, model: GlobalModel, step: int = 0) -> SnapshotWriter:
@@ -68,13 +83,13 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     path = write_snapshot(tmp_path / "here" / "..", "run", model, capture, snapshot, keep=3)
     assert path == tmp_path / "step_00000004"
     other = make_model()
-    back = read_snapshot(tmp_path / "here" / ".." / path.name, other, 1234)
+    back = read_snapshot(tmp_path / "here" / ".." / path.name, other, tape_beside(tmp_path))
     assert back == snapshot._replace(machine=back.machine)
     assert json.loads(back.machine) == json.loads(snapshot.machine)
     assert other.digests == model.digests
     assert other.capture().marks == tuple(mark._replace(base=-1) for mark in capture.marks)
     with pytest.raises(ValueError, match="byte 1234 of a tape that has 1233"):
-        read_snapshot(path, make_model(), 1233)
+        read_snapshot(path, make_model(), tape_beside(tmp_path, 1233))
     theirs = ocp.load_checkpointables(path, {"parameters": None, "outer": None})  # Orbax reads all of it
     parameters, meta = checkpoint.load_parameters(path)
     assert theirs["parameters"].keys() == parameters.keys() and len(theirs["outer"]) == 2
@@ -220,7 +235,24 @@ def test_a_rescued_model_never_replaces_a_snapshot(tmp_path: Path) -> None:
     writer = writer_of(tmp_path, model, 5)
     writer.write(*taken(model, 5))
     writer.rescue()
-    read_snapshot(tmp_path / "step_00000005", model, 1234)
+    read_snapshot(tmp_path / "step_00000005", model, tape_beside(tmp_path))
     writer_of(tmp_path, model, 6).rescue()
     assert checkpoint.load_parameters(tmp_path / "step_00000006")[1]["tokens"] == 100
     writer.close()
+
+
+def test_snapshots_of_another_history_are_set_aside(tmp_path: Path) -> None:
+    """They are neither the newest for anybody nor in the way of the run's own, which have lower numbers."""
+    model = make_model()
+    for step, tape_bytes in ((3, 1234), (90, 99_999), (80, 1235)):
+        capture, snapshot = taken(model, step)
+        write_snapshot(tmp_path, "run", model, capture, snapshot._replace(tape_bytes=tape_bytes), keep=9)
+    damaged = write_snapshot(tmp_path, "run", model, *taken(model, 5), keep=9)
+    damage(damaged)
+    with pytest.raises(OtherHistory, match="taken at byte 99999 of a tape that has 1234"):
+        read_snapshot(tmp_path / "step_00000090", model, tape_beside(tmp_path))
+    set_others_aside(tmp_path, tape_beside(tmp_path))
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step_00000005", "step_00000003"]
+    write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=1)
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["other_history_step_00000080", "other_history_step_00000090", "step_00000006"]

@@ -187,6 +187,7 @@ def test_model_safetensors_is_preferred_and_names_of_a_base_model_are_read(publi
     folder, values = tmp_path / "llama", drawn(model_of())
     shutil.copytree(public / "llama", folder)
     (folder / "consolidated.safetensors").write_bytes(b"nothing")
+    (folder / FIRST).write_bytes(b"nothing")
     save_file({n.removeprefix("model."): v for n, v in all_tensors(public / "llama").items()}, folder / SINGLE)
     found = weights.Weights(folder)
     read = dict(found.read(found.model()))

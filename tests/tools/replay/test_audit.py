@@ -11,6 +11,7 @@ from invariants.draw import random_scenario
 
 from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
 from diloco_jax.protocol.messages import LearnerMessage, Lease
+from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.sim.node import Effects, Observer
 from diloco_jax.tools.replay import sample_book
 from diloco_jax.tools.replay.audit import Auditor, audit, describe
@@ -162,6 +163,79 @@ def test_learner_that_reads_what_is_not_its_own(tmp_path: Path, excess: int) -> 
     (found,) = broken(pair)
     words = f"{fields[3][0][0]} to {fields[3][0][1] - 1}"
     assert found == f"b.1.jsonl line {at + 1}: b read positions {words}, which were not leased to it"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (
+            lambda lines: lines[:-9],
+            "b.1.jsonl ends at local step 3, but step 6 was reported: the end of the tape is missing",
+        ),
+        (lambda lines: [x for x in lines if '"step",3,' not in x], "line 13 is of local step 4, expected 3"),
+    ],
+)
+def test_a_learners_tape_that_was_cut_is_noticed(tmp_path: Path, wrong: Callable[[Any], Any], says: str) -> None:
+    pair = TapedPair(tmp_path)
+    pair.join("a", "b")
+    pair.steps(6, "a", "b")
+    assert result_of(pair)["violations"] == 0
+    path = pair.path_of("b")
+    path.write_text("".join(wrong(path.read_text().splitlines(keepends=True))))
+    (found,) = broken(pair)
+    assert says in found, found
+
+
+def test_a_learner_that_is_killed_has_a_whole_tape(tmp_path: Path) -> None:
+    """A step is on its tape before anybody hears of it; what it made and did not report yet is more."""
+    pair = TapedPair(tmp_path)
+    pair.join("a", "b")
+    pair.steps(4, "a", "b")
+    pair.held = {"b:StepReport"}
+    pair.step("a", "b")
+    pair.crash("b")
+    pair.steps(3, "a")
+    assert result_of(pair)["violations"] == 0
+
+
+def test_the_end_of_a_learners_tape_knows_its_lines(tmp_path: Path) -> None:
+    """One that lost a line that says nothing of steps, between its begin and its end."""
+    pair = TapedPair(tmp_path)
+    pair.join("a")
+    pair.steps(4, "a")
+    pair._tape_of("a").end("run complete", [1, 2])
+    assert result_of(pair)["violations"] == 0
+    lines = pair.path_of("a").read_text().splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if line.startswith('["sent"'))
+    pair.path_of("a").write_text("".join([*lines[:at], *lines[at + 1 :]]))
+    with pytest.raises(ValueError, match=rf"a\.1\.jsonl: among its lines before line {len(lines) - 1} one is missing"):
+        result_of(pair)
+
+
+def test_files_beside_the_tape_must_be_of_it(tmp_path: Path) -> None:
+    """The summary and every snapshot name the head of the tape; a tape that is shorter or another one is refused."""
+    pair = TapedPair(tmp_path)
+    pair.join("a")
+    pair.steps(4, "a")
+    lines = [line.encode() for line in pair.tape]
+    chain = TapeChain()
+    for line in lines:
+        chain.add(line)
+    size = sum(len(line) + 1 for line in lines)
+    summary = pair.finish() / "summary.json"
+    summary.write_text(json.dumps({"complete": False, "tape_bytes": size, "tape_head": chain.head}))
+    assert result_of(pair)["violations"] == 0
+    snapshot = tmp_path / "checkpoints" / "step_00000009" / "meta" / "data.json"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.write_text(json.dumps({"tape_bytes": size, "tape_head": chain.head}))
+    with pytest.raises(ValueError, match=r"is not the tape of .*step_00000009 at its byte"):
+        result_of(pair)
+    snapshot.unlink()
+    lost = pair.tape.pop()
+    with pytest.raises(
+        ValueError, match=f"ends at byte {size - len(lost) - 1}, but .*summary.json was made at byte {size}"
+    ):
+        audit(pair.finish(), pair.config, STEPS)
 
 
 def test_broken_tapes_are_named(tmp_path: Path) -> None:

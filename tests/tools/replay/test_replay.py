@@ -100,7 +100,7 @@ def test_script_tells_what_happened(tmp_path: Path) -> None:
     assert {life for this in rounds for life in this.lives} >= {LearnerLife(*life) for life in lives}
     restart = next(json.loads(line) for line in pair.tape if line.startswith('["restart"'))
     rewind = next(json.loads(line) for line in pair.tape if line.startswith('["rewind"'))
-    assert [event.global_step for event in script.events if isinstance(event, Back)] == [restart[4], rewind[2]]
+    assert [event.moment.global_step for event in script.events if isinstance(event, Back)] == [restart[4], rewind[2]]
     assert any(isinstance(event, Brought) for event in script.events)
     at = {type(event): index for index, event in reversed(list(enumerate(script.events)))}
     assert at[SnapshotPoint] < at[Back] < at[Brought]
@@ -169,6 +169,9 @@ def test_short_or_missing_learner_tape_is_named(tmp_path: Path) -> None:
     path, script = pair.path_of("b"), script_of(pair)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith(('["step",5', '["step",6'))))
+    with pytest.raises(ValueError, match=r"b\.1\.jsonl ends after local step 4, but step 6 was reported to the syncer"):
+        NeededLives(tmp_path, script)
+    script.newest.clear()
     with pytest.raises(ValueError, match=r"b\.1\.jsonl ends after local step 4, but its value in round"):
         NeededLives(tmp_path, script)
     path.unlink()
@@ -355,6 +358,6 @@ def test_going_back_leaves_no_trace(tmp_path: Path) -> None:
         if isinstance(event, Back):
             assert digest_of(this.model.parameters()) != captured
         this.repeat(event)
-        if isinstance(event, SnapshotPoint) and event.global_step == rewound:
+        if isinstance(event, SnapshotPoint) and event.moment.global_step == rewound:
             captured = digest_of(this.model.parameters())
     assert isinstance(event, Back) and digest_of(this.model.parameters()) == captured

@@ -1,0 +1,272 @@
+"""A real syncer with a tiny model, and stub learners that report, answer pulls and read what they are sent.
+
+The stubs of a case are one process with one event loop: a thread per connection would cost more than the syncer.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.kinds import Kind
+from diloco_jax.protocol.messages import (
+    Adopted,
+    FragmentValue,
+    Heartbeat,
+    Hello,
+    Message,
+    StepReport,
+)
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.records.files import ADDRESS_FILE, STATUS_FILE
+from diloco_jax.runtime.syncer.run import SyncerRun
+from diloco_jax.settings.cutting import cut
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig, TrainConfig
+from diloco_jax.transport import calls, wire
+from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.stream import lane_header
+
+FRAGMENTS = 6
+WIDTH = 64
+POLL_S = 0.1
+START_S = 180.0
+LEAVE_S = 10.0
+SETTLE_S = 3.0
+
+
+class Loop(NamedTuple):
+    """What a syncer did in a while."""
+
+    wall_s: float
+    rounds: int
+    parts: int
+    cpu_s: float
+    stubs_cpu_s: float
+
+
+class TinyModel:
+    """What a SyncerRun needs to know of a model: a matrix for each fragment."""
+
+    corpus = ""
+    shapes = {f"layer_{number}/kernel": (WIDTH, WIDTH) for number in range(FRAGMENTS)}
+    kinds = dict.fromkeys(shapes, Kind("matrix"))
+
+    def initial_parameters(self) -> Any:
+        """Yield the initial values."""
+        return ((path, np.zeros(shape, np.float32)) for path, shape in self.shapes.items())
+
+
+def config_of(grace_steps: float = 0.0) -> RunConfig:
+    """Return the settings: with a quorum of one and without a grace window every report may close a round."""
+    protocol = ProtocolConfig(
+        sync_every=FRAGMENTS, num_fragments=FRAGMENTS, grace_steps_max=grace_steps, learners_max=512
+    )
+    transport = TransportConfig(stripes=1, connections_max=4096)
+    return replace(
+        RunConfig(protocol=protocol, transport=transport, name="control"), train=TrainConfig(steps=10**9), trackers=()
+    )
+
+
+def serve(folder: Path) -> None:
+    """Run a syncer until SIGTERM; a process of its own."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    model: Any = TinyModel()
+    SyncerRun(config_of(), folder, stop, model).run()
+
+
+class Stubs:
+    """Stub learners of one process, each with a session of a control and a bulk connection."""
+
+    def __init__(self, address: str, learners: int, step_s: float) -> None:
+        self.config = config_of()
+        plan = cut(self.config, TinyModel.shapes, TinyModel.kinds)
+        self.fingerprint = fingerprint(self.config, plan.fingerprint, "")
+        self.address, self.step_s = address, step_s
+        self.payloads = _payloads(self.config, plan)
+        self.names = [f"stub-{number:03d}" for number in range(learners)]
+
+    async def run(self) -> None:
+        """Keep all learners going until they are cancelled."""
+        await asyncio.gather(*(self._learn(number, name) for number, name in enumerate(self.names)))
+
+    async def _learn(self, number: int, name: str) -> None:
+        await asyncio.sleep(number * 0.02)
+        stub = _Stub(self, name)
+        try:
+            await stub.open()
+            await asyncio.gather(stub.read(stub.control), stub.read(stub.bulk), stub.step(number / len(self.names)))
+        finally:
+            await stub.close()
+
+
+class _Stub:
+    def __init__(self, owner: Stubs, name: str) -> None:
+        self.owner, self.name = owner, name
+        header = pb.Header(run_id="control", incarnation=1, session=time.monotonic_ns(), stripes=1)
+        self.header = {lane: lane_header(header, lane, 0, name) for lane in (pb.LANE_CONTROL, pb.LANE_BULK)}
+        self.packed = {lane: wire.pack_header(each) for lane, each in self.header.items()}
+        self.adopted = [Adopted(-1, 0, 0)] * FRAGMENTS
+        self.staged = self.adopted  # as it was after the newest step
+        self.arrived: list[tuple[int, int, float]] = []
+        self.local_step = self.granted = self.sent = self.global_step = 0
+        self.channels: list[Any] = []
+
+    async def open(self) -> None:
+        """Open both streams, and greet."""
+        found = []
+        for lane in (pb.LANE_CONTROL, pb.LANE_BULK):
+            options = [*calls.channel_options(self.owner.config.transport), ("grpc.use_local_subchannel_pool", 1)]
+            channel = grpc.aio.insecure_channel(self.owner.address, options)
+            self.channels.append(channel)
+            metadata = (calls.header_metadata(self.header[lane]),)
+            found.append(channel.stream_stream(f"/{calls.SERVICE}/{calls.CONNECT}")(metadata=metadata))
+        self.control, self.bulk = found
+        for call in found:  # the frame that says that the session is open
+            assert await call.read() is not grpc.aio.EOF
+        none = (-1,) * FRAGMENTS
+        await self.tell(Hello(self.name, 1, self.owner.fingerprint, none, (0,) * FRAGMENTS, 0, 1, 0))
+
+    async def close(self) -> None:
+        """Close both connections."""
+        for channel in self.channels:
+            await channel.close()
+
+    async def tell(self, message: Message) -> None:
+        """Send a control message."""
+        await self.control.write(wire.control_frame(self.packed[pb.LANE_CONTROL], wire.pack_body(message)))
+
+    async def step(self, phase: float) -> None:
+        """Report a step every `step_s` seconds."""
+        await asyncio.sleep(phase * self.owner.step_s)
+        due_s = time.monotonic()
+        while True:
+            if self.granted and all(each.version >= 0 for each in self.adopted):
+                self.local_step, self.staged = self.local_step + 1, list(self.adopted)
+                arrived = tuple((p, version, time.monotonic() - at_s) for p, version, at_s in self.arrived)
+                self.arrived.clear()
+                report = StepReport(
+                    self.name, 1, self.local_step, self.local_step * 128, self.global_step, tuple(self.adopted),
+                    self.owner.step_s, 2.0, min(self.local_step, self.granted), self.granted, arrived,
+                )  # fmt: skip
+                await self.tell(report)
+            else:
+                await self.tell(Heartbeat(self.name, 1))
+            due_s += self.owner.step_s
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+
+    async def read(self, call: Any) -> None:
+        """Answer pulls, and hold what comes."""
+        while (raw := await call.read()) is not grpc.aio.EOF:
+            head, _ = wire.split(raw)
+            frame = pb.Frame.FromString(head)
+            body = frame.WhichOneof("body")
+            if body == "global_fragment":
+                value = frame.global_fragment
+                self.global_step = max(self.global_step, value.global_step)
+                self.adopted[value.fragment_id] = Adopted(value.version, self.local_step, self.local_step * 128)
+                self.arrived.append((value.fragment_id, value.version, time.monotonic()))
+            elif body == "lease":
+                lease = frame.lease
+                self.granted = max(self.granted, lease.first_sample + lease.stop - lease.start)
+            elif body == "pull_request":
+                await self.answer(frame.pull_request)
+
+    async def answer(self, pull: Any) -> None:
+        """Send a fragment's value."""
+        self.sent += 1
+        held, payload = self.staged[pull.fragment_id], self.owner.payloads[pull.fragment_id]
+        steps, tokens = pull.local_step - held.local_step, pull.local_step * 128 - held.tokens
+        counters = (pull.local_step, max(1, steps), max(128, tokens), held.version, pull.local_step, len(payload))
+        value = FragmentValue(self.name, 1, pull.global_step, pull.fragment_id, *counters)
+        views = [memoryview(payload)]
+        for piece in wire.pieces(self.sent, wire.pack_body(value), views, 1 << 20):
+            await self.bulk.write(wire.piece_frame(self.packed[pb.LANE_BULK], piece))
+
+
+def _payloads(config: RunConfig, plan: FragmentPlan) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    return [
+        codec.encode(
+            {key: rng.normal(0, 1e-3, shape).astype(np.float32) for key, shape in fragment.keys_shapes},
+            config.wire.up,
+        )
+        for fragment in plan.fragments
+    ]
+
+
+def learn(address: str, learners: int, step_s: float) -> None:
+    """Run stub learners until the process is ended."""
+    asyncio.run(Stubs(address, learners, step_s).run())
+
+
+def measure_loop(learners: int, step_s: float, seconds: float) -> Loop:
+    """Start a syncer and stubs, wait until all of them train, and count for so many seconds."""
+    processes = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        syncer = processes.Process(target=serve, args=(folder,))
+        syncer.start()
+        stubs = None
+        try:
+            await_status(folder, lambda _: (folder / ADDRESS_FILE).exists())
+            address = (folder / ADDRESS_FILE).read_text(encoding="utf-8")
+            stubs = processes.Process(target=learn, args=(address, learners, step_s), daemon=True)
+            stubs.start()
+            await_status(folder, lambda told: live_of(told) == learners)
+            time.sleep(SETTLE_S)
+            pids = [each.pid for each in (syncer, stubs) if each.pid is not None]
+            before, began_s, cpu_s = read(folder), time.perf_counter(), [cpu_of(pid) for pid in pids]
+            time.sleep(seconds)
+            after, wall_s, used_s = read(folder), time.perf_counter() - began_s, [cpu_of(pid) for pid in pids]
+            if live_of(after) < learners:
+                raise TimeoutError(f"only {live_of(after)} of {learners} learners are live after {seconds:g} s")
+        finally:
+            if stubs is not None:
+                stubs.kill()
+            syncer.terminate()
+            syncer.join(LEAVE_S)
+            syncer.kill()
+    rounds = after["global_step"] - before["global_step"]
+    parts = [told["contributors_per_round"] * told["global_step"] for told in (before, after)]
+    cpu = [later - earlier for earlier, later in zip(cpu_s, used_s, strict=True)]
+    return Loop(wall_s, rounds, round(parts[1] - parts[0]), *cpu)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read what a syncer says of itself."""
+    return dict(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
+
+
+def live_of(told: dict[str, Any]) -> int:
+    """Count the learners that train."""
+    return sum(row["state"] == "active" for row in told["learners"])
+
+
+def await_status(folder: Path, ready: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until a syncer's status is as wanted."""
+    until_s = time.monotonic() + START_S
+    while not ((folder / STATUS_FILE).exists() and ready(read(folder))):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"the syncer in {folder} was not ready within {START_S:g} s")
+        time.sleep(POLL_S)
+
+
+def cpu_of(pid: int) -> float:
+    """Return the CPU seconds of a process so far, by its own clock: /proc counts in ticks of 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3) of Linux

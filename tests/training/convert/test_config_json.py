@@ -1,0 +1,78 @@
+"""config.json of public families: what each key decides, and that no value of it ends in anything but a sentence."""
+
+import json
+from typing import Any
+
+import pytest
+
+from diloco_jax.training.convert.families import FAMILIES, READ, REFUSED, ROPE, from_hf, to_hf
+from tests.tools.export.folders import model_of
+
+# What PretrainedConfig of transformers 4.57 writes beside the keys of transformers 5, with its usual values.
+OF_VERSION_4: dict[str, Any] = {
+    "add_cross_attention": False, "bad_words_ids": None, "begin_suppress_tokens": None, "chunk_size_feed_forward": 0,
+    "cross_attention_hidden_size": None, "decoder_start_token_id": None, "diversity_penalty": 0.0, "do_sample": False,
+    "early_stopping": False, "encoder_no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None,
+    "finetuning_task": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "id2label": {"0": "LABEL_0"},
+    "is_decoder": False, "is_encoder_decoder": False, "label2id": {"LABEL_0": 0}, "length_penalty": 1.0,
+    "max_length": 20, "min_length": 0, "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1,
+    "num_return_sequences": 1, "output_attentions": False, "output_hidden_states": False, "output_scores": False,
+    "prefix": None, "problem_type": None, "pruned_heads": {}, "remove_invalid_values": False, "return_dict": True,
+    "repetition_penalty": 1.0, "return_dict_in_generate": False, "sep_token_id": None, "suppress_tokens": None,
+    "task_specific_params": None, "temperature": 1.0, "tf_legacy_loss": False, "tie_encoder_decoder": False,
+    "tokenizer_class": None, "top_k": 50, "top_p": 1.0, "torch_dtype": "bfloat16", "torchscript": False,
+    "transformers_version": "4.57.6", "typical_p": 1.0, "use_bfloat16": False, "_name_or_path": "",
+    "_attn_implementation_autoset": True, "initializer_range": 0.02, "attention_dropout": 0.0, "use_cache": True,
+    "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "architectures": ["X"], "auto_map": {"a": "b"},
+}  # fmt: skip
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "gemma3_text": {"_sliding_window_pattern": 6, "attn_logit_softcapping": None, "cache_implementation": "hybrid"},
+    "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0},
+    "qwen3_moe": {
+        "output_router_logits": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_window_layers": 48,
+    },
+}
+ODD = (None, True, False, -1, 0, 1.5, 2**70, float("nan"), float("inf"), "x", [], ["x"], [None], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_transformers_4_writes_is_understood(name: str) -> None:
+    config = to_hf(model_of(name))
+    assert from_hf(OF_VERSION_4 | OF_FAMILIES.get(name, {}) | config) == from_hf(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_value_of_any_key_is_read_or_refused_with_a_sentence(name: str) -> None:
+    """Wrong kinds of values never end in an exception of Python."""
+    config = json.loads(json.dumps(to_hf(model_of(name))))
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+    for value in ODD:
+        changes = [{key: value} for key in sorted({*READ, *FAMILIES[name].read, *REFUSED, "text_config", "model_type"})]
+        changes += [{"rope_scaling": {**rope, key: value}} for key in ROPE]
+        changes += [{"rope_parameters": {kind: value}} for kind in ("full_attention", "sliding_attention")]
+        for change in changes:
+            try:
+                from_hf(config | change)
+            except ValueError as error:
+                assert str(error).startswith(("config.json", "model.args")), (change, error)
+
+
+def test_qwen_has_a_window_of_4096_if_none_is_named() -> None:
+    config = to_hf(model_of("qwen2")) | {"use_sliding_window": True, "max_window_layers": 0}
+    assert from_hf(config).args["window"] == 4096
+    assert "window" not in from_hf(config | {"sliding_window": None}).args
+    assert "window" not in from_hf(config | {"use_sliding_window": False}).args
+
+
+def test_the_outer_config_of_a_model_that_sees_is_checked_too() -> None:
+    text = to_hf(model_of("gemma3_text")) | {"final_logit_softcapping": 30.0}
+    seeing = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "image_token_index": 7}
+    assert "logit_cap" not in from_hf(seeing).args and from_hf(text).args["logit_cap"] == 30.0
+    assert from_hf(seeing | {"tie_word_embeddings": False}).args["tie_embeddings"] is False
+    for wrong in ({"is_causal": False}, {"quantization_config": {}}, {"tie_word_embeddings": 1}):
+        with pytest.raises(ValueError, match=f"config.json of gemma3.* {next(iter(wrong))}"):
+            from_hf(seeing | wrong)
