@@ -53,7 +53,7 @@ def test_a_seed_is_a_run() -> None:
 
 def test_a_failing_seed_prints_its_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     impossible = FaultyScenario(learners=1, total_steps=3, config=ProtocolConfig(quorum=2), seed=41)
-    monkeypatch.setattr(cli, "random_scenario", lambda seed: impossible)
+    monkeypatch.setattr(cli, "random_scenario", lambda seed, **_: impossible)
     assert cli.main(["--seed", "41"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "FAILED: Violation: RoundsAdvance" in last and "1 live learners are fewer than the quorum of 2" in last

@@ -246,7 +246,7 @@ def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path:
 
 def test_too_few_islands_end_the_run(tmp_path: Path) -> None:
     told = Told(tmp_path, [FOREVER], [["echo broken; exit 2"], [FOREVER]], quorum=2)
-    words = r"1 islands are left, fewer than protocol.quorum = 2: island-0 .* broken"
+    words = r"1 island is left, fewer than protocol.quorum = 2: island-0 .* broken"
     with pytest.raises(RunFailed, match=words) as failed:
         told.run.run()
     assert failed.value.wrong_input

@@ -43,7 +43,13 @@ class Bringers:
         clock = SimpleNamespace(now_s=lambda: 4.0)
         taped = TapedSyncer(machine, self.tape.append)
         parts: Any = SimpleNamespace(
-            taped=taped, machine=machine, model=self.model, clock=clock, stop=threading.Event(), config=None
+            taped=taped,
+            tape=MagicMock(),
+            machine=machine,
+            model=self.model,
+            clock=clock,
+            stop=threading.Event(),
+            config=None,
         )
         self.driver = SyncerDriver(parts, listener, results=other, merges=other, snapshots=other, watch=other)
 
