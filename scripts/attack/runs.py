@@ -74,7 +74,7 @@ class Folder:
             process.kill()
             said, _ = process.communicate()
         lines = said.strip().splitlines()
-        return lines[-1][:240] if lines else "nothing"
+        return lines[-1] if lines else "nothing"
 
     def merges(self) -> bool:
         """Tell whether rounds have merged both islands."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HELD, FAILED = "held", "FAILED"
+TEXT_LENGTH_MAX = 400
 
 
 @dataclass(eq=False)
@@ -32,7 +33,8 @@ class Findings:
 
     def expect(self, ok: object, good: str, bad: str = "") -> bool:
         """Note an observation; `bad` is its text where it is not as expected."""
-        self.seen.append((bool(ok), good if ok else bad or f"not so: {good}"))
+        text = good if ok else bad or f"not so: {good}"
+        self.seen.append((bool(ok), text[:TEXT_LENGTH_MAX]))
         return bool(ok)
 
     @property

@@ -199,7 +199,8 @@ def wire_descriptors(ground: Ground, seen: Findings) -> None:
             seen.expect(len(made) > DESCRIPTORS, f"{len(made)} strangers, {descriptors(site)} descriptors")
             rounds_go_on(site, honest, seen, "beside them", 30)
         text = site.log.read_text(encoding="utf-8", errors="replace")
-        seen.expect("free space" not in text, "nothing blames the disk", "the log blames free space on the disk")
+        right = "ulimit -n" in text and "has free space" not in text
+        seen.expect(right, "the log names the limit of open files", "the log blames free space on the disk")
         newcomer = site.stub("newcomer")
         seen.expect(comes_true(lambda: newcomer.merged), "a newcomer is merged")
         aftermath(site, honest, seen)
