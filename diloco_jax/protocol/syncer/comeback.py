@@ -9,10 +9,10 @@ not stop.
 A version that nobody holds is lost: nothing of it reached a learner, and its fragment goes on from the newest that is
 left. A round that was being merged counts as merged if somebody holds its result. Versions are never numbered again.
 
-A version is believed only if the tape allows it: one that was made, one of a round in flight at the death, or, since a
-lost machine takes the end of a tape with it, one of the next rounds. One beyond those needs two learners with the same
-bits, so no single learner moves the run's clock. What a driver cannot use (not finite, far away) it hands over as an
-anchor of no version, and another holder is asked.
+A version is believed only if the tape allows it: a version that was made, or that of a round in flight when the syncer
+stopped. The next rounds are believed as well, because a lost machine may lose the end of its tape. A later version
+needs two learners with the same bits, so no single learner moves the run's clock. If a value is not usable (not finite,
+or far away), the driver passes it on as an anchor of no version, and the machine asks another holder.
 
 Rewind. When every process died, the run goes on from the snapshot alone: what came after it is void, and whoever
 remembers it is refused.
@@ -59,10 +59,10 @@ class Restoring:
     unanswered: dict[int, str] = field(default_factory=dict)  # fragment -> who did not answer the last question
 
     def asks(self, present: Iterable[Member], made: Sequence[int], now_s: float) -> list[tuple[str, int, int]]:
-        """Return (learner, fragment, version) to ask for now: the newest that is offered, of each who does in turn.
+        """Return the (learner, fragment, version) to ask for now: the newest believed offers, from each holder in turn.
 
         Args:
-            made: newest version of each fragment that the tape knows.
+            made: newest version of each fragment on the tape.
         """
         found = []
         members, turn = [m for m in present if m.down.offered], self.repetitions + self.unheard
@@ -81,7 +81,7 @@ class Restoring:
         return found
 
     def believes(self, fragment_id: int, version: int, made: int, members: Iterable[Member]) -> bool:
-        """Say if this version of a fragment can exist, as far as the tape tells; else two must hold the same bits."""
+        """Return whether this version of a fragment can exist by the tape, or two members offer it with equal bits."""
         if version <= made or version in self.possible.get(fragment_id, ()):
             return True
         offers = [m.down.will_hold[fragment_id] for m in members if m.down.offered and m.down.will_hold]
@@ -220,7 +220,7 @@ class Comeback:
         return effects
 
     def _possible(self, flying: Iterable[Round], before: Restoring | None) -> dict[int, list[int]]:
-        """Return versions that may exist beyond those on the tape, whose end a lost machine takes with it."""
+        """Return versions that may exist beyond the tape, because a lost machine may lose the end of its tape."""
         found = {p: list(versions) for p, versions in before.possible.items()} if before is not None else {}
         rounds = [(this.fragment_id, this.global_step) for this in flying]
         step, schedule = self.progress.global_step, self.rounds.schedule
@@ -293,7 +293,7 @@ class Comeback:
         return effects + self.rounds.proceed(now_s)
 
     def _doubt(self, restoring: Restoring, message: AnchorValue) -> str:
-        """Say why a global value that was brought is not believed; "" if it is."""
+        """Return why the syncer does not believe a learner's global value; "" if it does."""
         fragment_id, version = message.fragment_id, message.version
         made, what = self.downstream.versions[fragment_id], f"version {version} of fragment {fragment_id}"
         if version == NO_VERSION:
