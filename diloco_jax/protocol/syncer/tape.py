@@ -199,7 +199,7 @@ def captured(kind: str, arguments: Sequence[Any], effects: Iterable[Effect]) -> 
 
 
 def back_to(kind: str, arguments: Sequence[Any]) -> Moment | None:
-    """Return the snapshot from which a life of the syncer starts; `arguments` are those of its line without the stamp."""
+    """Return the snapshot from which a life of the syncer starts; `arguments` are those of its line, without stamp."""
     match kind, arguments:
         case "restart", [_, _, int(loaded), *head]:
             return Moment(loaded, *head)
