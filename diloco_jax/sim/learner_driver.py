@@ -1,7 +1,7 @@
 """The driver of a learner's machine, over all lives of its process: as runtime/learner/run.py.
 
 A mailbox says what is given to the machine at once, as by a link's thread, and what in the gap between two steps. The
-next batch may be drawn while a step runs. `scripts/faulty` has a driver to which faults happen.
+next batch may be drawn while a step runs. `faults/` has a driver to which faults happen.
 """
 
 from collections.abc import Callable
