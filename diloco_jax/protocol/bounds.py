@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
+from diloco_jax.protocol.messages import NO_VERSION, Adopted, Arrived, FragmentValue, LearnerMessage, Metric
 
 COUNTER_MAX = 1 << 53
 DIGEST_MAX = (1 << 64) - 1
@@ -36,6 +36,19 @@ def objection(message: LearnerMessage) -> str:
             what = f"{type(message).__name__}.{name} of {str(message.learner_id)[:64]!r} {wrong}"
             return f"{what}; it is damaged, or its sender is another program: start that learner again"
     return ""
+
+
+def without_value(message: LearnerMessage) -> FragmentValue | None:
+    """Return a value that is out of bounds as an answer that holds nothing; None for any other message.
+
+    The round that asked for it need not wait for another answer. None, too, if the answer does not tell which round.
+    """
+    if not isinstance(message, FragmentValue):
+        return None
+    empty = message._replace(
+        local_step=0, steps=0, tokens=0, base_version=NO_VERSION, samples=0, payload_bytes=0, since=0
+    )
+    return None if objection(empty) else empty
 
 
 def _between(least: float, most: float) -> Check:

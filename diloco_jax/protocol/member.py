@@ -47,6 +47,10 @@ class Downlink:
         self.offered = hello.versions
         self.will_hold = [Held(*told) for told in zip(hello.versions, hello.digests, strict=True)]
 
+    def disregard(self, fragment_id: int) -> None:
+        """Take it that the member holds no version of a fragment, whatever it offered."""
+        self.offered = tuple(NO_VERSION if p == fragment_id else held for p, held in enumerate(self.offered))
+
     def record(self, arrived: Sequence[Arrived], longest_s: float, decay: float, now_s: float) -> None:
         """Take over what a report tells of versions that have arrived; a sample counts for at most `longest_s`."""
         for fragment_id, version, ago_s in arrived:

@@ -88,7 +88,8 @@ class Syncer:
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
         """Any message of a learner. The driver vouches that the sender is who the message says."""
         if wrong := bounds.objection(message):
-            return _refused(message, wrong)
+            answer = bounds.without_value(message)
+            return _refused(message, wrong) if answer is None else self.on_message(answer, now_s)
         if isinstance(message, Hello):
             return self.on_hello(message, now_s)
         member = self.membership.get(message.learner_id, message.incarnation)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
-from diloco_jax.protocol.bounds import objection
+from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
 from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
 from diloco_jax.protocol.releases import STAMP, check_readable
@@ -109,8 +109,10 @@ class TapedSyncer:
         return self.syncer.on_begin(digests, now_s)
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
-        if not objection(message):  # else it changes nothing in the machine, and readers of the tape need not bear it
-            self._write(type(message).__name__, now_s, *message)
+        # What is out of bounds changes nothing in the machine, but that a round need not wait for an answer.
+        taken = without_value(message) if objection(message) else message
+        if taken is not None:
+            self._write(type(taken).__name__, now_s, *taken)
         return self.syncer.on_message(message, now_s)
 
     def on_disconnect(self, learner_id: str, incarnation: int, reason: str, now_s: float) -> list[Effect]:

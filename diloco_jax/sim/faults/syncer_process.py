@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.bounds import objection
+from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Drop, Effect
 from diloco_jax.protocol.messages import LearnerMessage, Refuse
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -95,8 +95,14 @@ class MortalSyncer(SyncerProcess):
             self.heard[link.learner_id] = link
 
     def _refuse(self, link: SimulatedLink, message: LearnerMessage) -> None:
-        """Give the machine a message that is out of bounds: it changes nothing, and leaves no trace on the tape."""
+        """Give the machine a message that is out of bounds: it changes nothing, and leaves no trace on the tape.
+
+        A value is the exception: its round takes it as an answer that holds nothing.
+        """
         if not self.alive:
+            return
+        if (answer := without_value(message)) is not None:
+            super()._arrive((link, answer))
             return
         lines, before = len(self._tape), repr(self.machine.membership.members.get(link.learner_id))
         self.heard[link.learner_id] = link

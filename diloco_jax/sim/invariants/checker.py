@@ -70,8 +70,8 @@ class HealthyChecker(Checker):
         timeouts_s = 3 * config.lease_s + config.heartbeat_s + config.pull_timeout_s + 2 * config.resend_s
         if any(fault.kind in ("syncer_crash", "rewind") for fault in scenario.faults):
             timeouts_s += config.restore_s + 2**REPETITIONS_MAX * config.resend_s
-        if self.hostile:  # with fewer live learners than usual all of them may be evaluating
-            timeouts_s += 3 * scenario.eval_s
+        # An island that evaluates makes no step, and all live ones may be asked before the first has answered.
+        timeouts_s += 3 * scenario.eval_s
         self.bound_s = (pace_s + 10 * self.way_s + timeouts_s) * (1 if self.lossless else 4)
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
