@@ -9,9 +9,9 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import GlobalFragment, Score, SyncerMessage
 from diloco_jax.sim.engine import NEVER_S, Action
-from diloco_jax.sim.faults.holdings import MortalHoldings
 from diloco_jax.sim.faults.network import Garbled
 from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.holdings import Holdings
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import SimulatedLink
 from diloco_jax.sim.node import LearnerProcess
@@ -44,22 +44,8 @@ class MortalLearner(LearnerDriver):
             self._engine.at(self._engine.now_s + self._scenario.connect_timeout_s, self._give_up, self.node.process)
 
     def _new_process(self, machine: Learner, name: str, incarnation: int) -> MortalProcess:
-        holdings = MortalHoldings(name, incarnation, self._world)
+        holdings = Holdings(name, incarnation, self._world.scenario, self._world.steps)
         return MortalProcess(self.node, name, incarnation, machine, Mailbox(machine), holdings)
-
-    def _read(self, process: LearnerProcess, message: GlobalFragment, now_s: float) -> bool:
-        """Read a global fragment, which may come garbled, or not apply to what is held."""
-        if not process.machine.wants(message, now_s):
-            return False
-        assert isinstance(process.holdings, MortalHoldings), "this driver makes no others"
-        ok = process.holdings.read(message)
-        for observer in self._observers:
-            observer.on_read(process, message, ok, now_s)
-        if ok:
-            process.mailbox.read(message, None, now_s)
-        else:
-            process.machine.on_corrupt(now_s)
-        return ok
 
     def _give_up(self, process: LearnerProcess) -> None:
         """End a process that nobody has answered since it started."""

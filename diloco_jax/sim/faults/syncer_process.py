@@ -9,11 +9,10 @@ from diloco_jax.protocol.effects import Drop, Effect
 from diloco_jax.protocol.messages import LearnerMessage, Refuse
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.holdings import Step
 from diloco_jax.sim.faults.hostile import Hostile
 from diloco_jax.sim.faults.network import Garbled
 from diloco_jax.sim.faults.scenario import FaultyScenario
-from diloco_jax.sim.holdings import Value
+from diloco_jax.sim.holdings import Step, Value
 from diloco_jax.sim.network import SimulatedLink
 from diloco_jax.sim.node import World
 from diloco_jax.sim.syncer_process import SyncerProcess
