@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from faulty.hostile import Hostile
-
 from attack.hostile import LIVES, aftermath, merged_once
 from attack.learner import Sent, StubLearner
 from attack.site import Site, comes_true, syncer
 from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.protocol import messages as m
+from diloco_jax.sim.faults.hostile import Hostile
 from diloco_jax.transport import wire
 from diloco_jax.transport.link import BULK_TYPES, LinkClosed
 

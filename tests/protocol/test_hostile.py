@@ -1,6 +1,6 @@
 """A peer may say anything: it is refused or dropped with the reason, nothing else happens, and others go on.
 
-The whole fuzz: ./scripts/invariants/sweep --hostile --count 400
+The whole fuzz: ./scripts/sweep --hostile --count 400
 """
 
 import json
@@ -9,10 +9,6 @@ import typing
 from typing import Any
 
 import pytest
-from faulty.hostile import FLOATS, NUMBERS, TEXTS, Hostile
-from invariants import all as checkers
-from invariants import draw
-from invariants.verdict import judge
 
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.bounds import FRAGMENTS_MAX, STEP_SAMPLES_MAX, objection, without_value
@@ -22,6 +18,10 @@ from diloco_jax.protocol.recovery import AVOIDED_MAX, Matchmaker
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.faults.hostile import FLOATS, NUMBERS, TEXTS, Hostile
+from diloco_jax.sim.invariants import all as checkers
+from diloco_jax.sim.invariants import draw
+from diloco_jax.sim.invariants.verdict import judge
 from diloco_jax.transport.wire import pack_body
 from tests.protocol.syncer_inputs import hello, leases, merged, new, only, report, running, sent, value
 

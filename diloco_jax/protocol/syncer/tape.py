@@ -232,6 +232,13 @@ def check_life(number: int, kind: str, arguments: list[Any]) -> None:
         del arguments[own : own + 1]
 
 
+def without_stamp(line: list[Any]) -> list[Any]:
+    """Return the arguments of an input as the machine's replay has them."""
+    arguments = line[2:]
+    check_life(0, line[0], arguments)
+    return arguments
+
+
 def limits_line(before: Limits, limits: Limits, now_s: float) -> str:
     """Return the line for a change of a run's limits."""
     return json.dumps(["limits", now_s, before, limits], separators=(",", ":"))
