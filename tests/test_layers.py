@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "own_loop": {"learner", "island", "model", "records", "trackers"},
         "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers"},
     },
-    "sim": {"": set(), "goodput": {""}},
+    "sim": {"": set(), "goodput": {""}, "faults": {""}, "invariants": {"", "faults"}},
     "tools": {
         "budget": set(),
         "report": {"replay"},
@@ -248,7 +248,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_simulator_starts_without_jax() -> None:
-    code = "import sys, diloco_jax.sim, invariants.__main__; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, diloco_jax.sim.invariants.__main__; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     command, around = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
     result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr or "the simulator or its checkers import jax or numpy"

@@ -1,32 +1,38 @@
-"""Bounds of what a learner may say, field by field; the syncer's machine checks each message against them as it comes.
+"""Bounds of every field of a learner's messages; the syncer's machine checks each message against them on arrival.
 
-The wire lets any number of its types through. What is within these bounds may still be a lie, but whatever the machine
-derives from it stays far below the 2^62 that a message can carry, so no peer makes the syncer send what cannot be sent.
-No honest run comes near a bound: at a thousand steps per second a counter needs 285,000 years to reach it.
+The wire accepts any number of its types. A value within these bounds may still be wrong, but all numbers that the
+machine derives from it stay far below the 2^62 that a message can carry. So no peer can make the syncer compute a
+number that cannot be sent. An honest run stays far below the bounds: a counter of a thousand steps per second reaches
+its bound after 285,000 years.
 """
 
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
+from diloco_jax.protocol.messages import NO_VERSION, Adopted, Arrived, FragmentValue, LearnerMessage, Metric
 
 COUNTER_MAX = 1 << 53
 DIGEST_MAX = (1 << 64) - 1
 STEP_SAMPLES_MAX = 1 << 20
 SECONDS_MAX = 1e9
-PARTS_MAX = 1 << 22  # of one state; with parts of 1 MiB that is 4 TiB
+# Parts of one state; with parts of 1 MiB that is 4 TiB.
+PARTS_MAX = 1 << 22
 FRAGMENTS_MAX = 16384
-PAIRS_MAX = 256  # of a fingerprint
-SCORES_MAX = 1024  # the evaluations' own limit is lower, and asks another learner
-NAME_LENGTH_MAX = 100  # of a name that a message mentions; membership.py has the rule for a learner's own
+# Pairs of a fingerprint.
+PAIRS_MAX = 256
+# The evaluations have a lower limit: above it the syncer asks another learner.
+SCORES_MAX = 1024
+# Names that a message mentions; membership.py has the rule for the name of a learner itself.
+NAME_LENGTH_MAX = 100
 TEXT_LENGTH_MAX = 1 << 16
 
-Check = Callable[[Any], str]  # of a value: what is wrong with it, or ""
+# A check returns what is wrong with a value, or "".
+Check = Callable[[Any], str]
 
 
 def objection(message: LearnerMessage) -> str:
-    """Say which value of a learner's message is out of its bounds, the bounds and the remedy; "" if none is."""
+    """Return which value of a learner's message is out of bounds, with bounds and remedy; "" if all are within."""
     for position, name, check in _CHECKS[type(message)]:
         try:
             wrong = check(message[position])
@@ -36,6 +42,19 @@ def objection(message: LearnerMessage) -> str:
             what = f"{type(message).__name__}.{name} of {str(message.learner_id)[:64]!r} {wrong}"
             return f"{what}; it is damaged, or its sender is another program: start that learner again"
     return ""
+
+
+def without_value(message: LearnerMessage) -> FragmentValue | None:
+    """Return a value that is out of bounds as an answer that holds nothing; None for any other message.
+
+    The round that asked for it need not wait for another answer. None, too, if the answer does not tell which round.
+    """
+    if not isinstance(message, FragmentValue):
+        return None
+    empty = message._replace(
+        local_step=0, steps=0, tokens=0, base_version=NO_VERSION, samples=0, payload_bytes=0, since=0
+    )
+    return None if objection(empty) else empty
 
 
 def _between(least: float, most: float) -> Check:
@@ -63,7 +82,7 @@ def _each(check: Check, most: int) -> Check:
 
 
 def _adopted(rows: Sequence[Adopted]) -> str:
-    """Check the rows of every report; spelled out, since these are most of all numbers that come."""
+    """Check the rows of every report. The check is written out for speed: most numbers that arrive are these."""
     if wrong := _FRAGMENTS(rows):
         return wrong
     for row in rows:
@@ -114,7 +133,7 @@ _BY_FIELD: dict[str, Check] = {
     "step_samples": _between(1, STEP_SAMPLES_MAX),
     "version": _VERSION,
     "versions": _each(_VERSION, FRAGMENTS_MAX),
-    # People read these, and no rule does; the run of a model that diverges has losses that are not finite.
+    # Only people read these two. When a model diverges, its losses are not finite.
     "loss": _anything,
     "bits_per_byte": _anything,
 }

@@ -1,7 +1,8 @@
-"""Counters that a learner gives with a value or a report, held against what it reported before and what is usual.
+"""Compares the counters of a learner's value or report with its earlier reports and with what is usual.
 
-A wrong counter need not be a lie: a bit may flip in memory. Steps divide the norm by which values are judged, and
-tokens make the weight of a value and the end of a run with a token budget, so neither is taken on one message's word.
+A wrong counter may have an innocent cause, such as a flipped bit. Steps divide the norm by which values are judged.
+Tokens decide the weight of a value and when a token budget is reached. So the syncer believes neither on the word of
+one message.
 """
 
 from math import inf
@@ -11,29 +12,31 @@ from diloco_jax.protocol.messages import Adopted, FragmentValue
 
 # Bulk connections may overtake the control connection, so a value may come before the reports of its last steps.
 OVERTAKES_MAX = 256
-LEAPS = 64  # no value counts as more than this share of a token budget: a learner that was cut off may have made many
+# One value counts for at most 1/LEAPS of a token budget. It may be large: a learner that was cut off trains on.
+LEAPS = 64
 
 
 class AskedReport(NamedTuple):
-    """The report on which a round asked a member for a fragment."""
+    """The member's newest report when a round asked it for a fragment; `held` is its version of that fragment."""
 
     round: int
     local_step: int
     tokens: int
-    held: Adopted  # of the fragment
+    held: Adopted
 
 
 class Reported(NamedTuple):
-    """A member's newest report."""
+    """A member's newest report; `held` is its version of the fragment in question."""
 
     local_step: int
     tokens: int
-    samples: int  # -1: unknown, since an older release wrote the state
-    held: Adopted  # of the fragment
+    # -1 if unknown, because an older release wrote the state.
+    samples: int
+    held: Adopted
 
 
 def contradiction(value: FragmentValue, asked: AskedReport, newest: Reported) -> str:
-    """Say which counter of a value its sender's own reports rule out; "" if none.
+    """Return which counter of a value contradicts its sender's own reports; "" if none does.
 
     The value is of the step that was asked for, or of a later one. Its base is the version that the sender held at
     that step, or one that it has adopted since.
@@ -64,11 +67,11 @@ def contradiction(value: FragmentValue, asked: AskedReport, newest: Reported) ->
 
 
 def plausible_tokens(tokens: int, steps: int, usual: float, factor: float) -> int:
-    """Return how many of these tokens so many inner steps can have had, where `usual` is the number for one step.
+    """Return the part of `tokens` that `steps` inner steps can plausibly have had.
 
     Args:
-        usual: infinite if nobody knows.
-        factor: how many times what is usual a step may have; 0 for no limit.
+        usual: usual number of tokens per inner step; infinite if unknown.
+        factor: most tokens of a step, as a multiple of `usual`; 0 for no limit.
     """
     if not factor or usual == inf:
         return tokens

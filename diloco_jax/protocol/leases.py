@@ -27,7 +27,8 @@ from diloco_jax.protocol.messages import Adopted, Lease
 Range = tuple[int, int]
 Share = tuple[int, int, int, int]  # that a value has in a version: fragment, version, since, samples (as on_merged)
 BOOK = 1 << 32  # more samples than one incarnation is ever given
-ORDER_MAX = 1 << 61  # positions and sample numbers that leases may reach: a message carries numbers of up to 2^62
+# Largest position and sample number of a lease: a message carries numbers up to 2^62.
+ORDER_MAX = 1 << 61
 
 
 class Batch(NamedTuple):
@@ -232,7 +233,7 @@ class LeaseBook:
         return holding
 
     def grant(self, learner_id: str, count: int) -> list[Lease]:
-        """Hand out `count` more samples; returns the leases to send, none where the numbers of an order end."""
+        """Grant `count` more samples and return the leases to send; none if they would pass ORDER_MAX."""
         holding = self.holdings[learner_id]
         sample = holding.granted
         if max(self._next, sample) + count > ORDER_MAX:

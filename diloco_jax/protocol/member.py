@@ -47,6 +47,10 @@ class Downlink:
         self.offered = hello.versions
         self.will_hold = [Held(*told) for told in zip(hello.versions, hello.digests, strict=True)]
 
+    def disregard(self, fragment_id: int) -> None:
+        """Take it that the member holds no version of a fragment, whatever it offered."""
+        self.offered = tuple(NO_VERSION if p == fragment_id else held for p, held in enumerate(self.offered))
+
     def record(self, arrived: Sequence[Arrived], longest_s: float, decay: float, now_s: float) -> None:
         """Take over what a report tells of versions that have arrived; a sample counts for at most `longest_s`."""
         for fragment_id, version, ago_s in arrived:
@@ -74,7 +78,8 @@ class Credit:
     merged_round: dict[int, int] = field(default_factory=dict)  # fragment -> newest round that merged a value of it
     merged_tokens: int = 0  # of its reported ones, those up to its newest value that a round has merged
     merged_mark: int = 0  # rounds merged when it last had a share in one, or became active
-    asked: dict[int, AskedReport] = field(default_factory=dict)  # fragment -> the report on which it was last asked for
+    # For each fragment: the newest report when a round last asked for it.
+    asked: dict[int, AskedReport] = field(default_factory=dict)
     alarmed: bool = False
     strikes: int = 0  # values in a row that could not be used
     expelled: bool = False
@@ -105,9 +110,11 @@ class Member:
     restarts: int = 0
     rounds: int = 0  # rounds in which a value of this learner was merged
     local_step: int = 0
-    tokens: int = 0  # as far as they are plausible (claims.py)
+    # Reported tokens, as far as they are plausible (claims.py).
+    tokens: int = 0
     reported_tokens: int = 0
-    samples: int = -1  # of its newest report; -1: unknown
+    # Samples in its newest report; -1 if unknown.
+    samples: int = -1
     global_step: int = 0
     adopted: tuple[Adopted, ...] = ()
     step_samples: int = 1
@@ -125,7 +132,7 @@ class Member:
         return Member(self.learner_id, incarnation, now_s, now_s, JOINING, *totals)
 
     def record(self, report: StepReport, tokens: int, config: ProtocolConfig, now_s: float) -> None:
-        """Take over a report that is newer than all before, as of so many plausible tokens."""
+        """Record a report that is newer than all before it; `tokens` is the plausible number of its tokens."""
         if self.local_step > 0:  # the first step of an incarnation compiles: no sample of its speed
             self.step_s = ema(self.step_s, report.step_s, config.ema_decay)
         if report.arrived and self.step_s is not None:
@@ -137,12 +144,12 @@ class Member:
         self.loss = report.loss
 
     def asked_for(self, fragment_id: int, global_step: int) -> None:
-        """Remember its newest report, on which this round asks it for a fragment."""
+        """Remember its newest report at the moment when a round asks it for a fragment."""
         held = self.adopted[fragment_id]
         self.credit.asked[fragment_id] = AskedReport(global_step, self.local_step, self.reported_tokens, held)
 
     def reported(self, fragment_id: int) -> Reported:
-        """Return what its newest report says of a fragment."""
+        """Return its newest report, with the version that it holds of one fragment."""
         return Reported(self.local_step, self.reported_tokens, self.samples, self.adopted[fragment_id])
 
     @property

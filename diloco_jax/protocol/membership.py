@@ -50,7 +50,7 @@ class Membership:
         self.live = 0
 
     def expect(self, what: str, value: str) -> None:
-        """Expect another value of one thing that learners must agree on."""
+        """Replace the expected value of one entry of the fingerprint, which greeting learners must match."""
         if value and what in self._fingerprint:
             self._fingerprint[what] = value
 
@@ -159,9 +159,10 @@ class Membership:
         return times[(len(times) - 1) // 2] if times else None
 
     def usual_step_tokens(self, member: Member) -> float:
-        """Lower median of the live learners' tokens per inner step; this member's own if none is live, else infinite.
+        """Return the lower median of the live learners' tokens per inner step.
 
-        One of two is the lower one, so a learner with a wrong counter does not set the measure for itself.
+        If no learner is live, the member's own rate counts; if it has made no step, the result is infinite. The lower
+        median of two learners is the lower rate, so a learner with a wrong counter does not set its own limit.
         """
         counted = [m for m in self.members.values() if m.state == ACTIVE and m.total_steps > 0]
         if not counted and member.total_steps > 0:

@@ -121,7 +121,7 @@ class FragmentValue(NamedTuple):
 class AnchorValue(NamedTuple):
     """Answer to an AnchorRequest: the exact global value that this learner adopted last (float32 payload).
 
-    A driver hands a value that cannot be used to the syncer's machine as one of version -1.
+    If the driver finds that a value cannot be used, it passes the message to the syncer's machine with version -1.
     """
 
     learner_id: str

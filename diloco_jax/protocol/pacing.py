@@ -17,8 +17,10 @@ LEARNERS_MAX_LIMIT = 4096
 OVERLAP_STEPS_MAX = 10_000  # learners look so far ahead in every step
 RECOVERY_TURNS_MAX = 1000
 GRACE_MIN_S_MAX = 10.0
-SHORT_STEPS = 3  # of them are shorter than `grace_min_s` where it matters
-FIRST_TURN_S = 1.0  # wait of a round in the first turn of the fragments for learners that have not made a step yet
+# Steps are short if this many of them take less than `grace_min_s`.
+SHORT_STEPS = 3
+# In the first turn of the fragments, a round waits this long for learners that have not made a step yet.
+FIRST_TURN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,11 @@ class ProtocolConfig:
     """Cap of the grace window in inner steps. Low: 0, which with K = 1 merges one learner at a time.
     High: rounds wait for slow islands, and more of them have a share."""
     grace_min_s: float = 0.1
-    """Least grace window in seconds, less three inner steps: it matters where steps are shorter than a third of it.
-    A round then waits so long for learners with such steps, even if the plan leaves no slack for that, and in the first
-    turn of the fragments up to 1 s for learners that still start. With longer steps, or grace_steps_max 0, it has no
-    effect. Low: 0, with steps of milliseconds the first learner to report is merged alone. High: a fast learner that
-    hangs holds every round as long."""
+    """Least grace window in seconds, minus three inner steps. It has an effect only if steps are shorter than a third
+    of it and grace_steps_max is above 0. A round then waits so long for learners with such steps, even without slack.
+    In the first turn of the fragments it waits up to 1 s for learners that are still starting. Low: 0, with steps of
+    milliseconds the first learner to report is merged alone. High: each round waits as long for a fast learner that
+    hangs."""
     grace_safety: float = 0.9
     """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Low: rounds close early,
     with few islands. High: 1 leaves nothing for a slow link, and rounds may end late."""
@@ -95,9 +97,9 @@ class ProtocolConfig:
     strikes_max: int = 3
     """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, at once. High: late."""
     tokens_per_step_factor_max: float = 64.0
-    """Times the median of the islands' tokens per inner step that one island's step counts for at most, in its weight
-    and towards train.tokens; 0 for no limit. So one wrong counter does not decide a merge or end a run. Low: large
-    islands count for less than they did. High: a wrong counter counts for more; weights go with its square."""
+    """Most tokens that one inner step of an island counts for, in its weight and towards train.tokens, as a multiple of
+    the islands' median; 0 for no limit. It keeps one wrong counter from deciding a merge or ending a run. Low: large
+    islands count for less than they trained. High: a wrong counter counts for more; weights grow with its square."""
     unmerged_rounds_max: int = 96
     """Rounds without a share of a live learner after which an alarm is raised: it works for nothing. Low: alarms about
     slow islands. High: an island works long for nothing before anybody hears."""
@@ -237,11 +239,11 @@ def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float
 
 
 def grace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
-    """Return the least wait of a round for learners with short steps: what SHORT_STEPS steps leave of `grace_min_s`.
+    """Return the least wait of a round for learners with short steps: `grace_min_s` minus SHORT_STEPS steps.
 
-    Where a step takes a few milliseconds, the way of a message and the scheduling of processes take as long. The slack
-    of Eq. 3 is then nothing, and each round would merge the first learner that reports. With steps of a third of
-    `grace_min_s`, or longer ones, the floor is 0, so that Eq. 3 alone decides.
+    If a step takes a few milliseconds, sending a message and scheduling a process take as long. Eq. 3 then leaves no
+    slack, and each round would merge only the first learner that reports. If a step takes a third of `grace_min_s` or
+    longer, the floor is 0 and Eq. 3 alone decides.
 
     Args:
         step_s: xi_step as in `grace_window_s`.

@@ -51,7 +51,8 @@ PARTS_IN_FLIGHT = 4
 PATIENCE = 2.0  # times the longest wait for a part so far: what a narrow link still carries is not asked for twice
 PATIENCE_LEASES = 4.0  # at most so many leases
 STATES_MAX = 2  # copies that a donor keeps at a time
-AVOIDED_MAX = 64  # failures of donors that are remembered for one receiver
+# Failed donors that are remembered for one receiver.
+AVOIDED_MAX = 64
 
 
 class Receiver:

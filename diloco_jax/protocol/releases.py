@@ -34,7 +34,7 @@ def check_readable(what: str, stamp: Any = STAMP) -> None:
 
 
 def install_hint(extra: str) -> str:
-    """Return the commands that install an extra of this package, which no index has: from a clone, or from a wheel."""
+    """Return the commands that install an extra from a clone or a wheel: no package index has this package."""
     wheel = f"diloco_jax-{RELEASE}-py3-none-any.whl"
     return (
         f"in a clone run pip install -e '.[{extra}]', elsewhere pip install 'dist/{wheel}[{extra}]' (docs/install.md)"

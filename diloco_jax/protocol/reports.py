@@ -1,16 +1,16 @@
-"""The rule by which a newer report of a learner takes the place of one that nobody has read yet."""
+"""Merges two unread reports of a learner into one: the newer replaces the older."""
 
 from diloco_jax.protocol.messages import StepReport
 
 
 def merged_report(older: StepReport, newer: StepReport, later_s: float) -> StepReport | None:
-    """Return one report that tells all that two of them do; None if both must be read.
+    """Return one report with the content of two; None if both must be read.
 
-    Counters only grow, so the newer report has all of them. Global fragments that arrived are named in one report only,
-    the newest of each fragment.
+    Counters only grow, so the newer report includes the older one's. Each arrival of a global fragment is in one report
+    only, so arrivals of the older report are added: the newest of each fragment.
 
     Args:
-        later_s: how long after the older report the newer one came.
+        later_s: seconds from the arrival of the older report to that of the newer one.
     """
     if older.incarnation != newer.incarnation or older.local_step > newer.local_step:
         return None

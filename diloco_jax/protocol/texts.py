@@ -1,15 +1,16 @@
-"""Texts that other processes sent, made safe for the people who read them in logs, terminals, pages and metrics."""
+"""Cleans texts of other processes, so that they are safe to show in logs, terminals, pages and metrics."""
 
 from typing import Any
 
-REASON_LENGTH_MAX = 1000  # characters of a reason that are kept
+# Longer reasons are cut to this many characters.
+REASON_LENGTH_MAX = 1000
 
 
 def clean(text: str, length_max: int | None = None) -> str:
-    """Return a text without control characters, at most `length_max` characters of it.
+    """Return a text without control characters, cut to `length_max` characters.
 
-    White space becomes a space, and every other character that cannot be printed becomes U+FFFD: the controls C0 and
-    C1, DEL, and the controls of writing direction, which can show a name as another one.
+    White space becomes a space, and every other unprintable character becomes U+FFFD: the C0 and C1 controls, DEL, and
+    the controls of writing direction, which can make one name look like another.
     """
     if length_max is not None:
         text = text[:length_max]
@@ -19,7 +20,7 @@ def clean(text: str, length_max: int | None = None) -> str:
 
 
 def clean_all(value: Any) -> Any:
-    """Return a value as JSON has it with all of its texts cleaned, also the keys of its objects."""
+    """Return a JSON value with all of its texts cleaned, including the keys of objects."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):

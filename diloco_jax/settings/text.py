@@ -26,8 +26,8 @@ from diloco_jax.settings.run import RunConfig
 
 CONFIG_BYTES_MAX = 1 << 20
 WRITTEN_BY = "# diloco-jax"  # and a release: the first line of the config in a run's folder
-# Settings that a run of an earlier release has no line for in its config, which otherwise lists all of them, with the
-# value under which that run decides as it did.
+# The config in a run's folder lists all settings that its release had. A setting of this table is missing in older
+# ones, and has the value here, with which the run decides as its release did.
 BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0}
 PLAINER = {  # what pydantic says of a value's type, and what people write in a config
     "Input should be": "it must be",
@@ -71,7 +71,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _as_it_was(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the settings that the config of an older run lacks, as `BEFORE` has them."""
+    """Add the settings that the config of an older run lacks, with their values in `BEFORE`."""
     result = copy.deepcopy(dict(values))
     for name, value in BEFORE.items():
         section, _, key = name.partition(".")
@@ -81,10 +81,10 @@ def _as_it_was(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_begun(config: RunConfig, began: RunConfig) -> RunConfig:
-    """Return a config with the settings of `BEFORE` as the run has them that began with `began`.
+    """Return a config in which default values of the settings in `BEFORE` are replaced by those of the run (`began`).
 
-    A run of an earlier release may be resumed from the user's own file, which names none of them. Other values than
-    the default were given on purpose, and stay.
+    A run of an earlier release may be resumed from the user's own file, which does not name these settings. Values that
+    differ from the default were chosen by the user, and stay.
     """
     for name in BEFORE:
         section, _, key = name.partition(".")
@@ -190,16 +190,16 @@ def dump(config: RunConfig) -> str:
 
 
 def dump_chosen(config: RunConfig) -> str:
-    """Write as YAML only the settings that differ from their defaults; `parse` reads them back to an equal RunConfig.
+    """Return as YAML only the settings that differ from their defaults; `parse` turns them into an equal RunConfig.
 
-    A reader of another release need not know settings that nobody has changed.
+    So a reader of another release needs to know only the settings that were changed.
     """
     chosen = _differences(_ADAPTER.dump_python(config, mode="json"), _ADAPTER.dump_python(RunConfig(), mode="json"))
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 
 def _differences(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that differ; a mapping with other keys than the usual one is returned whole."""
+    """Return the entries that differ from the usual ones; a mapping with other keys is returned whole."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         default = usual.get(key)

@@ -1,9 +1,13 @@
-"""The values that one process of a learner holds in memory, and what its machine asks for them. Bytes are digests."""
+"""The values that one process of a learner holds in memory, and what its machine asks for them. Bytes are digests.
+
+A whole value carries its own digest; a payload that is a step makes the right one from its base only.
+"""
 
 from hashlib import blake2b
+from typing import NamedTuple
 
 from diloco_jax.protocol.effects import Adopt, DropParts, Effect, KeepPart, StageState, UnstageState
-from diloco_jax.protocol.messages import AnchorValue, GlobalFragment, Message, StatePart, SyncerMessage
+from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Message, StatePart, SyncerMessage
 from diloco_jax.sim.scenario import Scenario
 
 Value = tuple[int, int]  # version of a fragment, and the digest of its bytes
@@ -15,18 +19,40 @@ def digest_of(*what: object) -> int:
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little")
 
 
+class Step(NamedTuple):
+    """A payload that makes the one digest of the other, and garbage of any other."""
+
+    base: int
+    made: int
+
+
+Steps = dict[tuple[int, int, int], Step]  # by the syncer's life, fragment and version
+
+
 class Holdings:
-    """The memory of one process."""
+    """The memory of one process, with the values to which steps apply."""
 
-    __slots__ = ("_incarnation", "_name", "_scenario", "anchors", "copies", "kept")
+    __slots__ = ("_incarnation", "_name", "_scenario", "_steps", "anchors", "copies", "heads", "kept")
 
-    def __init__(self, name: str, incarnation: int, scenario: Scenario) -> None:
+    def __init__(self, name: str, incarnation: int, scenario: Scenario, steps: Steps) -> None:
         self.anchors: dict[int, Value] = {}  # fragment -> global value that was adopted last
         self.copies: set[int] = set()  # local steps of copied states
         self.kept: dict[int, StatePart] = {}  # part of another learner's state -> as it came
         self._name = name
         self._incarnation = incarnation
         self._scenario = scenario
+        self._steps = steps
+        self.heads: dict[int, Value] = {}  # fragment -> value that was read last, adopted or not
+
+    def read(self, message: GlobalFragment) -> bool:
+        """Decode a payload; returns whether the value has the digest that it should."""
+        fragment_id = message.fragment_id
+        if message.base != NO_VERSION:
+            step, held = self._steps.get((message.epoch, fragment_id, message.version)), self.heads.get(fragment_id)
+            if step is None or held is None or held[1] != step.base or step.made != message.digest:
+                return False
+        self.heads[fragment_id] = (message.version, message.digest)
+        return True
 
     def fill(self, message: AnchorValue | StatePart) -> Message | None:
         """Complete a message of the machine with bytes that only the driver knows; None: there is no such part."""

@@ -1,7 +1,7 @@
 """The driver of a learner's machine, over all lives of its process: as runtime/learner/run.py.
 
 A mailbox says what is given to the machine at once, as by a link's thread, and what in the gap between two steps. The
-next batch may be drawn while a step runs. `scripts/faulty` has a driver to which faults happen.
+next batch may be drawn while a step runs. `faults/` has a driver to which faults happen.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ class LearnerDriver:
         self.dial(process, DIAL_S)
 
     def _new_process(self, machine: Learner, name: str, incarnation: int) -> LearnerProcess:
-        holdings = Holdings(name, incarnation, self._world.scenario)
+        holdings = Holdings(name, incarnation, self._world.scenario, self._world.steps)
         return LearnerProcess(self.node, name, incarnation, machine, Mailbox(machine), holdings)
 
     def start_later(self, at_s: float) -> None:
@@ -150,10 +150,14 @@ class LearnerDriver:
         """Read a global fragment as it comes, as the link thread of a real learner; returns whether it was of use."""
         if not process.machine.wants(message, now_s):
             return False
+        ok = process.holdings.read(message)
         for observer in self._observers:
-            observer.on_read(process, message, True, now_s)
-        process.mailbox.read(message, None, now_s)
-        return True
+            observer.on_read(process, message, ok, now_s)
+        if ok:
+            process.mailbox.read(message, None, now_s)
+        else:
+            process.machine.on_corrupt(now_s)
+        return ok
 
     def _see_mail(self, process: LearnerProcess, now_s: float) -> None:
         """Take what waits, unless a step runs, or will when the hardware is ready."""

@@ -1,7 +1,7 @@
 """A network of links between learners and the syncer: delay and bandwidth.
 
 A link is one connection of one incarnation, two pipes of two lanes each. Like a real transport a lane keeps its order
-and there is none between lanes. `scripts/faulty` has links that lose, repeat and reorder.
+and there is none between lanes. `faults/` has links that lose, repeat and reorder.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.holdings import Holdings, Value
+from diloco_jax.sim.holdings import Holdings, Steps, Value
 from diloco_jax.sim.network import Network, SimulatedLink
 from diloco_jax.sim.scenario import Scenario
 
@@ -180,5 +180,5 @@ class World:
         self.engine = Engine(scenario.seed)
         self.network = make_network(self.engine, scenario.network)
         self.observers: list[Observer] = []
-        self.steps: dict[tuple[int, int, int], Any] = {}  # payloads by the syncer's life, fragment and version
+        self.steps: Steps = {}
         self.useless: set[tuple[str, int]] = set()  # learner and round of values that cannot be used

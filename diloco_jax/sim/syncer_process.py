@@ -2,7 +2,7 @@
 
 What it sends goes to the connection on which a learner was last heard; a merge takes time and reports its end; every
 input is on the tape before it is executed; snapshots are captured at once and written in the background, but what is in
-them only `scripts/faulty` reads, where processes die.
+them only `faults/` reads, where processes die.
 """
 
 from collections.abc import Mapping, Sequence

@@ -21,16 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from faulty.cluster import FaultyCluster
-from faulty.faults import Fault
-from faulty.network import TroubledOptions
-from faulty.scenario import FaultyScenario
-
 from diloco_jax.core import codec
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.faults.faults import Fault
+from diloco_jax.sim.faults.network import TroubledOptions
+from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.goodput.hardware import Hardware, Slices, cluster, goodput
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.tools.replay.replay import Replay

@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from faulty.cluster import FaultyCluster
-from faulty.faults import Fault
-from faulty.network import TroubledOptions
-from faulty.scenario import FaultyScenario
-
 from diloco_jax.protocol.effects import Note, Send
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import FragmentValue, LearnerMessage, StepReport, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.faults.faults import Fault
+from diloco_jax.sim.faults.network import TroubledOptions
+from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer, Steady
 from twin.calibration import Calibration
 from twin.real_run import RunSettings

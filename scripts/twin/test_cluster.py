@@ -6,14 +6,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from faulty.cluster import FaultyCluster
-from faulty.faults import Fault
 
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.faults.faults import Fault
 from diloco_jax.sim.node import FINGERPRINT, Effects, LearnerProcess, Observer
 from twin.cluster import LocalRun, Meter
 from twin.driver import ScheduleDriver

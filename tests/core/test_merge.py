@@ -114,10 +114,13 @@ def test_rda_matches_reference(case: tuple[list[np.ndarray], list[float]]) -> No
 @given(merges())
 def test_rda_norm_is_the_mean_norm(case: tuple[list[np.ndarray], list[float]]) -> None:
     gradients, weights = case
-    assume(mean_direction_norm(gradients, weights) > 1e-5)
+    direction = mean_direction_norm(gradients, weights)
+    assume(direction > 1e-5)
     norms = [np.linalg.norm(g.astype(np.float64)) for g in gradients]
     result = radial_directional_average(gradients, weights).astype(np.float64)
-    assert np.linalg.norm(result) == pytest.approx(np.average(norms, weights=weights), rel=1e-5)
+    # Directions that nearly cancel leave few digits of a float32: a rounding of 2^-24 counts for 1 / direction as much.
+    rel = 1e-5 + 8 * 2.0**-24 / direction
+    assert np.linalg.norm(result) == pytest.approx(np.average(norms, weights=weights), rel=rel)
 
 
 @given(merges(), st.integers(1, 6))

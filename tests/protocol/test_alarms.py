@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from invariants.draw import random_scenario
 
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -27,6 +26,7 @@ from diloco_jax.protocol.watch.health import CONDITIONS
 from diloco_jax.protocol.watch.signs import REPORTS_MIN, WAY_FACTOR, Losses
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.invariants.draw import random_scenario
 from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
 from tests.protocol.syncer_inputs import hello, new, report, value

@@ -1,6 +1,6 @@
 """A peer may say anything: it is refused or dropped with the reason, nothing else happens, and others go on.
 
-The whole fuzz: ./scripts/invariants/sweep --hostile --count 400
+The whole fuzz: ./scripts/sweep --hostile --count 400
 """
 
 import json
@@ -9,19 +9,19 @@ import typing
 from typing import Any
 
 import pytest
-from faulty.hostile import FLOATS, NUMBERS, TEXTS, Hostile
-from invariants import all as checkers
-from invariants import draw
-from invariants.verdict import judge
 
 from diloco_jax.protocol import messages as m
-from diloco_jax.protocol.bounds import FRAGMENTS_MAX, STEP_SAMPLES_MAX, objection
+from diloco_jax.protocol.bounds import FRAGMENTS_MAX, STEP_SAMPLES_MAX, objection, without_value
 from diloco_jax.protocol.effects import Drop, Effect, Send
 from diloco_jax.protocol.leases import ORDER_MAX, LeaseBook
 from diloco_jax.protocol.recovery import AVOIDED_MAX, Matchmaker
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.faults.hostile import FLOATS, NUMBERS, TEXTS, Hostile
+from diloco_jax.sim.invariants import all as checkers
+from diloco_jax.sim.invariants import draw
+from diloco_jax.sim.invariants.verdict import judge
 from diloco_jax.transport.wire import pack_body
 from tests.protocol.syncer_inputs import hello, leases, merged, new, only, report, running, sent, value
 
@@ -90,7 +90,9 @@ def test_any_value_in_any_field_is_data(message: Any) -> None:
             said = message._replace(**{name: extreme})
             effects = taped.on_message(said, 2.0)
             check_sendable(effects)
-            if objection(said):
+            if objection(said) and without_value(said) is not None:
+                assert only(effects, Drop) and len(lines) == 1, "an answer that holds nothing"
+            elif objection(said):
                 assert only(effects, Drop) and json.dumps(syncer.state()) == before and not lines
                 assert not any(isinstance(e, Send) and not isinstance(e.message, m.Refuse) for e in effects)
             other = of_three()
@@ -98,6 +100,23 @@ def test_any_value_in_any_field_is_data(message: Any) -> None:
                 assert repr(replayed) == repr(effects)
             assert json.dumps(other.state()) == json.dumps(syncer.state())
             check_sendable(syncer.on_tick(3.0))
+
+
+def test_a_value_out_of_bounds_is_an_answer_that_holds_nothing() -> None:
+    """Its round does not wait for another one, and the tape tells the same."""
+    syncer, lines = running("a", "b", "c"), list[str]()
+    taped, this = TapedSyncer(syncer, lines.append), syncer.rounds.flying[1]
+    assert "c" in this.asked
+    copy = running("a", "b", "c")
+    copy.restore(json.loads(json.dumps(syncer.state())))
+    lie = value("c", this.global_step, this.fragment_id, this.asked["c"])._replace(steps=1 << 60)
+    effects = taped.on_message(lie, 3.0)
+    assert any(isinstance(each, Drop) for each in effects) and "c" not in this.asked
+    for _ in replay(lines, copy):
+        pass
+    assert len(lines) == 1 and copy.state() == syncer.state()
+    other = value("c", 1 << 60, 0, 1)
+    assert taped.on_message(other, 3.0) and len(lines) == 1, "an answer to no round leaves no trace"
 
 
 @pytest.mark.parametrize("seed", range(8))

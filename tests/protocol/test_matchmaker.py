@@ -1,4 +1,4 @@
-"""The syncer's side of recovery: matches of donors and receivers. Whole transfers: tests/invariants."""
+"""The syncer's side of recovery: matches of donors and receivers. Whole transfers: tests/sim/invariants."""
 
 import json
 

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot
 from diloco_jax.protocol.member import GONE
-from diloco_jax.protocol.messages import NO_VERSION, Adopted, AnchorRequest, AnchorValue, Refuse, Stop, Welcome
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    Adopted,
+    AnchorRequest,
+    AnchorValue,
+    Heartbeat,
+    Refuse,
+    Stop,
+    Welcome,
+)
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.pair import Pair
 from tests.protocol.steady import STEADY
@@ -235,6 +244,32 @@ def test_an_anchor_that_a_driver_cannot_use_is_asked_of_another_holder() -> None
     again = syncer.on_message(anchor("a", 1, NO_VERSION, 0), 6.6)
     assert sent(again, "b") == [], "who goes on like that does not make others send twice"
     assert only(syncer.on_message(anchor("b", 1, 1), 7.0), Restore) == [Restore(1, 1)]
+
+
+def test_a_learner_that_offers_a_version_and_never_brings_it_hides_nothing() -> None:
+    syncer = restarted()
+    assert syncer.comeback.restoring is not None
+    syncer.comeback.restoring.possible[1] = [5]
+    effects = syncer.on_message(hello("evil", versions=(0, 5, 0, 0), epoch=1), 6.0)
+    assert sent(effects, "evil")[1:] == [AnchorRequest(1, 5)]
+    for name in ("a", "b"):
+        syncer.on_message(hello(name, versions=(0, 1, 0, 0), epoch=1), 6.1)
+    asked: list[AnchorRequest] = []
+    for _ in range(20):
+        now_s = syncer.next_deadline_s()
+        assert now_s is not None and now_s < 60.0, "the wait has a bound"
+        for name in ("a", "b", "evil"):
+            syncer.on_message(Heartbeat(name, 1), now_s)
+        copy = new(restore_s=10.0, quorum=2)
+        copy.restore(json.loads(json.dumps(syncer.state())))
+        effects = syncer.on_tick(now_s)
+        assert copy.on_tick(now_s) == effects, "the state holds who did not answer"
+        if asked := [each for each in sent(effects, "a") if isinstance(each, AnchorRequest)]:
+            break
+    assert asked == [AnchorRequest(1, 1)]
+    effects = syncer.on_message(anchor("a", 1, 1), now_s)
+    assert only(effects, Restore) == [Restore(1, 1)] and not syncer.restoring
+    assert [note.kind for note in only(effects, Note)] == ["restored"], "nothing is lost"
 
 
 @pytest.mark.parametrize("message", [anchor("a", 0, 0), anchor("a", 1, 0), anchor("a", 7, 1), anchor("z", 1, 1)])

@@ -22,7 +22,8 @@ from diloco_jax.protocol.messages import (
 )
 
 USEFUL, STALE, GAP = "useful", "stale", "gap"
-AGO_DIGITS = 4  # of seconds since a fragment came: a learner reads its inbox between two steps
+# Decimals of the seconds since a fragment arrived. More would be noise: a learner reads its inbox between two steps.
+AGO_DIGITS = 4
 
 
 class Anchors:

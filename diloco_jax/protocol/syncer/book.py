@@ -74,7 +74,8 @@ class RoundBook:
                 this.closes_s = self._begin_grace(this, now_s)
             if now_s < this.closes_s:
                 awaits = this.slack_s is not None and self._awaits_quick(this, late)
-                if not awaits and fresh >= self.membership.live - len(late):  # there is nobody else to wait for
+                # If no other learner is left to wait for, the round closes now.
+                if not awaits and fresh >= self.membership.live - len(late):
                     this.closes_s = now_s if now_s > this.paced_s else this.paced_s
                 elif this.slack_s is not None and not awaits:
                     this.closes_s = this.slack_s
@@ -157,16 +158,16 @@ class RoundBook:
         return this is not None and this.slack_s is not None and self._starters(this)
 
     def _starters(self, this: Round) -> bool:
-        """Say whether a learner has joined that has never made a step, in the first turn of the fragments.
+        """Return whether, in the first turn of the fragments, a joined learner has not made a step yet.
 
-        Rounds of a few milliseconds would otherwise use up much of a short run while it still compiles.
+        Without this wait, rounds of a few milliseconds would use up much of a short run while that learner compiles.
         """
         if this.global_step > self.config.groups.gap_max:
             return False
         return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
 
     def _awaits_quick(self, this: Round, late: set[str]) -> bool:
-        """Say whether a learner with short steps has not reported."""
+        """Return whether the round must wait for a learner with short steps, or for one that is still starting."""
         counted, limit_s = self.fresh | late, self.config.grace_min_s / SHORT_STEPS
         for member in self.membership.members.values():
             missing = member.state == ACTIVE and member.learner_id not in counted
@@ -253,7 +254,7 @@ class RoundBook:
             reason = f"value against version {base}, kept are {history[fragment_id]}"
             return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
         asked = member.credit.asked.get(fragment_id)
-        # A state that an older release wrote does not tell on which report it was asked.
+        # A state written by an older release does not hold the report that was newest when the round asked.
         known = asked is not None and asked.round == this.global_step
         if asked and known and (wrong := contradiction(message, asked, member.reported(fragment_id))):
             return [Drop(name, wrong), *self.settle(this, now_s)]

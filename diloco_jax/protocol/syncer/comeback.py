@@ -9,10 +9,10 @@ not stop.
 A version that nobody holds is lost: nothing of it reached a learner, and its fragment goes on from the newest that is
 left. A round that was being merged counts as merged if somebody holds its result. Versions are never numbered again.
 
-A version is believed only if the tape allows it: one that was made, one of a round in flight at the death, or, since a
-lost machine takes the end of a tape with it, one of the next rounds. One beyond those needs two learners with the same
-bits, so no single learner moves the run's clock. What a driver cannot use (not finite, far away) it hands over as an
-anchor of no version, and another holder is asked.
+A version is believed only if the tape allows it: a version that was made, or that of a round in flight when the syncer
+stopped. The next rounds are believed as well, because a lost machine may lose the end of its tape. A later version
+needs two learners with the same bits, so no single learner moves the run's clock. If a value is not usable (not finite,
+or far away), the driver passes it on as an anchor of no version, and the machine asks another holder.
 
 Rewind. When every process died, the run goes on from the snapshot alone: what came after it is void, and whoever
 remembers it is refused.
@@ -56,12 +56,13 @@ class Restoring:
     resend_s: float = 0.0  # when what was asked for is asked for again
     repetitions: int = 0  # those whose question somebody may have heard: each waits twice as long,
     unheard: int = 0  # as it does behind a question to learners of whom nothing was heard since
+    unanswered: dict[int, str] = field(default_factory=dict)  # fragment -> who did not answer the last question
 
     def asks(self, present: Iterable[Member], made: Sequence[int], now_s: float) -> list[tuple[str, int, int]]:
-        """Return (learner, fragment, version) to ask for now: the newest that is offered, of each who does in turn.
+        """Return the (learner, fragment, version) to ask for now: the newest believed offers, from each holder in turn.
 
         Args:
-            made: newest version of each fragment that the tape knows.
+            made: newest version of each fragment on the tape.
         """
         found = []
         members, turn = [m for m in present if m.down.offered], self.repetitions + self.unheard
@@ -80,7 +81,7 @@ class Restoring:
         return found
 
     def believes(self, fragment_id: int, version: int, made: int, members: Iterable[Member]) -> bool:
-        """Say if this version of a fragment can exist, as far as the tape tells; else two must hold the same bits."""
+        """Return whether this version of a fragment can exist by the tape, or two members offer it with equal bits."""
         if version <= made or version in self.possible.get(fragment_id, ()):
             return True
         offers = [m.down.will_hold[fragment_id] for m in members if m.down.offered and m.down.will_hold]
@@ -95,7 +96,15 @@ class Restoring:
             self.repetitions, self.unheard = self.repetitions + 1, 0
         else:
             self.unheard += 1  # its lease says whether it is dead
+        self.unanswered = {p: learner_id for p, (_, learner_id) in self.asked.items()}
         self.asked.clear()
+
+    def give_up_silent(self) -> dict[int, str]:
+        """Return by fragment the learner that was asked in vain, and begin to count repetitions again."""
+        silent = self.unanswered or {p: learner_id for p, (_, learner_id) in self.asked.items()}
+        self.asked = {p: ask for p, ask in self.asked.items() if silent.get(p) != ask[1]}
+        self.unanswered, self.repetitions, self.unheard = {}, 0, 0
+        return silent
 
     def on_back(self, learner_id: str, deadline_s: float) -> None:
         """A learner greeted, or is heard again. The first one makes the wait for the others end some time."""
@@ -149,6 +158,7 @@ class Restoring:
             "asked": [[p, *ask] for p, ask in self.asked.items()],
             "times": [self.deadline_s, self.asked_s, self.resend_s, self.resend_wait_s],
             "turns": [self.repetitions, self.unheard],
+            "unanswered": [[p, learner_id] for p, learner_id in self.unanswered.items()],
         }
 
     @classmethod
@@ -156,6 +166,7 @@ class Restoring:
         """Make what `to_plain` described."""
         rounds = [Round.from_plain(this) for this in plain["uncertain"]]
         deadline_s, asked_s, resend_s, resend_wait_s = plain["times"]
+        repetitions, unheard = plain["turns"]
         return cls(
             list(plain["held"]),
             list(plain["digests"]),
@@ -168,7 +179,9 @@ class Restoring:
             {p: (version, learner_id) for p, version, learner_id in plain["asked"]},
             asked_s,
             resend_s,
-            *plain["turns"],
+            repetitions,
+            unheard,
+            {p: learner_id for p, learner_id in plain.get("unanswered", ())},
         )
 
 
@@ -207,7 +220,7 @@ class Comeback:
         return effects
 
     def _possible(self, flying: Iterable[Round], before: Restoring | None) -> dict[int, list[int]]:
-        """Return versions that may exist beyond those on the tape, whose end a lost machine takes with it."""
+        """Return versions that may exist beyond the tape, because a lost machine may lose the end of its tape."""
         found = {p: list(versions) for p, versions in before.possible.items()} if before is not None else {}
         rounds = [(this.fragment_id, this.global_step) for this in flying]
         step, schedule = self.progress.global_step, self.rounds.schedule
@@ -269,8 +282,7 @@ class Comeback:
         effects: list[Effect] = []
         if reason := self._doubt(restoring, message):
             effects.append(Drop(name, reason))
-            offered = member.down.offered
-            member.down.offered = tuple(-1 if p == fragment_id else held for p, held in enumerate(offered))
+            member.down.disregard(fragment_id)
             if restoring.asked.get(fragment_id, (version, ""))[1] == name:
                 del restoring.asked[fragment_id]
             self.ask(effects, now_s)
@@ -281,7 +293,7 @@ class Comeback:
         return effects + self.rounds.proceed(now_s)
 
     def _doubt(self, restoring: Restoring, message: AnchorValue) -> str:
-        """Say why a global value that was brought is not believed; "" if it is."""
+        """Return why the syncer does not believe a learner's global value; "" if it does."""
         fragment_id, version = message.fragment_id, message.version
         made, what = self.downstream.versions[fragment_id], f"version {version} of fragment {fragment_id}"
         if version == NO_VERSION:
@@ -313,7 +325,16 @@ class Comeback:
     def finish(self, effects: list[Effect], now_s: float) -> None:
         """Go on, once every version that anybody holds is here, or the wait for it is over."""
         restoring, downstream = self.restoring, self.downstream
-        if restoring is None or not restoring.is_over(downstream.versions, now_s):
+        if restoring is None:
+            return
+        while restoring.is_over(downstream.versions, now_s):
+            if not restoring.asked:
+                break
+            # A learner that offers a version and never brings it must not hide what others hold.
+            for fragment_id, learner_id in restoring.give_up_silent().items():
+                self.membership.members[learner_id].down.disregard(fragment_id)
+            self.ask(effects, now_s)
+        else:
             return
         self._go(None)
         for fragment_id in restoring.wanted:

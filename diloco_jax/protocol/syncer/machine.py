@@ -88,7 +88,8 @@ class Syncer:
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
         """Any message of a learner. The driver vouches that the sender is who the message says."""
         if wrong := bounds.objection(message):
-            return _refused(message, wrong)
+            answer = bounds.without_value(message)
+            return _refused(message, wrong) if answer is None else self.on_message(answer, now_s)
         if isinstance(message, Hello):
             return self.on_hello(message, now_s)
         member = self.membership.get(message.learner_id, message.incarnation)
@@ -266,7 +267,7 @@ class Syncer:
         return self.comeback.restart(held, digests, now_s)
 
     def on_limits(self, limits: Limits) -> list[Effect]:
-        """The run, which stands still, gets other limits; it rewinds next."""
+        """Set other limits of a run that is not training; a rewind must follow."""
         self.progress.limit(limits)
         self.membership.expect(GLOBAL_STEPS, limits.told)
         return []
@@ -278,7 +279,7 @@ class Syncer:
             epoch: this life of the syncer, above every earlier one.
         """
         if self.progress.finished and self.rounds.may_open():
-            # It was complete, and has got higher limits since.
+            # The run was complete, and its limits have been raised since.
             self.progress.finished = False
         self.matches.clear()
         self.roster.check_s = now_s
@@ -394,6 +395,6 @@ class Syncer:
 
 
 def _refused(message: LearnerMessage, reason: str) -> list[Effect]:
-    """Drop a message; whoever greets is told why."""
+    """Drop a message. If it is a greeting, its sender gets the reason."""
     told: list[Effect] = [Send(message.learner_id, messages.Refuse(reason))] if isinstance(message, Hello) else []
     return [*told, Drop(message.learner_id, reason)]

@@ -19,15 +19,19 @@ class Budget(NamedTuple):
 
 
 NO_BUDGET = Budget()
-GLOBAL_STEPS = "global steps"  # in a fingerprint: those of the learning-rate schedule come first
+# Name of the limits in a fingerprint; their text begins with the steps of the learning-rate schedule.
+GLOBAL_STEPS = "global steps"
 
 
 class Limits(NamedTuple):
     """The limits at which a run is complete, whichever it reaches first."""
 
-    steps: int  # global steps; 0, with `tokens` only: no limit
-    tokens: int  # merged tokens; 0: no limit
-    told: str = ""  # what learners and syncer agree on of them (GLOBAL_STEPS of a fingerprint)
+    # Global steps; 0 for no limit, which needs `tokens`.
+    steps: int
+    # Merged tokens; 0 for no limit.
+    tokens: int
+    # Text of the limits in the fingerprint (GLOBAL_STEPS), which learners and syncer must share.
+    told: str = ""
 
     def allow(self, global_step: int, tokens: int) -> bool:
         """Return whether the run continues to this global step when so many tokens are merged."""
@@ -36,7 +40,7 @@ class Limits(NamedTuple):
         return not self.steps or global_step <= self.steps
 
     def above(self, other: "Limits") -> bool:
-        """Return whether these limits only raise others of the same kind."""
+        """Return whether these limits are of the same kind as others and none is lower."""
         higher = not self.steps or 0 < other.steps <= self.steps
         return bool(self.tokens) == bool(other.tokens) and self.tokens >= other.tokens and higher
 
@@ -86,6 +90,7 @@ class Progress:
 
     @property
     def limits(self) -> Limits:
+        """Return the limits at which the run is complete, without their text in the fingerprint."""
         return Limits(self.total_steps, self.budget.tokens)
 
     def limit(self, limits: Limits) -> None:
@@ -93,9 +98,10 @@ class Progress:
         self.total_steps, self.budget = limits.steps, self.budget._replace(tokens=limits.tokens)
 
     def plausible(self, tokens: int, steps: int, member: Member, membership: Membership) -> int:
-        """Return how many of these tokens so many inner steps of a member can have had (claims.py)."""
+        """Return the part of `tokens` that `steps` inner steps of a member can plausibly have had (claims.py)."""
         if member.total_steps > 0 and tokens * member.total_steps <= member.total_tokens * steps:
-            return tokens  # no more than in its steps before, as nearly always
+            # The usual case: a step had no more tokens than the member's earlier steps on average.
+            return tokens
         usual = membership.usual_step_tokens(member)
         if usual == inf and self.budget.tokens:
             usual = float(self.budget.step_tokens)
@@ -103,7 +109,7 @@ class Progress:
 
     @property
     def value_tokens_max(self) -> int:
-        """Return how many tokens one value may count towards the budget: so no single one completes a run."""
+        """Return the most tokens that one value counts towards the budget, so that no single value completes a run."""
         tokens, step_tokens = self.budget
         return max(tokens // LEAPS, int(self.factor * step_tokens)) if self.factor else tokens
 

@@ -22,7 +22,8 @@ class Round:
     met_s: float = 0.0  # when the quorum was met
     closes_s: float | None = None  # end of the grace window, once the quorum is met
     paced_s: float = 0.0  # it does not close before
-    slack_s: float | None = None  # end of the window of Eq. 3, where grace_min_s keeps the round open for longer
+    # End of the grace window by Eq. 3, if grace_min_s keeps the round open for longer.
+    slack_s: float | None = None
     closed_s: float = 0.0
     resend_s: float = 0.0  # when unanswered pulls are repeated
     resend_wait_s: float = 0.0  # doubles every time: on a slow link the values are under way, not lost
@@ -57,10 +58,10 @@ class Round:
             self.half_s = now_s
 
     def waits_long(self, now_s: float, least_s: float = 0.0) -> bool:
-        """Say if those that are still asked take more than twice as long as the faster half did.
+        """Return whether the learners still asked have taken more than twice as long as the faster half.
 
         Args:
-            least_s: the wait after the faster half that is not long yet.
+            least_s: a shorter wait after the faster half does not count as long.
         """
         if self.half_s is None or now_s - self.half_s < least_s:
             return False

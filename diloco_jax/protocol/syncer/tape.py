@@ -7,15 +7,15 @@ Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 
 
 The line that begins a life of the syncer ends with the stamp of its release.
 
-A line is written before any effect of its input is executed, so that no decision that anybody has seen is missing
-from the tape of a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier
-snapshot. A line ["limits", now_s, [steps, tokens, told], [steps, tokens, told]] has the limits of the run before it and
-from it on; a run that goes back to a snapshot may get higher ones, and trains longer.
+A line is written before any effect of its input is executed, so the tape of a syncer that was killed has every decision
+that another process has seen. From a line ["rewind", ...] on, the run continues from its state at an earlier snapshot.
+A line ["limits", now_s, [steps, tokens, told], [steps, tokens, told]] has the limits before and after it. A run that
+goes back to a snapshot may get higher limits and train longer.
 
-A driver that captures a snapshot writes a line ["snapshot", now_s, global_step, head] first: `head` is that of the hash
-chain over all lines before (runtime/records/tape_chain.py), and tells this snapshot from every other one. A snapshot
-that was asked for and skipped leaves no line. Older releases wrote no head, and no line for a snapshot that the machine
-had asked for.
+Before a driver captures a snapshot, it writes a line ["snapshot", now_s, global_step, head]. `head` is the head of the
+hash chain over all earlier lines (runtime/records/tape_chain.py); it identifies this snapshot. If the machine asked for
+a snapshot and the driver skipped it, there is no line. Older releases wrote no head, and no line for a snapshot that
+the machine had asked for.
 """
 
 import json
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
-from diloco_jax.protocol.bounds import objection
+from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
 from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
 from diloco_jax.protocol.releases import STAMP, check_readable
@@ -49,20 +49,21 @@ T = TypeVar("T")
 
 
 class Moment(NamedTuple):
-    """A snapshot by its names on the tape; global step -1 stands for the beginning of the run."""
+    """Names of a snapshot on the tape; global step -1 stands for the beginning of the run."""
 
     global_step: int
-    head: str = ""  # of the hash chain before its line; "" where drivers kept none
+    # Head of the hash chain before its line; "" on tapes of older releases.
+    head: str = ""
 
 
 BEGINNING = Moment(-1)
 
 
 class Moments(Generic[T]):
-    """Values at snapshots, each kept until the tape has gone back to it for the last time.
+    """Keeps a value for each snapshot until the tape goes back to that snapshot for the last time.
 
     Args:
-        uses: how often the tape goes back to each snapshot, as `returns` counts it; None keeps all values.
+        uses: how often the tape goes back to each snapshot, as counted by `returns`; None keeps all values.
     """
 
     def __init__(self, uses: Mapping[Moment, int] | None = None) -> None:
@@ -70,12 +71,12 @@ class Moments(Generic[T]):
         self._values: dict[Moment, T] = {}
 
     def keep(self, moment: Moment, value: Callable[[], T]) -> None:
-        """Keep the value of now for a snapshot that something goes back to; it replaces an older one."""
+        """Keep the current value if the tape goes back to this snapshot; it replaces an older value."""
         if self._uses is None or self._uses[moment] > 0:
             self._values[moment] = value()
 
     def at(self, moment: Moment) -> T:
-        """Return the value at a snapshot; ValueError if no line before was of this snapshot."""
+        """Return the value at a snapshot; ValueError if no earlier line names this snapshot."""
         if moment not in self._values:
             raise ValueError(
                 f"the run went back to its snapshot of global step {moment.global_step}, but no earlier line is of that"
@@ -98,7 +99,7 @@ class TapedSyncer:
     """A syncer whose every input is written down before it is executed."""
 
     syncer: Syncer
-    # Takes one line without its newline. The driver lets it outlive the process before it executes any effect.
+    # Takes one line without its newline. The driver makes the line durable before it executes any effect.
     write: Callable[[str], None]
 
     def _write(self, *line: Any) -> None:
@@ -109,8 +110,11 @@ class TapedSyncer:
         return self.syncer.on_begin(digests, now_s)
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
-        if not objection(message):  # else it changes nothing in the machine, and readers of the tape need not bear it
-            self._write(type(message).__name__, now_s, *message)
+        # A message out of bounds changes nothing in the machine, so readers of the tape need not accept it. The one
+        # exception is a value: its round takes it as an answer that holds nothing.
+        taken = without_value(message) if objection(message) else message
+        if taken is not None:
+            self._write(type(taken).__name__, now_s, *taken)
         return self.syncer.on_message(message, now_s)
 
     def on_disconnect(self, learner_id: str, incarnation: int, reason: str, now_s: float) -> list[Effect]:
@@ -136,14 +140,14 @@ class TapedSyncer:
         return self.syncer.on_restart(held, digests, now_s)
 
     def on_snapshot(self, global_step: int, now_s: float, head: str = "") -> list[Effect]:
-        """The driver is about to capture this moment, asked for or not: the run may go back to it."""
+        """Record that the driver is about to capture a snapshot, to which the run may go back."""
         self._write("snapshot", now_s, global_step, *([head] if head else []))
         return []
 
     def on_rewind(
         self, state: Mapping[str, Any], global_step: int, epoch: int, now_s: float, head: str = ""
     ) -> list[Effect]:
-        """Go back to the state at the snapshot of this global step and head, as life `epoch`."""
+        """Go back to the state at the snapshot with this global step and head, and start life `epoch`."""
         self._write("rewind", now_s, global_step, epoch, STAMP, *([head] if head else []))
         self.syncer.restore(dict(state))
         return self.syncer.on_rewind(epoch, now_s)
@@ -160,8 +164,8 @@ def replay(
     Args:
         lines: the tape, or its end from the moment on in which the machine is.
         syncer: a fresh machine, or one restored from the state of that moment.
-        snapshots: states of snapshots that were taken before the first line.
-        uses: what `returns` says of these lines, so that no other states are remembered; None remembers all.
+        snapshots: states of snapshots that were captured before the first line.
+        uses: result of `returns` for these lines, so that only needed states are kept; None keeps all.
 
     Raises:
         ValueError: a line is not one that TapedSyncer writes; the message names its number.
@@ -185,7 +189,7 @@ def replay(
 def captured(kind: str, arguments: Sequence[Any], effects: Iterable[Effect]) -> Iterator[Moment]:
     """Yield the snapshots that a driver may have captured after this input.
 
-    Those that the machine asked for have no head: only lives of older releases go back to one by this name.
+    The name of a snapshot that the machine asked for has no head: only tapes of older releases go back to it.
     """
     for effect in effects:
         if isinstance(effect, SaveSnapshot):
@@ -195,7 +199,7 @@ def captured(kind: str, arguments: Sequence[Any], effects: Iterable[Effect]) -> 
 
 
 def back_to(kind: str, arguments: Sequence[Any]) -> Moment | None:
-    """Return the snapshot from which a life of the syncer began, by its line's arguments without the stamp."""
+    """Return the snapshot from which a life of the syncer starts; `arguments` are those of its line, without stamp."""
     match kind, arguments:
         case "restart", [_, _, int(loaded), *head]:
             return Moment(loaded, *head)
@@ -205,7 +209,7 @@ def back_to(kind: str, arguments: Sequence[Any]) -> Moment | None:
 
 
 def returns(lines: Iterable[str]) -> Counter[Moment]:
-    """Count how often a tape goes back to each snapshot. It leaves lines that cannot be read to `replay`."""
+    """Count how often a tape goes back to each snapshot. Unreadable lines are skipped; `replay` reports them."""
     found: Counter[Moment] = Counter()
     for line in lines:
         if line.startswith(_LATER_LIVES):
@@ -228,19 +232,26 @@ def check_life(number: int, kind: str, arguments: list[Any]) -> None:
         del arguments[own : own + 1]
 
 
+def without_stamp(line: list[Any]) -> list[Any]:
+    """Return the arguments of an input as the machine's replay has them."""
+    arguments = line[2:]
+    check_life(0, line[0], arguments)
+    return arguments
+
+
 def limits_line(before: Limits, limits: Limits, now_s: float) -> str:
-    """Return the line that says of a run, which stands still, that it has got other limits."""
+    """Return the line for a change of a run's limits."""
     return json.dumps(["limits", now_s, before, limits], separators=(",", ":"))
 
 
 def limits_before(lines: Iterable[str]) -> Limits | None:
-    """Return the limits of a run where these lines of its tape start; None if they never changed later."""
+    """Return a run's limits before these lines of its tape; None if no line changes them."""
     line = next(filter(_is_of_limits, lines), None)
     return None if line is None else _limits(line, 2)
 
 
 def limits_after(lines: Iterable[str]) -> Limits | None:
-    """Return the limits of a run behind these lines of its tape; None if they do not tell."""
+    """Return a run's limits after these lines of its tape; None if no line changes them."""
     found = None
     for line in filter(_is_of_limits, lines):
         found = _limits(line, 3)
@@ -286,7 +297,7 @@ def _apply(
         case "begin", [digests, *_]:
             return syncer.on_begin(digests, now_s)
         case "restart", [held, digests, *_]:
-            # Its values were loaded then, and its state is needed no more: the machine is further already.
+            # The restart loaded only values of that snapshot. Its state is released: the machine is already past it.
             if (moment := back_to(kind, arguments)) is not None and moment in states:
                 states.at(moment)
             return syncer.on_restart(held, digests, now_s)

@@ -37,7 +37,8 @@ REMEDIES = {  # by kind
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
-PAST = {  # by kind: how an alarm that is over is told of
+# By kind: the text of an alarm that is over.
+PAST = {
     "silent": "{who} was silent",
     "gone": "{who} was disconnected",
     "expelled": "{who} was expelled",
@@ -75,7 +76,7 @@ class Alarm(NamedTuple):
 
     @property
     def past(self) -> str:
-        """Tell what was wrong, without the numbers."""
+        """Return what was wrong, without numbers."""
         of_who = f"of {self.who}" if self.who else "of the global model"
         return PAST[self.kind].format(who=self.who, of_who=of_who)
 

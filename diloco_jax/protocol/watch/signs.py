@@ -25,9 +25,12 @@ STEPS_MIN = 16
 SECONDS_MIN = 3.0  # where steps are short, a snapshot alone holds rounds up for 16 of them
 FACTOR = 2.0
 EPISODES_MAX = 8  # that are told apart; later ones count as part of the last
-CROWD_ROUNDS, CROWD_S = 48, 5.0  # least length of a window
-CROWD_WINDOWS = 2  # in a row
-CROWD_SHARE = 0.7  # of the learners that could have been merged
+# Least length of a window in rounds and in seconds.
+CROWD_ROUNDS, CROWD_S = 48, 5.0
+# Windows in a row with few learners before the alarm is raised.
+CROWD_WINDOWS = 2
+# A window has few learners if less than this share of those that could have been merged was merged.
+CROWD_SHARE = 0.7
 WAY_DECAY = 0.8
 WAY_FACTOR, WAY_LEAST_S = 2.0, 1.0  # times the overlap that a fragment's way may take, and what is never too long
 
@@ -102,10 +105,10 @@ class Links:
                     self._up_s[name] = waited_s
 
     def trouble(self, syncer: Syncer, learner_id: str, median_s: float | None) -> SlowLink | None:
-        """Return the time of an island's fragments where it is too long; None where it is not, or not known.
+        """Return the travel time of an island's fragments if it is too long; None if it is not, or is unknown.
 
         Args:
-            median_s: of the live islands' inner steps.
+            median_s: median length of the live islands' inner steps.
         """
         member = syncer.membership.members[learner_id]
         steps_s = [each for each in (member.step_s, median_s) if each]
@@ -117,23 +120,27 @@ class Links:
 
 
 class Crowd:
-    """Compares the learners in a merge with the live ones that could have been in it, in windows of rounds.
+    """Compares the merged learners with the live learners that could have been merged, in windows of rounds.
 
-    A learner with long steps counts as the share of rounds that it can reach. The least number of a window's looks
-    counts: a learner that starts, restarts, evaluates or has an alarm of its own is not missed.
+    A learner with long steps counts as the share of rounds that it can reach. Of all looks in a window the lowest
+    number counts. So a learner that starts, restarts, evaluates or has its own alarm does not count as missing.
     """
 
     def __init__(self) -> None:
         self.trouble = ""
-        self._begin: tuple[float, int, int] | None = None  # of the window: time, merged rounds, values in them
-        self._least = inf  # learners that could have been in each round
-        self._few = 0  # windows in a row with few
+        # Start of the window: time, merged rounds, and values in those rounds.
+        self._begin: tuple[float, int, int] | None = None
+        # Lowest number of learners that could have been in each round of the window.
+        self._least = inf
+        # Windows in a row with few learners.
+        self._few = 0
 
     def look(self, syncer: Syncer, now_s: float, troubled: Collection[str]) -> None:
-        """Look at the merges so far; `troubled` names learners that have an alarm of their own."""
+        """Look at the merges so far; `troubled` names learners that have their own alarm."""
         progress, expected = syncer.progress, self._expected(syncer, troubled)
         counts = progress.merged_rounds, progress.merged_parts
-        if self._begin is None or counts[0] < self._begin[1]:  # at first, or back at a snapshot
+        # The first look, or the first one after the run went back to a snapshot.
+        if self._begin is None or counts[0] < self._begin[1]:
             self._begin, self._least = (now_s, *counts), expected
         began_s, *before = self._begin
         self._least = min(self._least, expected)
@@ -147,7 +154,8 @@ class Crowd:
 
     def _expected(self, syncer: Syncer, troubled: Collection[str]) -> float:
         members, median_s = syncer.membership.members, syncer.membership.median_step_s()
-        chosen = syncer.config.lockstep or not syncer.config.grace_steps_max  # no round is meant to wait for more
+        # With these settings, rounds do not wait for more learners on purpose.
+        chosen = syncer.config.lockstep or not syncer.config.grace_steps_max
         if chosen or not median_s or syncer.rounds.awaits_starters:
             return 0.0
         away = {*troubled, syncer.evaluations.asked}

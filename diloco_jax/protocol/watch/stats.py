@@ -22,7 +22,8 @@ from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outru
 
 BFLOAT16_BYTES = 2
 WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
-FINISHING_S = 5.0  # before the end is noticed, in which an island may have left because of it
+# An island that disconnects at most so long before the end is noticed has left because of the end.
+FINISHING_S = 5.0
 NAMED_MAX = 8  # fragments in a warning
 
 
@@ -181,7 +182,7 @@ class RunStats:
 
     @property
     def unmerged(self) -> str:
-        """Warn of fragments that a run never merged; "" if it was stopped before each had two turns."""
+        """Return a warning about fragments that were never merged; "" if the run stopped before each had two turns."""
         early = self._syncer.global_step < 2 * self._syncer.config.groups.gap_max
         return "" if early and not self._syncer.finished else never_merged(self.unmerged_fragments)
 

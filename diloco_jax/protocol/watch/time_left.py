@@ -1,8 +1,8 @@
-"""The time that is left of a run, from the rate of its global steps lately. Status, logs, live view and page show this.
+"""Estimates the time left of a run from its recent rate of global steps, for status, logs, live view and page.
 
-The rate is that of the last WINDOW_S, or of the last WINDOW_SHARE of the time since the first global step if that is
-more, and always of STEPS_LEAST steps. The time before the first global step does not count, so a start that takes
-minutes makes no estimate worse; nor does the time since the newest step, until it is longer than a step takes.
+The window of the rate is the last WINDOW_S, or the last WINDOW_SHARE of the time since the first global step if that is
+longer. It always has at least STEPS_LEAST steps. The time before the first global step does not count, so a slow start
+does not spoil the estimate. The time since the newest step counts only when it is longer than a step.
 """
 
 from collections import deque
@@ -14,14 +14,14 @@ POINTS = 256
 
 
 class TimeLeft:
-    """Tells how long a run takes from here; `step` comes with every new count of global steps."""
+    """Estimator of the remaining time; call `step` with every new count of global steps."""
 
     def __init__(self) -> None:
         self._first_s = 0.0
         self._points: deque[tuple[float, int]] = deque()
 
     def step(self, now_s: float, global_step: int) -> None:
-        """Take the number of global steps that are done; a smaller one than before begins again."""
+        """Record the number of global steps made; a smaller number than before restarts the estimate."""
         points = self._points
         if points and (now_s < points[-1][0] or global_step < points[-1][1]):
             points.clear()
@@ -37,7 +37,7 @@ class TimeLeft:
             points.popleft()
 
     def left_s(self, now_s: float, total_steps: int) -> float | None:
-        """Return the seconds until the last global step; None before two steps, or when none came for long."""
+        """Return the seconds until the last global step; None before two steps, or if the newest step is long ago."""
         if len(self._points) < 2:
             return None
         (begin_s, begin), (end_s, end) = self._points[0], self._points[-1]

@@ -18,7 +18,16 @@ from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget
-from diloco_jax.protocol.syncer.tape import Moment, back_to, captured, check_life, limits_before, replay, returns
+from diloco_jax.protocol.syncer.tape import (
+    Moment,
+    back_to,
+    captured,
+    check_life,
+    limits_before,
+    replay,
+    returns,
+    without_stamp,
+)
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE
 from diloco_jax.runtime.records.segments import closed_segments
 from diloco_jax.runtime.records.tape_chain import TapeMark, checked
@@ -198,13 +207,6 @@ def marks_of(tape: Path) -> Iterator[TapeMark]:
             continue
         of_run = path == files[0]
         yield TapeMark(position, head, str(path) if of_run else str(path.parents[1]), in_line=not of_run)
-
-
-def without_stamp(line: list[Any]) -> list[Any]:
-    """Return the arguments of an input as the machine's replay has them."""
-    arguments = line[2:]
-    check_life(0, line[0], arguments)
-    return arguments
 
 
 def fingerprint_of(tape: Path) -> Fingerprint:

@@ -26,6 +26,7 @@ from diloco_jax.runtime.learner.effects import LinkKeeper, Signals
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
+from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.config import ModelConfig
@@ -251,7 +252,11 @@ def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
     assert script.await_message(messages.Leave).reason == "stopped from outside"
     script.end()
     assert script.reason == "stopped from outside"
-    assert script.tape() == [["begin", NAME, INCARNATION, 8, list(STAMP)], ["end", "stopped from outside", [0, 0]]]
+    begin, end = script.tape()
+    assert begin == ["begin", NAME, INCARNATION, 8, list(STAMP)]
+    chain = TapeChain()
+    chain.add(json.dumps(begin, separators=(",", ":")).encode())
+    assert end == ["end", "stopped from outside", [0, 0], chain.head]
 
 
 def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Script) -> None:

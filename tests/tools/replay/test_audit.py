@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty.cluster import FaultyCluster
-from invariants.draw import random_scenario
 
 from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
 from diloco_jax.protocol.messages import LearnerMessage, Lease
+from diloco_jax.protocol.watch import sample_book
+from diloco_jax.protocol.watch.auditor import Auditor
+from diloco_jax.protocol.watch.sample_book import Book, Findings, SampleShare
 from diloco_jax.runtime.records.tape_chain import TapeChain
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.invariants.draw import random_scenario
 from diloco_jax.sim.node import Effects, Observer
-from diloco_jax.tools.replay import sample_book
-from diloco_jax.tools.replay.audit import Auditor, audit, describe
-from diloco_jax.tools.replay.sample_book import Book, Findings, SampleShare
+from diloco_jax.tools.replay.audit import audit, describe
 from tests.runtime.taped_pair import TapedPair
 
 STEPS = 100

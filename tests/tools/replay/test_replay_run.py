@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invariants.__main__ import main as simulate
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.local.run import child_environment
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.text import load, parse
+from diloco_jax.sim.invariants.__main__ import main as simulate
 from diloco_jax.tools.replay.script import as_simulated, read_scenario
 from tests.runtime.helpers import (
     SLOW_STEP_S,

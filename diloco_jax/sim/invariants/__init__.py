@@ -1,0 +1,1 @@
+"""Invariants of the protocol, checked while the simulator runs."""

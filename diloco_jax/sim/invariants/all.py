@@ -1,0 +1,48 @@
+"""All checkers, in the order in which they are asked."""
+
+from diloco_jax.sim.invariants.budget import BudgetHolds
+from diloco_jax.sim.invariants.checker import Checker
+from diloco_jax.sim.invariants.evaluations import ScoresAreOfTheModel
+from diloco_jax.sim.invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
+from diloco_jax.sim.invariants.hostile import HostileIsHarmless
+from diloco_jax.sim.invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
+from diloco_jax.sim.invariants.leases import LeasesAccount
+from diloco_jax.sim.invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
+from diloco_jax.sim.invariants.recovery import RecoveryIsWhole
+from diloco_jax.sim.invariants.rounds import (
+    MergedOnce,
+    QuarantineHolds,
+    QuorumHolds,
+    RoundsBounded,
+    SharesAreTold,
+    VersionsGrow,
+)
+from diloco_jax.sim.invariants.steps import StepsApply, WholeWhereNeeded
+from diloco_jax.sim.invariants.turns import TurnsAreKept
+
+CHECKERS: tuple[type[Checker], ...] = (
+    VersionsGrow,
+    MergedOnce,
+    SharesAreTold,
+    QuorumHolds,
+    QuarantineHolds,
+    RoundsBounded,
+    TurnsAreKept,
+    NeverWaits,
+    StepsUndisturbed,
+    FreshLearnersKeepQuiet,
+    CopiesBounded,
+    RecoveryIsWhole,
+    LeasesAccount,
+    AnchorsAgree,
+    StepsApply,
+    WholeWhereNeeded,
+    StateRoundTrip,
+    TapeReplays,
+    BudgetHolds,
+    ScoresAreOfTheModel,
+    HostileIsHarmless,
+    RoundsAdvance,
+    EverybodyTrains,
+    VersionsConverge,
+)

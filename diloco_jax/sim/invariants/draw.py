@@ -1,0 +1,188 @@
+"""Settings, a network and faults of a simulated run, drawn at random from a seed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
+from diloco_jax.protocol.turns import Periods
+from diloco_jax.sim.engine import NEVER_S
+from diloco_jax.sim.faults.faults import ARMED, ARMED_S, Fault
+from diloco_jax.sim.faults.network import TroubledOptions
+from diloco_jax.sim.faults.scenario import FaultyScenario
+
+LEARNERS_MAX = 8
+WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
+    "crash": 3,
+    "disconnect": 3,
+    "pause": 2,
+    "slow": 2,
+    "partition": 3,
+    "corrupt": 2,
+    "poison": 3,
+    "donor_crash": 4,
+    "syncer_crash": 4,
+    "rewind": 2,
+}
+KINDS = tuple(WEIGHTS)
+HOSTILE_SHARE = 0.15  # of seeds: a learner says anything for a while
+PERIODS_SHARE = 0.3  # of seeds: fragments differ in their periods, or these change on the way
+
+
+def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
+    """Draw a scenario with random settings and faults, the same for equal seeds; hostile: with a hostile learner."""
+    random = Random(seed)
+    learners = random.randint(1, LEARNERS_MAX)
+    names = FaultyScenario(learners=learners).names
+    joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]  # fewer than half come late
+    stayers = [name for name in names if name not in joining]
+    leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
+    config = _random_config(random, learners - len(leaving))
+    own = Random(f"periods of {seed}")  # so that other seeds draw what they always drew
+    config = _with_periods(own, config) if own.random() < PERIODS_SHARE else config
+    until_s = random.choice((10.0, 30.0, 60.0))
+    faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
+    faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]
+    faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
+    most_samples = random.choice((1, 1, 4, 8))
+    drawn = FaultyScenario(
+        config=config,
+        learners=learners,
+        total_steps=random.choice((20, 50, 80)) + 2 * config.groups.gap_max,
+        network=_random_network(random, until_s),
+        faults=tuple(sorted(faults)),
+        step_s=random.choice((0.5, 1.0, 2.0)),
+        speed_spread=random.choice((0.0, 0.1, 1.0, 3.0)),
+        step_noise=random.choice((0.0, 0.05, 0.5)),
+        step_samples=(random.choice((1, most_samples)), most_samples),
+        reads_ahead=random.random() < 0.7,
+        merge_s=random.choice((0.0, 0.05, 0.8)),
+        payload_bytes=random.choice((0, 1_000_000)),  # 0.1 s on the slowest link: pulls do not time out by themselves
+        state_parts=random.randint(1, 6),
+        load_s=random.choice((0.0, 0.1, 2.0)),
+        save_s=random.choice((0.0, 0.2, 3.0)),
+        bad_states=random.choice((0.0, 0.0, 0.3)),
+        seed=seed,
+    )
+    step_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
+    drawn = replace(drawn, step_bytes=step_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
+    plan = EvaluationPlan(random.choice((0.0, 5.0, 20.0, 60.0)), random.choice((0, 1, 7, 20)))
+    eval_s, bad_scores = random.choice((0.0, 0.5, 3.0, 30.0)), random.choice((0.0, 0.0, 0.3))
+    drawn = replace(drawn, plan=plan if plan.wait_s else NEVER, eval_s=eval_s, bad_scores=bad_scores)
+    share = random.choice(
+        (0.0, random.uniform(0.1, 0.9))
+    )  # of the tokens of all steps; half of the runs have no budget
+    drawn = replace(drawn, tokens=int(share * drawn.total_steps * drawn.budget.step_tokens))
+    own = Random(f"hostile of {seed}")  # so that other seeds draw what they always drew
+    others = [name for name in stayers[1:] if name not in leaving]
+    if not others or not (own.random() < HOSTILE_SHARE or hostile):
+        return drawn
+    at_s = own.uniform(0.0, 0.7 * until_s)
+    fault = Fault(at_s, "hostile", (own.choice(others),), own.uniform(0.3, 1.0) * (until_s - at_s))
+    return replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
+
+
+def _random_config(random: Random, stayers: int) -> ProtocolConfig:
+    sync_every = random.choice((1, 2, 3, 4, 6, 8, 12, 24))
+    lease_s = random.choice((4.0, 8.0, 15.0))
+    return ProtocolConfig(
+        sync_every=sync_every,
+        num_fragments=random.randint(1, sync_every),
+        overlap_steps=random.choice((0, 0, 1, 2, 2, 2, 3, 5)),
+        quorum=random.randint(1, stayers) if random.random() < 0.6 else 1,
+        grace_steps_max=random.choice((0.0, 0.5, 1.0, 1.0, 2.0)),
+        ema_decay=random.choice((0.0, 0.5, 0.9)),
+        lease_s=lease_s,
+        heartbeat_s=lease_s / random.choice((2.0, 4.0)),
+        resend_s=random.choice((0.3, 1.0, 2.0)),
+        pull_timeout_s=random.choice((3.0, 10.0, 30.0)),
+        anchor_history=random.choice((1, 2, 2, 4)),
+        lease_ahead_steps=random.choice((2, 4, 8, 64)),
+        release_s=random.choice((1.0, 5.0, 60.0)),
+        snapshot_every=random.choice((0, 3, 5, 10, 10, 20)),
+        restore_s=random.choice((2.0, 5.0, 15.0)),
+        recover_from_peers=random.random() < 0.85,
+        recovery_attempts=random.choice((1, 2, 3)),
+        recovery_turns=random.choice((1, 1, 10)),
+        strikes_max=random.choice((1, 2, 3)),
+        unmerged_rounds_max=random.choice((5, 96)),
+    )
+
+
+def _with_periods(random: Random, config: ProtocolConfig) -> ProtocolConfig:
+    """Draw periods by class, later ones, and fragments of each class, in place of one period."""
+    names = ("mlp", "attention", "rest")[: random.randint(1, 3)]
+
+    def drawn() -> Periods:
+        periods, period = {}, config.overlap_steps + random.randint(1, 4)
+        for name in random.sample(names, len(names)):
+            periods[name], period = period, period * random.choice((2, 2, 3))
+        return {name: periods[name] for name in names} if len(names) > 1 else period
+
+    while True:  # until every fragment of both phases has a step of its own
+        counts = tuple(random.randint(1, 6) for _ in names)
+        settings: dict[str, Any] = {"sync_every": drawn(), "num_fragments": sum(counts)}
+        settings["class_fragments"] = counts if len(counts) > 1 else ()
+        settings["sync_later"] = {random.randint(1, 60): drawn()} if random.random() < 0.5 else {}
+        try:
+            return replace(config, **settings)
+        except ValueError:
+            continue
+
+
+def _random_network(random: Random, until_s: float) -> TroubledOptions:
+    lossy = random.random() < 0.6
+    return TroubledOptions(
+        delay_s=random.choice((0.001, 0.01, 0.1, 0.6)),
+        jitter_s=random.choice((0.0, 0.01, 0.3)),
+        bandwidth_bytes_per_s=random.choice((0.0, 1e7, 1e9)),
+        loss=random.uniform(0.0, 0.1) if lossy else 0.0,
+        duplication=random.uniform(0.0, 0.1) if lossy else 0.0,
+        reorder=random.uniform(0.0, 0.2) if lossy else 0.0,
+        reorder_s=random.choice((0.05, 0.5, 5.0)),
+        late=random.choice((0.0, 0.5)),
+        heals_s=random.choice((0.0, until_s)) if lossy else 0.0,
+    )
+
+
+def random_faults(
+    random: Random, learners: Sequence[str], count: int, until_s: float, kinds: Sequence[str] = KINDS
+) -> tuple[Fault, ...]:
+    """Draw faults that have all healed at `until_s`, sorted by time.
+
+    Args:
+        random: source of randomness.
+        learners: whom they may hit.
+        count: how many.
+        until_s: end of the last one.
+        kinds: which of KINDS may be drawn.
+    """
+    drawn = random.choices(kinds, [WEIGHTS[kind] for kind in kinds], k=count)
+    return tuple(sorted(_draw(random, kind, learners, until_s) for kind in drawn))
+
+
+def _draw(random: Random, kind: str, learners: Sequence[str], until_s: float) -> Fault:
+    at_s = random.uniform(0.0, 0.8 * until_s)
+    # mostly short ones that hide within a round, some that outlast lease and pull timeout
+    left_s = max(0.0, until_s - at_s - (ARMED_S if kind in ARMED else 0.0))
+    longest_s = (3.0, 40.0) if kind in ("corrupt", "poison") else (0.05, 0.5, 3.0, 40.0)
+    duration_s = min(random.choice(longest_s) * random.uniform(0.2, 1.0), left_s)
+    hit: Sequence[str]
+    if kind in ("donor_crash", "syncer_crash"):
+        hit = ()
+    elif kind == "rewind":
+        hit = random.sample(list(learners), random.randint(0, len(learners) // 2)) if random.random() < 0.3 else ()
+    else:
+        hit = random.sample(list(learners), random.randint(1, len(learners)) if kind == "partition" else 1)
+    breaks = kind in ("crash", "disconnect", "donor_crash")
+    return Fault(
+        at_s,
+        kind,
+        tuple(sorted(hit)),
+        duration_s,
+        random.choice((2.0, 5.0, 20.0)) if kind == "slow" else 1.0,
+        random.choice((0.02, 0.02, 1.0, NEVER_S)) if breaks else NEVER_S,
+        breaks_snapshot=kind in ("syncer_crash", "rewind") and random.random() < 0.3,
+    )

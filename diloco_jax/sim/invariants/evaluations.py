@@ -1,0 +1,76 @@
+"""The checker of evaluations of the global model."""
+
+from diloco_jax.protocol.effects import Adopt, Evaluated, EvaluateModel, Finish, Note, Send
+from diloco_jax.protocol.messages import Evaluate, LearnerMessage, Score, SyncerMessage
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.invariants.checker import Checker
+from diloco_jax.sim.node import Effects, LearnerProcess
+
+ATTEMPTS_MAX = 3
+
+
+class ScoresAreOfTheModel(Checker):
+    """A learner that evaluates does nothing else, and tells of what it held then; one is asked at a time.
+
+    At the end either the final model is told of, all of it, or that nobody could evaluate it.
+    """
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._held: dict[tuple[str, int], dict[int, int]] = {}
+        self._busy: dict[tuple[str, int], tuple[int, ...]] = {}  # versions that are being evaluated
+        self._asked: dict[int, str] = {}  # number of a request -> whom
+        self._finished = False
+        self._outcomes: list[str] = []  # since the end of the run, or since the syncer has lost it
+        self._attempts = 0
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        key, count = process.key, self.config.num_fragments
+        held = self._held.setdefault(key, {})
+        for effect in effects:
+            if isinstance(effect, Adopt):
+                self.check(key not in self._busy, f"{process.name} does {effect} while it evaluates")
+                held[effect.fragment_id] = effect.version
+            elif isinstance(effect, EvaluateModel):
+                self.check(key not in self._busy and len(held) == count, f"{process.name} cannot do {effect} now")
+                self._busy[key] = tuple([held[p] for p in range(count)])
+            elif isinstance(effect, Send) and isinstance(effect.message, Score) and key in self._busy:
+                versions = self._busy.pop(key)
+                self.check(effect.message.versions == versions, f"{effect.message} is of {versions}")
+        if key in self._busy and not process.machine.examination.running:
+            del self._busy[key]  # it ended without a link
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        self.check(process.key not in self._busy, f"{process.name} steps while it evaluates")
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind == "finished":
+                self._finished, self._outcomes, self._attempts = True, [], 0
+            elif isinstance(effect, Send) and isinstance(effect.message, Evaluate):
+                number = effect.message.number
+                self.check(
+                    number >= max(self._asked, default=0), f"{effect} after request {max(self._asked, default=0)}"
+                )
+                self._attempts += number not in self._asked
+                whom = self._asked.setdefault(number, effect.peer)
+                self.check(whom == effect.peer, f"request {number} goes to {effect.peer} and {whom}")
+                self.check(bool(effect.message.versions) == self._finished, f"{effect}, finished: {self._finished}")
+            elif isinstance(effect, Evaluated):
+                score = effect.score
+                self._outcomes.append("evaluated")
+                self.check(score.loss == score.loss, f"{score} has no loss")
+                newest = tuple([version for version, _ in self.values])
+                self.check(not self._finished or score.versions == newest, f"{score} is not of {newest}")
+            elif isinstance(effect, Note) and effect.kind == "unevaluated":
+                self._outcomes.append("unevaluated")
+            elif isinstance(effect, Finish) and self.cluster.scenario.plan.wait_s:
+                self.check(len(self._outcomes) == 1, f"the run ends, and of its final model is known: {self._outcomes}")
+                self.check(self._attempts <= ATTEMPTS_MAX, f"{self._attempts} learners were asked for the final model")
+
+    def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
+        super().on_syncer_back(machine, rewound_to, now_s)
+        self._finished = machine.finished
+        if rewound_to >= 0:
+            self._asked = {}

@@ -1,0 +1,138 @@
+"""Checkers of learners that train."""
+
+from collections import defaultdict
+
+from diloco_jax.protocol.effects import (
+    Adopt,
+    AdoptState,
+    Drop,
+    EvaluateModel,
+    Finish,
+    Send,
+    Stage,
+    Unstage,
+    UnstageState,
+)
+from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.messages import AnchorRequest, FragmentValue, PullRequest, StatePull, StepReport, SyncerMessage
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.invariants.checker import Checker
+from diloco_jax.sim.node import Effects, LearnerProcess
+
+STAGED_COPIES_MAX = 3  # of one fragment, see protocol/learner/stager.py
+
+
+class NeverWaits(Checker):
+    """Outside lockstep a learner that has begun to train is always in a step, and steps have no gap between them.
+
+    Whatever happens meanwhile: the syncer is dead, leases are used up, another learner takes its state over. It stops
+    for an evaluation of the global model alone.
+    """
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._ended: dict[tuple[str, int], float] = {}
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        key = process.key
+        if not began:
+            self._ended[key] = now_s
+        elif not self.config.lockstep:
+            waited_s = now_s - self._ended.get(key, now_s)
+            self.check(waited_s == 0, f"{process.name} waited {waited_s} s between two steps")
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        if any(isinstance(effect, EvaluateModel) for effect in effects):
+            self._ended.pop(process.key, None)
+
+    def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
+        self.check(process.key not in self._ended, f"{process.name} has trained, but does {effect}")
+
+    def on_settled(self, process: LearnerProcess, now_s: float) -> None:
+        if not (self.config.lockstep or process.step.runs):
+            began = process.key in self._ended
+            self.check(not began, f"{process.name} has trained, but does not step")
+
+
+class StepsUndisturbed(Checker):
+    """While a step runs a machine gets only what its header allows, and nothing changes that the step depends on."""
+
+    ANSWERED = (PullRequest, AnchorRequest, StatePull)
+    DONE = (Send, Drop, Unstage, UnstageState, Finish)  # the rest touches the training state, or is of a recovery
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._began: dict[tuple[str, int], tuple[object, ...]] = {}
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        if process.step.runs:
+            allowed = given is None or isinstance(given, self.ANSWERED)
+            self.check(allowed, f"{process.name} is given {given} while a step runs")
+            for effect in effects:
+                self.check(isinstance(effect, self.DONE), f"{process.name} does {effect} while a step runs")
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        key, now = process.key, _depended_on(process.machine)
+        if began:
+            self._began[key] = now
+        else:
+            before = self._began.pop(key)
+            self.check(now == before, f"{process.name} began a step with {before}, and ends it with {now}")
+
+
+def _depended_on(machine: Learner) -> tuple[object, ...]:
+    counters = (machine.local_step, machine.tokens, machine.samples, machine.global_step)
+    return (machine.state, *counters, machine.adopted, tuple(machine.digests))
+
+
+class FreshLearnersKeepQuiet(Checker):
+    """A learner neither steps, reports nor contributes before it holds a global value of every fragment."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._held: dict[tuple[str, int], set[int]] = defaultdict(set)
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        held = self._held[process.key]
+        for effect in effects:
+            if isinstance(effect, Adopt):
+                held.add(effect.fragment_id)
+            elif isinstance(effect, Send) and isinstance(effect.message, StepReport | FragmentValue):
+                self._check_held(process.name, held, f"sends {type(effect.message).__name__}")
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        self._check_held(process.name, self._held[process.key], "steps")
+
+    def _check_held(self, name: str, held: set[int], does: str) -> None:
+        count = self.config.num_fragments
+        self.check(len(held) == count, f"{name} {does}, but holds {len(held)} of {count} fragments")
+
+
+class CopiesBounded(Checker):
+    """Staged copies are few, each is freed once, and a value is sent only from a copy that is there."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._staged: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        source, staged = process.name, self._staged[process.key]
+        for effect in effects:
+            if isinstance(effect, Stage):
+                steps = staged.setdefault(effect.fragment_id, [])
+                self.check(not steps or effect.local_step > steps[-1], f"{source} stages again: {effect}")
+                steps.append(effect.local_step)
+            elif isinstance(effect, Unstage):
+                steps = staged.get(effect.fragment_id, [])
+                self.check(effect.local_step in steps, f"{source} frees what it does not hold: {effect}")
+                steps.remove(effect.local_step)
+                if not steps:
+                    del staged[effect.fragment_id]
+            elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
+                value = effect.message
+                steps = staged.get(value.fragment_id, [])
+                self.check(value.local_step in steps, f"{source} sends {value}, but holds copies of steps {steps}")
+        most = max(map(len, staged.values()), default=0)
+        self.check(most <= STAGED_COPIES_MAX, f"{source} holds {most} copies of one fragment")
+        limit = 2 * max(1, self.config.overlap_steps)  # what is due next, and what was asked for before it was staged
+        self.check(len(staged) <= limit, f"{source} holds copies of {len(staged)} fragments, limit {limit}")

@@ -1,0 +1,80 @@
+"""The checker of who trains on which data: the book of the audit, held against the machine's all the time."""
+
+import json
+
+from diloco_jax.protocol.effects import Send
+from diloco_jax.protocol.leases import BOOK
+from diloco_jax.protocol.messages import LearnerMessage, Lease
+from diloco_jax.protocol.watch.auditor import Auditor
+from diloco_jax.protocol.watch.sample_book import Life, RangeMap, joined
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.invariants.checker import Checker
+from diloco_jax.sim.node import Effects, LearnerProcess
+
+COMPARED_EVERY = 20  # inputs of the syncer
+
+
+class LeasesAccount(Checker):
+    """Every index that was handed out has exactly one fate, and nobody reads what was not leased to it."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._auditor = Auditor(self.config.num_fragments)
+        self._lines = 1  # of the tape that were taken; the first one, of the beginning, leases nothing
+        self._granted: dict[Life, RangeMap[int | None]] = {}  # sample -> position less sample, of everything ever
+        self._read: dict[Life, RangeMap[bool]] = {}  # positions
+        self._ends: dict[Life, int] = {}  # samples used up
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        line = json.loads(self.cluster.host.tape[self._lines])
+        self._lines += 1
+        self._auditor.take(line, effects)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Lease):
+                self.check(given is not None and effect.peer == given.learner_id, f"{effect} in answer to {given}")
+                first, start, stop = effect.message
+                granted = self._granted.setdefault((line[2], line[3]), RangeMap(None))
+                granted.paint(first, first + stop - start, start - first)
+        if self._lines % COMPARED_EVERY == 0:
+            self._compare()
+        self._tell()
+
+    def _compare(self) -> None:
+        """Compare the book with the machine's."""
+        machine, book = self.cluster.syncer.leases, self._auditor.book
+        self._auditor.compare(machine, self.cluster.syncer.global_step)
+        self._tell()
+        for name, holding in machine.holdings.items():
+            left = book.owners[name].left if name in book.owners else []
+            self.check(joined(holding.ranges) == left, f"{name} holds {holding.ranges}, but was sent {left}")
+
+    def _tell(self) -> None:
+        found = self._auditor.findings
+        self.check(not found.count, "; ".join(found.texts))
+
+    def end(self) -> None:
+        if self.cluster.host.process.alive:
+            self._compare()
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        if not began or process.name in self.hostile:
+            return
+        life, (ranges, stop) = process.key, process.step.batch
+        size, end = process.node.step_samples, self._ends.get(life, 0)
+        count = sum(last - first for first, last in ranges)
+        self.check(count == size, f"{life[0]} reads {ranges} in a step of {size}")
+        read = self._read.setdefault(life, RangeMap(False))
+        if stop == end or (stop > end and stop % BOOK == 0):  # again; of a new book nothing is read yet
+            known = all(seen for first, last in ranges for _, _, seen in read.over(first, last))
+            self.check(known, f"{life[0]} reads {ranges} again after sample {end}")
+        else:
+            start = stop - size
+            self.check(
+                start == end or (start > end and start % BOOK == 0), f"{life[0]} reads {ranges} after sample {end}"
+            )
+            granted = self._granted.setdefault(life, RangeMap(None)).over(start, stop)
+            leased = joined((a + offset, b + offset) for a, b, offset in granted if offset is not None)
+            self.check(joined(ranges) == leased, f"{life[0]} reads {ranges} from sample {end} on, leased is {leased}")
+        self._ends[life] = stop
+        for first, last in ranges:
+            read.paint(first, last, True)

@@ -1,0 +1,302 @@
+"""Checkers of rounds and merges."""
+
+from collections import defaultdict
+
+from diloco_jax.protocol.effects import Adopt, Discard, Drop, Effect, Merge, Note, Send
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    Expel,
+    FragmentValue,
+    GlobalFragment,
+    LearnerMessage,
+    Refuse,
+    StepReport,
+    SyncerMessage,
+    Welcome,
+)
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.sample_book import Life
+from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.invariants.checker import Checker
+from diloco_jax.sim.node import Effects, LearnerProcess
+
+
+class VersionsGrow(Checker):
+    """Adopted versions grow with the syncer's lives, per incarnation and fragment, and some life has made each."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._held: dict[tuple[str, int, int], tuple[int, int]] = {}  # newest (life, version)
+        self._made = {(0, fragment_id, 0) for fragment_id in range(self.config.num_fragments)}  # with the lineage
+
+    def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
+        super().on_syncer_back(machine, rewound_to, now_s)
+        values = self.values
+        self._made |= {(self.lineage, fragment_id, version) for fragment_id, (version, _) in enumerate(values)}
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Merge):
+                self._made.add((self.lineage, effect.fragment_id, effect.global_step))
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Adopt):
+                same = isinstance(given, GlobalFragment) and (given.fragment_id, given.version) == effect
+                self.check(same, f"{process.name} adopts {effect}, but {given} arrived")
+                assert isinstance(given, GlobalFragment)
+                self._adopt(process, given)
+
+    def _adopt(self, process: LearnerProcess, message: GlobalFragment) -> None:
+        name, fragment_id, version = process.name, message.fragment_id, message.version
+        held = self._held.get((*process.key, fragment_id), (0, -1))
+        newer = (message.epoch, version) > held
+        self.check(newer, f"{name} adopts version {version} of {fragment_id} of life {message.epoch}, held {held}")
+        made = (self.lineages.get(message.epoch, -1), fragment_id, version) in self._made
+        self.check(made, f"{name} adopts version {version} of {fragment_id}, which nobody made")
+        self._held[(*process.key, fragment_id)] = (message.epoch, version)
+
+
+class MergedOnce(Checker):
+    """A value is merged at most once, for the round that asked for it, with at least one step; no payload leaks.
+
+    That holds over all lives of the syncer: none merges a round again, but one that the run went back from.
+    """
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._payloads: dict[int, dict[str, FragmentValue]] = defaultdict(dict)  # as a driver holds them
+        self._merged: set[tuple[str, int, int, int]] = set()
+        self._merging: dict[tuple[int, str], tuple[str, int, int, int]] = {}  # round, learner -> what of it
+        self._rounds: set[tuple[int, int]] = set()  # lineage and number
+
+    def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
+        self._payloads.clear()
+
+    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+        for name in left_out:  # not merged after all
+            self._merged.discard(self._merging.get((global_step, name), ("", 0, 0, 0)))
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, FragmentValue) and not _dropped(given, effects):
+            held = self._payloads[given.global_step]
+            self.check(given.learner_id not in held, f"a second payload is kept for {given}")
+            held[given.learner_id] = given
+        for effect in effects:
+            if isinstance(effect, Merge):
+                self._merge(effect)
+            elif isinstance(effect, Discard):
+                self._payloads.pop(effect.global_step, None)
+
+    def _merge(self, merge: Merge) -> None:
+        this = (self.lineage, merge.global_step)
+        self.check(this not in self._rounds, f"round {merge.global_step} is merged twice")
+        self._rounds.add(this)
+        held = self._payloads.pop(merge.global_step, {})
+        names = [part.learner_id for part in merge.parts]
+        self.check(names == sorted(held), f"{merge} merges {names}, payloads are held of {sorted(held)}")
+        for part in merge.parts:
+            value = held[part.learner_id]
+            self.check(part.steps >= 1 and part.tokens >= 1, f"{part} has no step in round {merge.global_step}")
+            if part.learner_id in self.hostile:
+                continue  # hostile.py has the rule
+            self.check(
+                (part.local_step, part.steps, part.tokens, part.base_version, part.samples)
+                == (value.local_step, value.steps, value.tokens, value.base_version, value.samples),
+                f"{part} is not what arrived: {value}",
+            )
+            key = (value.learner_id, value.incarnation, value.fragment_id, value.local_step)
+            self.check(value.fragment_id == merge.fragment_id and key not in self._merged, f"{value} is merged twice")
+            self._merged.add(key)
+            self._merging[merge.global_step, part.learner_id] = key
+
+    def end(self) -> None:
+        if self.cluster.syncer.finished:
+            self.check(not any(self._payloads.values()), f"payloads were never freed: {dict(self._payloads)}")
+
+
+class SharesAreTold(Checker):
+    """Whoever adopts a version is told whether it holds a value of its own, and never of a round that has none.
+
+    Of a version that goes on for a lost one the syncer does not know any more whose values it holds.
+    """
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._given: dict[tuple[int, str], Life] = {}  # round, learner -> whose value the syncer keeps
+        self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}  # round -> fragment, learners
+        self._merged: set[tuple[int, int, int, Life]] = set()  # lineage, fragment, round, whose value is in it
+        self._goes_on: set[tuple[int, int, int]] = set()  # lineage, fragment, version
+
+    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+        fragment_id, names = self._merging.pop(global_step)
+        lives = [self._given.pop((global_step, name)) for name in names]
+        used = [life for life in lives if life[0] not in left_out]
+        self._merged |= {(self.lineage, fragment_id, global_step, life) for life in used}
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, FragmentValue) and not _dropped(given, effects):
+            self._given[given.global_step, given.learner_id] = (given.learner_id, given.incarnation)
+        for effect in effects:
+            if isinstance(effect, Merge):
+                names = tuple(part.learner_id for part in effect.parts)
+                self._merging[effect.global_step] = (effect.fragment_id, names)
+            elif isinstance(effect, Note) and effect.kind == "lost":
+                version = self.cluster.syncer.versions[effect.fragment_id]
+                self._goes_on.add((self.lineage, effect.fragment_id, version))
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, GlobalFragment) and any(isinstance(effect, Adopt) for effect in effects):
+            self._adopt(process.key, given)
+
+    def _adopt(self, life: Life, message: GlobalFragment) -> None:
+        lineage, told = self.lineages.get(message.epoch, -1), message.merged_round
+        true = told == NO_VERSION or (lineage, message.fragment_id, told, life) in self._merged
+        self.check(true and told <= message.version, f"{life} is told of a share that it does not have: {message}")
+        version = (lineage, message.fragment_id, message.version)
+        share = (*version, life) in self._merged and version not in self._goes_on
+        self.check(not share or told == message.version, f"{life} is not told of its share: {message}")
+
+
+class QuorumHolds(Checker):
+    """A round closes with at least K learners, each with a step that no round has counted, and merges only them."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._reported: dict[str, tuple[int, int]] = {}  # learner -> newest (incarnation, local_step)
+        self._counted: dict[str, tuple[int, int]] = {}
+        self._closed: dict[int, tuple[str, ...]] = {}
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, StepReport):
+            newest = (given.incarnation, given.local_step)
+            self._reported[given.learner_id] = max(newest, self._reported.get(given.learner_id, newest))
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind == "closed":
+                self._close(effect)
+            elif isinstance(effect, Merge):
+                members = self._closed.pop(effect.global_step, ())
+                names = {part.learner_id for part in effect.parts}
+                self.check(bool(names) and names <= set(members), f"{effect}, but the round closed with {members}")
+
+    def _close(self, note: Note) -> None:
+        members, quorum = note.members, self.config.quorum
+        self.check(
+            len(set(members)) == len(members) >= quorum,
+            f"round {note.global_step} closes with {members}, the quorum is {quorum}",
+        )
+        for name in members:
+            reported = self._reported.get(name, (0, 0))
+            counted = self._counted.get(name, (0, 0))
+            self.check(
+                reported > counted or name in self.hostile,
+                f"round {note.global_step} counts {name} at {reported}, counted was {counted}",
+            )
+            self._counted[name] = reported
+        if note.fragment_id >= 0:
+            self._closed[note.global_step] = members
+
+
+class RoundsBounded(Checker):
+    """At most max(1, tau) rounds are in flight, never two of one fragment, and every one ends."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._flying: dict[int, int] = {}  # round -> fragment
+        self._cut_short: set[int] = set()  # those of a life before, of which there may be an end to tell
+
+    def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
+        self._cut_short |= set(self._flying)
+        self._flying.clear()
+
+    def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
+        super().on_syncer_back(machine, rewound_to, now_s)
+        if rewound_to >= 0:
+            self._cut_short.clear()
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if not isinstance(effect, Note):
+                continue
+            if effect.kind in ("merged", "abandoned"):
+                if effect.global_step in self._cut_short:
+                    self._cut_short.remove(effect.global_step)
+                    continue
+                self.check(effect.global_step in self._flying, f"{effect.kind} without being closed: {effect}")
+                del self._flying[effect.global_step]
+            elif effect.kind == "closed" and effect.fragment_id >= 0:
+                twice = effect.fragment_id in self._flying.values()
+                self.check(not twice, f"fragment {effect.fragment_id} is in flight twice: {self._flying}, {effect}")
+                self._flying[effect.global_step] = effect.fragment_id
+                limit = max(1, self.config.overlap_steps)
+                self.check(len(self._flying) <= limit, f"{len(self._flying)} rounds are in flight, limit {limit}")
+
+    def end(self) -> None:
+        if self.cluster.syncer.finished:
+            self.check(not self._flying, f"rounds never ended: {self._flying}")
+
+
+class QuarantineHolds(Checker):
+    """A value that could not be used never counts; strikes_max of them in a row end its incarnation for good."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        super().__init__(cluster)
+        self._connected: dict[str, int] = {}  # learner -> incarnation that the syncer knows
+        self._values: dict[tuple[str, int], int] = {}  # learner and round -> incarnation of the value
+        self._left_out: dict[int, tuple[str, ...]] = {}
+        self._ending: int | None = None  # the round of which the syncer is being told
+        self._strikes: dict[Life, int] = defaultdict(int)
+        self._expelled: set[Life] = set()
+
+    def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
+        super().on_syncer_back(machine, rewound_to, now_s)
+        self._ending = None
+        self._connected.clear()
+        if rewound_to >= 0:
+            self._values.clear()
+
+    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+        self._left_out[global_step] = left_out
+        self._ending = global_step
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        sender = (given.learner_id, given.incarnation) if given is not None else None
+        if isinstance(given, FragmentValue) and self._connected.get(given.learner_id) == given.incarnation:
+            self._values.setdefault((given.learner_id, given.global_step), given.incarnation)
+        ending, self._ending = self._ending, None
+        if sender in self._expelled:
+            self.check(all(map(_rejects, effects)), f"a message of {sender}, who was expelled, led to {effects}")
+        if ending is not None:
+            self._end_round(ending, effects)
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind == "left":
+                self._connected.pop(effect.members[0], None)
+            elif isinstance(effect, Send) and isinstance(effect.message, Welcome) and sender is not None:
+                self._connected[effect.peer] = sender[1]
+
+    def _end_round(self, global_step: int, effects: list[Effect]) -> None:
+        left_out = self._left_out[global_step]
+        merged: tuple[str, ...] = ()
+        for effect in effects:
+            if isinstance(effect, Note) and (effect.kind, effect.global_step) == ("merged", global_step):
+                merged = effect.members
+        both = set(left_out) & set(merged)
+        self.check(not both, f"round {global_step} counts {sorted(both)}, whose values were not usable")
+        for name in merged:
+            self._strikes[name, self._values[name, global_step]] = 0
+        for life in [(name, self._values[name, global_step]) for name in left_out]:
+            if self._connected.get(life[0]) != life[1]:
+                continue  # it is gone
+            self._strikes[life] += 1
+            if self._strikes[life] >= self.config.strikes_max:
+                told = any(isinstance(e, Send) and e.peer == life[0] and isinstance(e.message, Expel) for e in effects)
+                self.check(told, f"{life} has {self._strikes[life]} values in a row that were not usable, but stays")
+                self._expelled.add(life)
+
+
+def _dropped(message: LearnerMessage, effects: Effects) -> bool:
+    return any(isinstance(effect, Drop) and effect.peer == message.learner_id for effect in effects)
+
+
+def _rejects(effect: Effect) -> bool:
+    return isinstance(effect, Drop) or (isinstance(effect, Send) and isinstance(effect.message, Refuse))

@@ -1,0 +1,133 @@
+"""Hostile learners that say too much, or anything: floods, answers that nobody asked for, and random fields."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from attack.hostile import LIVES, aftermath, merged_once
+from attack.learner import Sent, StubLearner
+from attack.site import Site, comes_true, syncer
+from attack.table import CATALOGUE, Findings, Ground
+from diloco_jax.protocol import messages as m
+from diloco_jax.sim.faults.hostile import Hostile
+from diloco_jax.transport import wire
+from diloco_jax.transport.link import BULK_TYPES, LinkClosed
+
+FLOOD = 20_000
+REPORTS = 3_000
+# What a flood may add to the tape, beside the rounds that go on meanwhile.
+TAPE_BYTES_MAX = 4 << 20
+RANDOM_S = 20.0
+
+
+def shout(evil: StubLearner, message: Any, count: int) -> int:
+    """Send a message many times; return how often the link took it."""
+    for number in range(count):
+        try:
+            evil.say(message)
+        except LinkClosed:
+            return number
+    return count
+
+
+@CATALOGUE.add("flood-heartbeats", LIVES)
+def flood_heartbeats(ground: Ground, seen: Findings) -> None:
+    """A learner sends 20,000 heartbeats as fast as it can, whenever it is connected."""
+    with syncer(ground.folder / "site") as site:
+        honest, evil = site.honest(), merged_once(site, "evil")
+        size = _tape_bytes(site)
+        sent = shout(evil, m.Heartbeat("evil", 1), FLOOD)
+        time.sleep(0.5)
+        sent += shout(evil, m.Heartbeat("evil", 1), FLOOD)
+        grown = _tape_bytes(site) - size
+        seen.expect(grown < TAPE_BYTES_MAX, f"{sent} sent, tape + {grown / 1e6:.1f} MB")
+        evil.end()
+        aftermath(site, honest, seen)
+
+
+@CATALOGUE.add("flood-reports", LIVES)
+def flood_reports(ground: Ground, seen: Findings) -> None:
+    """A learner sends 3,000 reports of steps that took no time."""
+    with syncer(ground.folder / "site") as site:
+        honest, evil = site.honest(), merged_once(site, "evil")
+        size, told = _tape_bytes(site), evil.machine.contact.report
+        assert told is not None
+        sent = 0
+        for number in range(REPORTS):
+            step = told.local_step + 1000 + number
+            with contextlib.suppress(LinkClosed):
+                evil.say(told._replace(local_step=step, tokens=64 * step, step_s=0.0))
+                sent += 1
+        grown = _tape_bytes(site) - size
+        seen.expect(grown < TAPE_BYTES_MAX, f"{sent} sent, tape + {grown / 1e6:.1f} MB")
+        aftermath(site, honest, seen)
+
+
+def _tape_bytes(site: Site) -> int:
+    return (site.run_dir / "tape.jsonl").stat().st_size
+
+
+@CATALOGUE.add("nonsense", LIVES)
+def nonsense(ground: Ground, seen: Findings) -> None:
+    """A learner sends scores, parts of states, requests and refusals that nobody asked for, with absurd numbers."""
+    huge = 1 << 62
+    with syncer(ground.folder / "site", protocol={"recover_from_peers": True}) as site:
+        honest, evil = site.honest(), merged_once(site, "evil")
+        me = ("evil", 1)
+        for message in (
+            m.Score(
+                *me, huge, huge, (huge, -1, 5), 1e308, float("nan"), huge, (m.Metric("a", float("inf")),), 1e308, ""
+            ),
+            m.Score(*me, 0, 0, (), float("-inf"), -1e308, 0, (), 0.0, "because"),
+            m.StateRequest(*me, huge, "nobody", huge, huge),
+            m.StateRequest(*me, 0, "island-0", 0, 1 << 40),
+            m.StateRequest(*me, 0, "evil", 0, 0),
+            m.StateRequest(*me, huge, "", 0, 0),
+            m.StatePart(*me, "island-0", huge, 0, 1 << 22, huge, 16, huge),
+            m.StatePart(*me, "nobody", 0, 0, 1, 0, huge),
+            m.StateRefused(*me, "island-0", "no"),
+            m.StateRefused(*me, "evil", "no"),
+            m.StateDone(*me, "island-0"),
+            m.StateDone(*me, "evil"),
+            m.AnchorValue(*me, 0, huge, 1, 16),
+            m.FragmentValue(*me, huge, 0, huge, huge, huge, huge, huge, huge, huge),
+        ):
+            evil.say(message, bytes(16) if isinstance(message, BULK_TYPES) else b"")
+        time.sleep(1.0)
+        aftermath(site, honest, seen)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Let this process send what its own checks would not: the syncer's have to do."""
+    with mock.patch.object(wire, "check_body", lambda body: None):
+        yield
+
+
+def _while_alive(evil: StubLearner, site: Site, within_s: float) -> None:
+    """Wait until a learner or the syncer ends, so many seconds at most."""
+    comes_true(lambda: not (evil.lives and site.lives), within_s)
+
+
+@CATALOGUE.add("random-fields", LIVES + " and a rewind")
+def random_fields(ground: Ground, seen: Findings) -> None:
+    """For 20 s a learner sends messages with random fields of any size, in as many lives as it needs."""
+    with syncer(ground.folder / "site") as site, unchecked():
+        honest, life, sent, until_s = site.honest(), 0, 0, time.monotonic() + RANDOM_S
+        way, liar = honest[0].way, Hostile(ground.seed)
+
+        def tamper(message: Any, payload: bytes) -> Sent:
+            nonlocal sent
+            changed = list(liar.sent(message))
+            sent += len(changed)
+            return [(each, payload if isinstance(each, BULK_TYPES) else b"") for each in changed]
+
+        while site.lives and time.monotonic() < until_s:
+            life += 1
+            evil = StubLearner(way, "evil", life, step_s=0.01, tamper=tamper)
+            _while_alive(evil, site, min(5.0, until_s - time.monotonic()))
+            evil.close()
+        seen.expect(life, f"{sent} messages in {life} lives")
+        aftermath(site, honest, seen, rewind=True)

@@ -1,0 +1,341 @@
+"""Hostile learners that say something wrong: in greetings, reports, values, anchors and texts."""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attack.learner import Sent, StubLearner
+from attack.site import Site, comes_true, syncer, wait_until
+from attack.table import CATALOGUE, Findings, Ground
+from diloco_jax.core import codec
+from diloco_jax.core.layout import value_digest
+from diloco_jax.protocol import messages as m
+from diloco_jax.transport.link import LinkClosed
+from tests.runtime.helpers import call
+
+COUNTER_MAX = 1 << 62
+# More rounds of honest learners than a round in flight could explain.
+ROUNDS = 8
+ROUNDS_WITHIN_S = 25.0
+# The model begins with fragments of norm 5 to 6, and honest updates have a norm of 0.02.
+NORM_MAX = 20.0
+# The rule against outliers knows what is usual after eight values of each fragment.
+USUAL_ROUNDS = 24
+MAYBE_REFUSED_S = 3.0
+LIVES = "the syncer lives, honest rounds go on, norms stay, and so after a failover"
+FORGED = "2026-01-01 00:00:00,000 island-0 expelled: forged"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def rounds_go_on(site: Site, honest: list[StubLearner], seen: Findings, when: str, count: int = ROUNDS) -> bool:
+    """Expect so many more rounds that merge honest learners."""
+    before = [stub.merged for stub in honest]
+
+    def enough() -> bool:
+        return all(stub.merged >= old + count for stub, old in zip(honest, before, strict=True))
+
+    comes_true(lambda: enough() or not site.lives, ROUNDS_WITHIN_S)
+    if not seen.expect(site.lives, f"{when}: the syncer lives", f"{when}: the syncer ended: {site.said}"):
+        return False
+    made = min(stub.merged - old for stub, old in zip(honest, before, strict=True))
+    troubles = [f"{stub.name}: {stub.trouble or stub.ended}" for stub in honest if not stub.lives]
+    return seen.expect(enough(), f"{made} honest rounds", f"{when}: {made} of {count} honest rounds {troubles}")
+
+
+def norms_stay(honest: list[StubLearner], seen: Findings) -> None:
+    """Expect that no fragment of the global model was ever large, or not finite."""
+    norms = [norm for stub in honest for norm in stub.norms.values()]
+    largest = max(norms) if np.isfinite(norms).all() else np.inf
+    seen.expect(largest < NORM_MAX, f"norms up to {largest:.1f}", f"a fragment has norm {largest:.3g}")
+
+
+def log_is_clean(path: Path, seen: Findings) -> None:
+    """Expect that a log has lines of its own program only, without control characters."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    if forged := [line for line in lines if line.startswith(FORGED)]:
+        seen.expect(False, "", f"{path.name} has {len(forged)} forged lines")
+    if raw := [line for line in lines if CONTROL.search(line)]:
+        seen.expect(False, "", f"{path.name} has raw control characters: {raw[0][:80]!r}")
+
+
+def aftermath(site: Site, honest: list[StubLearner], seen: Findings, *, rewind: bool = False) -> None:
+    """Expect that the run goes on after an attack, also after a failover and, with `rewind`, from its snapshot."""
+    if not rounds_go_on(site, honest, seen, "after it"):
+        # Its supervisor may start it again: what the folder holds decides whether that helps.
+        if not site.lives:
+            site.start()
+            rounds_go_on(site, honest, seen, "started again")
+        return
+    norms_stay(honest, seen)
+    log_is_clean(site.log, seen)
+    site.kill()
+    site.start()
+    if rounds_go_on(site, honest, seen, "after a failover") and rewind:
+        for stub in honest:
+            stub.close()
+        site.kill()
+        site.start("--rewind")
+        again = [site.stub(stub.name, 2) for stub in honest]
+        rounds_go_on(site, again, seen, "after a rewind")
+
+
+def changing(kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Callable[[Any, bytes], Sent]:
+    """Return a tamper that changes all messages of some classes."""
+
+    def tamper(message: Any, payload: bytes) -> Sent:
+        return [(change(message) if isinstance(message, kinds) else message, payload)]
+
+    return tamper
+
+
+def outcome(evil: StubLearner) -> str:
+    """Say what became of a hostile learner."""
+    return f"it was ended: {evil.ended[:120]}" if evil.ended else "it stayed in the run"
+
+
+def _greeting(name: str, **fields: int) -> None:
+    what = ", ".join(f"{field} 2^{number.bit_length() - 1}" for field, number in fields.items())
+
+    def greet(ground: Ground, seen: Findings) -> None:
+        with syncer(ground.folder / "site") as site:
+            honest = site.honest()
+            evil = site.stub("evil", tamper=changing(m.Hello, lambda hello: hello._replace(**fields)))
+            comes_true(lambda: evil.ended, MAYBE_REFUSED_S)
+            seen.expect(True, outcome(evil))
+            aftermath(site, honest, seen, rewind=True)
+
+    greet.__doc__ = f"A newcomer greets with {what}."
+    CATALOGUE.add(name, f"{LIVES} and a rewind")(greet)
+
+
+_greeting("greet-samples-62", step_samples=COUNTER_MAX)
+_greeting("greet-samples-31", step_samples=1 << 31)
+
+
+@CATALOGUE.add("greet-incarnation", "refused, or replaced by the next one of that name")
+def greet_incarnation(ground: Ground, seen: Findings) -> None:
+    """A learner greets with incarnation 2^62 and leaves; then one of its name comes with the time as incarnation."""
+    with syncer(ground.folder / "site") as site:
+        honest = site.honest()
+        evil = site.stub("spare", COUNTER_MAX)
+        comes_true(lambda: evil.ended or evil.merged, MAYBE_REFUSED_S)
+        seen.expect(True, outcome(evil))
+        evil.close()
+        owner = site.stub("spare", int(time.time() * 1000))
+        comes_true(lambda: owner.merged >= 2 or owner.ended)
+        seen.expect(owner.merged >= 2, "its owner trains", f"its owner is locked out: {owner.ended[:160]}")
+        rounds_go_on(site, honest, seen, "after it")
+
+
+def merged_once(site: Site, name: str, **how: Any) -> StubLearner:
+    """Start a learner, and wait until a round has merged it."""
+    evil = site.stub(name, **how)
+    wait_until(lambda: evil.merged, f"a round that merges {name}")
+    return evil
+
+
+def try_to_say(evil: StubLearner, message: Any, payload: bytes = b"") -> None:
+    """Send a message, if the link stands."""
+    with contextlib.suppress(LinkClosed):
+        evil.say(message, payload)
+
+
+def _granted(name: str, about: str, *, greets: bool) -> None:
+    def claim(ground: Ground, seen: Findings) -> None:
+        with syncer(ground.folder / "site") as site:
+            honest, evil = site.honest(), merged_once(site, "evil")
+            told, first = evil.sent[m.StepReport], COUNTER_MAX - 300
+            if greets:
+                try_to_say(evil, evil.sent[m.Hello]._replace(granted=first))
+            # The first claim is of a time that nobody remembers, the second one uses all of it up.
+            for number, claimed in enumerate((first, COUNTER_MAX)):
+                step = told.local_step + 1000 + number
+                try_to_say(evil, told._replace(local_step=step, tokens=64 * step, granted=claimed, samples=claimed))
+            comes_true(lambda: not site.lives, MAYBE_REFUSED_S)
+            evil.end()
+            aftermath(site, honest, seen, rewind=True)
+
+    claim.__doc__ = f"A learner claims in {about} that it holds leases near 2^62."
+    CATALOGUE.add(name, f"{LIVES} and a rewind")(claim)
+
+
+_granted("greet-granted", "a greeting and reports", greets=True)
+_granted("report-granted", "reports", greets=False)
+
+
+@CATALOGUE.add("report-tokens", LIVES + "; the run is not complete")
+def report_tokens(ground: Ground, seen: Findings) -> None:
+    """In a run of 10^12 tokens a learner reports 2^50 of them, and sends a value of as many."""
+    with syncer(ground.folder / "site", train={"steps": 0, "tokens": 10**12}) as site:
+        honest = site.honest()
+        lie = changing((m.StepReport, m.FragmentValue), lambda told: told._replace(tokens=1 << 50))
+        evil = site.stub("evil", tamper=lie)
+        comes_true(lambda: evil.ended or not site.lives, 2 * MAYBE_REFUSED_S)
+        state = site.status()["state"]
+        seen.expect(state == "running", "the run is running", f"the run is {state}")
+        aftermath(site, honest, seen)
+
+
+@CATALOGUE.add("report-steps-back", LIVES)
+def report_steps_back(ground: Ground, seen: Findings) -> None:
+    """A learner's reports count backwards, in steps, tokens and samples, and name versions that never were."""
+    random = ground.random
+
+    def back(told: m.StepReport) -> m.StepReport:
+        adopted = tuple(m.Adopted(random.randrange(-1, 1 << 40), random.randrange(1 << 40), 0) for _ in told.adopted)
+        step = max(1, 1000 - told.local_step)
+        arrived = (m.Arrived(0, random.randrange(1 << 40), 1e9),)
+        return told._replace(local_step=step, tokens=step, samples=0, adopted=adopted, arrived=arrived, step_s=1e9)
+
+    with syncer(ground.folder / "site") as site:
+        honest = site.honest()
+        site.stub("evil", tamper=changing(m.StepReport, back))
+        aftermath(site, honest, seen)
+
+
+@CATALOGUE.add("value-counters", LIVES)
+def value_counters(ground: Ground, seen: Findings) -> None:
+    """A learner's values are 10^7 times too large, and their counters of steps and tokens make that look usual."""
+    with syncer(ground.folder / "site") as site:
+        honest = site.honest()
+        wait_until(lambda: honest[0].merged > USUAL_ROUNDS, "rounds that tell what is usual")
+
+        def grow(message: Any, payload: bytes) -> Sent:
+            if isinstance(message, m.FragmentValue):
+                message = message._replace(steps=1 << 60, tokens=COUNTER_MAX)
+                payload = evil.value(message.fragment_id, 1e4)
+            return [(message, payload)]
+
+        evil = site.stub("evil", tamper=grow)
+        comes_true(lambda: evil.ended or evil.merged >= ROUNDS, 2 * MAYBE_REFUSED_S)
+        seen.expect(not evil.merged, "none was merged", f"{evil.merged} were merged")
+        aftermath(site, honest, seen)
+
+
+@CATALOGUE.add("value-weight", "a value with more tokens than its learner reported is not merged")
+def value_weight(ground: Ground, seen: Findings) -> None:
+    """A learner's values claim 10^9 tokens per step, which its reports do not."""
+    with syncer(ground.folder / "site") as site:
+        honest = site.honest()
+        evil = site.stub(
+            "evil", tamper=changing(m.FragmentValue, lambda value: value._replace(tokens=10**9 * value.steps))
+        )
+        comes_true(lambda: evil.ended or evil.merged >= ROUNDS, 2 * MAYBE_REFUSED_S)
+        seen.expect(not evil.merged, "none was merged", f"{evil.merged} were merged")
+        aftermath(site, honest, seen)
+
+
+def _payloads(name: str, about: str, make: Callable[[bytes], bytes]) -> None:
+    def send(ground: Ground, seen: Findings) -> None:
+        with syncer(ground.folder / "site") as site:
+            honest = site.honest()
+
+            def spoil(message: Any, payload: bytes) -> Sent:
+                if isinstance(message, m.FragmentValue):
+                    payload = make(payload)
+                    message = message._replace(payload_bytes=len(payload))
+                return [(message, payload)]
+
+            evil = site.stub("evil", tamper=spoil)
+            comes_true(lambda: evil.ended, 4 * MAYBE_REFUSED_S)
+            seen.expect(evil.ended.startswith("expelled"), "it was expelled", outcome(evil))
+            aftermath(site, honest, seen)
+
+    send.__doc__ = f"A learner answers pulls with {about}."
+    CATALOGUE.add(name, f"expelled; {LIVES}")(send)
+
+
+_payloads("value-nan", "NaN", lambda payload: b"\xff" * len(payload))
+_payloads("value-short", "half a payload", lambda payload: payload[: len(payload) // 2])
+_payloads("value-empty", "empty payloads", lambda _: b"")
+
+
+def _comes_back_first(site: Site, honest: list[StubLearner], evil: StubLearner) -> None:
+    """Let the syncer die and come back, and a hostile learner find it before the honest ones do, as chance may."""
+    for stub in honest:
+        stub.held.set()
+    lives = evil.machine.epoch
+    site.kill()
+    site.start()
+    wait_until(lambda: evil.machine.epoch > lives or evil.ended or not site.lives, "the restarted syncer")
+    comes_true(lambda: evil.ended or not site.lives, MAYBE_REFUSED_S / 3)
+    for stub in honest:
+        stub.held.clear()
+
+
+def _anchors(name: str, about: str, ahead: int, *, answers: bool) -> None:
+    def claim(ground: Ground, seen: Findings) -> None:
+        with syncer(ground.folder / "site") as site:
+            honest, armed = site.honest(), [False]
+
+            def lie(message: Any, payload: bytes) -> Sent:
+                if armed[0] and isinstance(message, m.Hello):
+                    message = message._replace(versions=tuple(version + ahead for version in message.versions))
+                return [(message, payload)]
+
+            def answer(message: Any) -> None:
+                if armed[0] and answers and isinstance(message, m.AnchorRequest):
+                    shapes = evil.way.plan.fragments[message.fragment_id].keys_shapes
+                    huge = {key: np.full(shape, 1e30, np.float32) for key, shape in shapes}
+                    told = ("evil", 1, message.fragment_id, message.version, value_digest(huge))
+                    payload = codec.encode(huge, "float32")
+                    try_to_say(evil, m.AnchorValue(*told, len(payload)), payload)
+
+            evil = merged_once(site, "evil", tamper=lie, on_message=answer)
+            armed[0] = True
+            _comes_back_first(site, honest, evil)
+            before = max(stub.machine.global_step for stub in honest)
+            aftermath(site, honest, seen)
+            step = site.status()["global_step"]
+            seen.expect(step < before + 1000, f"global step {step}", f"from global step {before} to {step}")
+            lost = "nobody holds it" in site.log.read_text(errors="replace")
+            seen.expect(not lost, "no version was lost", "versions that honest learners hold were lost")
+
+    claim.__doc__ = f"After a failover a learner claims {about}."
+    CATALOGUE.add(name, f"{LIVES}; only versions that the syncer made are taken, and none of them is lost")(claim)
+
+
+_anchors("anchor-future", "versions a million ahead, and brings 1e30 as their value", 1_000_000, answers=True)
+_anchors("anchor-next", "the next versions, and brings 1e30 as their value", 2, answers=True)
+_anchors("anchor-silent", "the next versions, and never brings them", 2, answers=False)
+
+
+@CATALOGUE.add("texts", "log, status, its page and the report have no control characters, and no forged line")
+def texts(ground: Ground, seen: Findings) -> None:
+    """Reasons and names of metrics carry line breaks and escape sequences."""
+    dirty = f"bye\n{FORGED}\x1b[31m\x1b]0;owned\x07\r\x9b2J"
+    with syncer(ground.folder / "site") as site:
+        honest = site.honest()
+        evil = merged_once(site, "evil")
+        values = tuple(m.Metric(f"{name}\n\x1b[2J{FORGED}"[:64], 1.0) for name in ("loss", "other"))
+        evil.say(m.MetricsReport("evil", 1, 1, values))  # type: ignore[arg-type]
+        evil.say(m.StateRefused("evil", 1, "island-0", dirty))
+        scores = (m.Metric(f"a\n\x1b[2J{FORGED}"[:128], 1.0),)
+        evil.say(m.Score("evil", 1, 1, 1, (0, 0), 2.0, 1.0, 1, scores, 0.1, dirty))
+        time.sleep(1.0)
+        evil.say(m.Leave("evil", 1, dirty))
+        wait_until(lambda: "evil left" in site.log.read_text(errors="replace"), "the goodbye in the log")
+        time.sleep(1.5)
+        log_is_clean(site.log, seen)
+        told = [text for text in _strings(site.status()) if CONTROL.search(text)]
+        seen.expect(not told, "the status is clean", f"status.json has {told[:1]!r}")
+        for words in (("status", str(site.run_dir)), ("report", str(site.run_dir))):
+            done = call(*words)
+            found = CONTROL.search(done.stdout + done.stderr)
+            seen.expect(not found, f"`{words[0]}` prints no control characters")
+        page = (site.run_dir / "report.html").read_text(encoding="utf-8")
+        seen.expect(not CONTROL.search(page), "the report has none", "report.html has control characters")
+        rounds_go_on(site, honest, seen, "after it")
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    return [text for each in value for text in _strings(each)] if isinstance(value, list) else []

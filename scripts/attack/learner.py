@@ -1,0 +1,265 @@
+"""A learner without a model: the real machine and a real link, and small random updates.
+
+It asks the syncer for the run's config and the layout of its model, cuts the model into the same fragments, and checks
+the digest of every global value that comes. A `tamper` function may change whatever it sends: that makes it a hostile
+learner which otherwise keeps to the protocol.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol import messages as m
+from diloco_jax.protocol.learner.machine import STOPPED, Learner
+from diloco_jax.runtime.island.adoptions import GlobalValues, Values
+from diloco_jax.runtime.model.model_share import make_shares
+from diloco_jax.runtime.model.offered import read_layout
+from diloco_jax.settings.cutting import cut, settle
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import parse_text
+from diloco_jax.transport.greeting import ask_description
+from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportConfig, TransportError
+from diloco_jax.transport.sharded import Dialler
+
+PATIENCE_S = 60.0
+SHORT_S = 1.0
+STEP_S = 0.05
+STEP_SAMPLES, STEP_TOKENS = 8, 64
+UPDATE = 1e-3
+
+# A message and its payload, as they would be sent, become what is sent instead of them.
+Sent = list[tuple[m.LearnerMessage, bytes]]
+Tamper = Callable[[m.LearnerMessage, bytes], Sent]
+
+
+class Way(NamedTuple):
+    """All that a learner must know of a run before it dials."""
+
+    config: RunConfig
+    plan: FragmentPlan
+    transport: TransportConfig
+
+    def machine(self, name: str, incarnation: int) -> Learner:
+        """Make the machine of a learner that is about to join."""
+        sizes = {p.fragment_id: codec.encoded_size(p.shapes, self.config.wire.up) for p in self.plan.fragments}
+        return Learner(
+            name,
+            incarnation,
+            self.config.protocol,
+            fingerprint(self.config, self.plan.fingerprint, ""),
+            step_samples=STEP_SAMPLES,
+            payload_bytes=sizes,
+            evaluates=False,
+        )
+
+    def dialler(self, name: str, incarnation: int) -> Dialler:
+        """Make what connects a learner, and connects it again."""
+        wire, shares = self.config.wire, make_shares(self.config, self.plan)
+        return Dialler(
+            self.transport,
+            run_id=self.config.name,
+            learner_id=name,
+            incarnation=incarnation,
+            shares=shares,
+            up=wire.up,
+            down=wire.down,
+        )
+
+
+def find_way(transport: TransportConfig, name: str = "scout") -> Way:
+    """Ask a syncer about its run, until it answers."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        with contextlib.suppress(TransportError):
+            told = ask_description(replace(transport, connect_timeout_s=SHORT_S), name)
+            if told.layout:
+                break
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"the syncer at {transport.address} described no run within {PATIENCE_S:g} s")
+        time.sleep(SHORT_S / 10)
+    config = parse_text(told.config, "the syncer's config")
+    plan = cut(config, *read_layout(told.layout))
+    return Way(settle(config, plan), plan, transport)
+
+
+class StubLearner:
+    """A learner that steps by the clock, in a thread of its own; `close` ends it without a goodbye.
+
+    Args:
+        on_message: called with every message of the syncer, before the machine is.
+
+    Attributes:
+        sent: last message of each class.
+        sessions: number of links that stood so far.
+        merged: rounds whose value this learner received, and which had merged its own.
+        norms: largest norm that each fragment's global value ever had.
+        ended: reason for the machine's end, such as a refusal; "" while it runs.
+        trouble: unexpected error of the thread; None while all is well.
+        held: while it is set, the learner does not dial.
+    """
+
+    def __init__(
+        self,
+        way: Way,
+        name: str,
+        incarnation: int = 1,
+        *,
+        step_s: float = STEP_S,
+        step_tokens: int = STEP_TOKENS,
+        tamper: Tamper | None = None,
+        on_message: Callable[[m.SyncerMessage], None] = lambda message: None,
+    ) -> None:
+        self.name, self.way = name, way
+        self.machine = way.machine(name, incarnation)
+        self.merged, self.ended = 0, ""
+        self.norms: dict[int, float] = {}
+        self.trouble: Exception | None = None
+        self.link: Link | None = None
+        self._dialler = way.dialler(name, incarnation)
+        self.sent: dict[type, Any] = {}
+        self.sessions = 0
+        self._tamper, self._on_message = tamper, on_message
+        self._step_s, self._step_tokens = step_s, step_tokens
+        self._heads = GlobalValues(way.plan.fragments, way.config.wire.down)
+        self._values: dict[int, Values] = {}
+        self._random = np.random.default_rng(sum(name.encode()) + incarnation)
+        self.held = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"stub-{name}", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let the thread end, without waiting for it."""
+        self._over.set()
+
+    def close(self) -> None:
+        """End the thread and the link."""
+        self.end()
+        self._thread.join(PATIENCE_S)
+
+    @property
+    def connected(self) -> bool:
+        """Tell whether the link stands."""
+        return self.link is not None
+
+    @property
+    def lives(self) -> bool:
+        """Tell whether the learner still takes part, or tries to."""
+        return self._thread.is_alive()
+
+    def say(self, message: m.LearnerMessage, payload: bytes = b"") -> None:
+        """Send a message beside the machine's own; LinkClosed if there is no link."""
+        if (link := self.link) is None:
+            raise LinkClosed("not connected")
+        link.send(message, payload)
+
+    def value(self, fragment_id: int, scale: float = UPDATE) -> bytes:
+        """Return an encoded outer gradient of a fragment, drawn at random."""
+        layout = self.way.plan.fragments[fragment_id].keys_shapes
+        drawn: Mapping[str, np.ndarray] = {
+            key: self._random.normal(0, scale, shape).astype(np.float32) for key, shape in layout
+        }
+        return codec.encode(drawn, self.way.config.wire.up)
+
+    def _run(self) -> None:
+        try:
+            while not (self._over.is_set() or self.machine.state == STOPPED):
+                if self.held.is_set():
+                    self._over.wait(SHORT_S / 10)
+                elif self._connect():
+                    self._serve()
+        except Rejected as error:
+            self.ended = str(error)
+        except Exception as error:
+            self.trouble = error
+        finally:
+            self._hang_up()
+
+    def _connect(self) -> bool:
+        try:
+            link = self._dialler.connect(self.machine.epoch)
+        except Rejected:
+            raise
+        except TransportError:
+            self._over.wait(SHORT_S / 5)
+            return False
+        self.link = link
+        self.sessions += 1
+        self._execute(self.machine.on_connected(time.monotonic()))
+        return True
+
+    def _hang_up(self) -> None:
+        link, self.link = self.link, None
+        if link is not None:
+            link.close(0.0)
+
+    def _serve(self) -> None:
+        """Step and listen until the link or the learner ends."""
+        next_s = time.monotonic()
+        while not (self._over.is_set() or self.machine.state == STOPPED):
+            now_s = time.monotonic()
+            if self.machine.may_step() and now_s >= next_s:
+                next_s = now_s + self._step_s
+                end = self.machine.take_batch().end
+                self._execute(self.machine.on_step(self._step_tokens, self._step_s, 2.0, now_s, samples_end=end))
+            deadline_s = self.machine.next_deadline_s()
+            if deadline_s is not None and now_s >= deadline_s:
+                self._execute(self.machine.on_tick(now_s))
+            wake_s = next_s if self.machine.may_step() else now_s + SHORT_S / 10
+            link = self.link
+            delivery = None if link is None else link.receive(max(0.0, min(wake_s - now_s, SHORT_S)))
+            if delivery is None:
+                continue
+            if delivery.kind == "disconnected":
+                self._execute(self.machine.on_disconnected(time.monotonic()))
+                self._hang_up()
+                return
+            self._hear(delivery.message, delivery.payload)  # type: ignore[arg-type]
+
+    def _hear(self, message: m.SyncerMessage, payload: bytes | memoryview) -> None:
+        now_s = time.monotonic()
+        self._on_message(message)
+        if isinstance(message, m.GlobalFragment):
+            if not self.machine.wants(message, now_s):
+                return
+            values = self._heads.read(message, payload)
+            self._heads.keep(message, values)
+            self._values[message.fragment_id] = values
+            self.machine.on_read(message, now_s)
+            norm = float(np.sqrt(sum(np.square(each, dtype=np.float64).sum() for each in values.values())))
+            self.norms[message.fragment_id] = max(norm, self.norms.get(message.fragment_id, 0.0))
+            self.merged += message.merged_round == message.version
+        self._execute(self.machine.on_message(message, now_s))
+
+    def _execute(self, effects: list[asked.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, asked.Send):
+                self._send(effect.message)  # type: ignore[arg-type]
+            elif isinstance(effect, asked.Finish):
+                self.ended = effect.reason
+
+    def _send(self, message: m.LearnerMessage) -> None:
+        payload = b""
+        if isinstance(message, m.FragmentValue):
+            payload = self.value(message.fragment_id)
+        elif isinstance(message, m.AnchorValue):
+            payload = codec.encode(self._values[message.fragment_id], "float32")
+            message = message._replace(payload_bytes=len(payload))
+        elif isinstance(message, m.StatePart):
+            return
+        sent = [(message, payload)] if self._tamper is None else self._tamper(message, payload)
+        # This side's own checks refuse some of what was tampered with.
+        refusals = (LinkClosed,) if self._tamper is None else (LinkClosed, ValueError)
+        for each, data in sent:
+            self.sent[type(each)] = each
+            with contextlib.suppress(*refusals):
+                self.say(each, data)

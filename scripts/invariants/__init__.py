@@ -1,1 +1,0 @@
-"""Invariants that are checked while the simulator runs."""

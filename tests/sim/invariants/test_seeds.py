@@ -1,0 +1,114 @@
+"""Two hundred random runs under every checker, and a mailbox that they catch. A failing run prints its command."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.learner.mailbox import Given, Mailbox
+from diloco_jax.protocol.messages import SyncerMessage
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.invariants import __main__ as cli
+from diloco_jax.sim.invariants import all as checkers
+from diloco_jax.sim.invariants.checker import Checker
+from diloco_jax.sim.invariants.draw import LEARNERS_MAX, WEIGHTS, random_scenario
+from diloco_jax.sim.invariants.verdict import command, judge
+from tests.sim.invariants.test_checkers import RECOVERY, SCENARIO
+
+SEEDS = range(200)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_seed(seed: int) -> None:
+    verdict = judge(random_scenario(seed))
+    if verdict.problem:
+        pytest.fail(str(verdict), pytrace=False)
+    assert verdict.scenario.total_steps >= 1 and verdict.events > 0
+
+
+def test_the_seeds_cover_what_they_claim() -> None:
+    scenarios = [random_scenario(seed) for seed in SEEDS]
+    configs = [scenario.config for scenario in scenarios]
+    assert {scenario.learners for scenario in scenarios} == set(range(1, LEARNERS_MAX + 1))
+    assert {config.overlap_steps for config in configs} == {0, 1, 2, 3, 5}
+    assert {config.num_fragments for config in configs} >= {1, 2, 3, 6, 12}
+    assert {config.quorum for config in configs} >= {1, 2, 4}
+    assert sum(config.by_class for config in configs) > 30 and any(c.by_class and c.lockstep for c in configs)
+    assert any(c.sync_later and not c.by_class for c in configs) and any(c.sync_later and c.by_class for c in configs)
+    assert any(c.quorum == s.learners > 2 for c, s in zip(configs, scenarios, strict=True)), "K = M"
+    assert any(config.grace_steps_max == 0 for config in configs)
+    assert max(s.network.loss for s in scenarios) > 0.09
+    assert any(s.network.duplication and s.network.reorder for s in scenarios)
+    kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
+    assert kinds == {*WEIGHTS, "leave", "join", "drain", "hostile"}
+    assert any(not scenario.faults for scenario in scenarios)
+
+
+def test_a_seed_is_a_run() -> None:
+    assert random_scenario(7) == random_scenario(7) != random_scenario(8)
+    assert judge(random_scenario(7)) == judge(random_scenario(7))
+
+
+def test_a_failing_seed_prints_its_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    impossible = FaultyScenario(learners=1, total_steps=3, config=ProtocolConfig(quorum=2), seed=41)
+    monkeypatch.setattr(cli, "random_scenario", lambda seed, **_: impossible)
+    assert cli.main(["--seed", "41"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "FAILED: Violation: RoundsAdvance" in last and "1 live learners are fewer than the quorum of 2" in last
+    assert last.endswith("rerun with ./scripts/sweep --seed 41") and command(41) in last
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--seed", "5", "--quiet"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("seed 5: ") and line.endswith(": ok")
+    assert cli.main(["--seed", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "merges    round " in shown and "closed    round " in shown and shown.endswith(line + "\n")
+    assert cli.main(["--seed", "5", "--count", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 seeds, 0 failed"
+    assert cli.main(["--bench", "--learners", "2", "--steps", "20"]) == 0
+    assert "events/s" in capsys.readouterr().out
+
+
+OWN = replace(RECOVERY.config, snapshot_every=8, recover_from_peers=False)  # only an own state brings parameters
+LONG_LOADS = replace(RECOVERY, config=OWN, load_s=3.0, seed=0)
+
+
+class Rash(Mailbox[Any]):
+    """Has nothing wait."""
+
+    def arrive(self, message: SyncerMessage, item: Any, now_s: float) -> Given[Any]:
+        return Given(message, item, self._machine.on_message(message, now_s))
+
+
+class Headlong(Mailbox[Any]):
+    """Hands over what waits while a state is being taken over."""
+
+    def take(self, now_s: float) -> Given[Any] | None:
+        if not self._waiting:
+            return None
+        message, item = self._waiting.pop(next(iter(self._waiting)))
+        return Given(message, item, self._machine.on_message(message, now_s))
+
+
+@pytest.mark.parametrize(
+    ("mailbox", "checker", "scenario", "text"),
+    [
+        (Rash, checkers.StepsUndisturbed, SCENARIO, "is given .* while a step runs"),
+        (Headlong, checkers.RecoveryIsWhole, LONG_LOADS, "takes parameters that are based on"),
+    ],
+)
+def test_a_broken_mailbox_is_caught(
+    mailbox: type[Mailbox[Any]],
+    checker: type[Checker],
+    scenario: FaultyScenario,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diloco_jax.sim.faults.learner.Mailbox", mailbox)
+    verdict = judge(scenario, checkers=[checker])
+    assert verdict.problem.startswith(f"Violation: {checker.__name__} at "), verdict
+    assert re.search(text, verdict.problem), verdict
