@@ -77,6 +77,7 @@ def _watch(
     from diloco_jax.runtime.records.signals import stop_on_signals
     from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
     from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run
+    from diloco_jax.transport.link import TransportConfig
 
     if arguments.json:
         raise ValueError("--watch draws for people, --json is for machines; give one of them")
