@@ -21,7 +21,7 @@ from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
-from tests.runtime.helpers import STEP_S, kill_processes, processes_of, start, status, wait_for, write_config
+from tests.runtime.helpers import SLOW_STEP_S, STEP_S, kill_processes, processes_of, start, status, wait_for, write_config
 
 pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(500)]
 
@@ -109,7 +109,8 @@ def check_end(run_dir: Path) -> None:
 
 
 def test_the_syncer_survives_a_full_disk_and_is_killed_twice(folder: Path) -> None:
-    job = Job(folder)
+    # Steps are slow, so that the run cannot end before both kills on a fast machine.
+    job = Job(folder, step_s=SLOW_STEP_S)
     job.reached(30)
     fill_the_disk_for_a_while(job)
     for epoch in (1, 2):
