@@ -38,7 +38,7 @@ def test_a_folder_of_a_release_that_is_not_read_gets_one_line(tmp_path: Path, co
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[],[9,"9.8.7"]]\n["tick",1.0]\n')
     result = call("audit", tmp_path) if command == "audit" else run("syncer", config, "--run-dir", tmp_path)
     told = f"diloco {command}: the tape from line 1 on is of diloco-jax 9.8.7, protocol 9; this is"
-    check_refused(result, f"{told} {diloco_jax.__version__}, which reads", "go on with 9.8.7, or begin a new run")
+    check_refused(result, f"{told} {diloco_jax.__version__}, which reads", "continue with 9.8.7, or start a new run")
     assert result.returncode == 2
 
 
