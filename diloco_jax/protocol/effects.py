@@ -27,7 +27,7 @@ class Stage(NamedTuple):
 
 
 class Unstage(NamedTuple):
-    """Free the staged copy of a fragment, which nobody needs any more (learner)."""
+    """Free the staged copy of a fragment, which is not needed any more (learner)."""
 
     fragment_id: int
     local_step: int
@@ -47,7 +47,7 @@ class StageState(NamedTuple):
 
 
 class UnstageState(NamedTuple):
-    """Free the copy of the inner optimizer state, which nobody needs any more (donor)."""
+    """Free the copy of the inner optimizer state, which is not needed any more (donor)."""
 
     local_step: int
 

@@ -136,7 +136,7 @@ class Member:
     global_step: int = 0
     adopted: tuple[Adopted, ...] = ()
     step_samples: int = 1
-    # Whether it can evaluate the global model, as it said in its greeting.
+    # Whether its driver can evaluate the global model, from its greeting.
     evaluates: bool = True
     # The reason in its goodbye, if it sent one.
     goodbye: str = ""

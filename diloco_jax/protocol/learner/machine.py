@@ -101,7 +101,7 @@ class Contact:
         self.heartbeat_at_s = now_s + self.config.heartbeat_s
 
     def fall_silent(self) -> None:
-        """Plan nothing more to send, because there is no link or nothing to say."""
+        """Plan no repetition and no heartbeat, because there is no link or the learner has stopped."""
         self.resend_at_s = self.heartbeat_at_s = None
 
     def ask_again(self, now_s: float) -> None:

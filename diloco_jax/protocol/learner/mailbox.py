@@ -1,4 +1,4 @@
-"""The syncer's messages on their way into a learner's machine: at once, or between two inner steps.
+"""Delivery of the syncer's messages to a learner's machine: at once, or between two inner steps.
 
 Every driver receives messages while a step runs. Its mailbox decides when the machine gets each of them:
 
