@@ -1,6 +1,7 @@
 """Promises of link.py, tried over real connections."""
 
 import dataclasses
+import math
 import os
 import threading
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 from diloco_jax.protocol import messages as m
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportConfig, TransportError, split_address
-from tests.tables import rows
 from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
@@ -250,7 +250,26 @@ def test_wake_ends_a_wait(listener: GrpcListener) -> None:
     assert listener.receive(60.0) is None  # at once: the suite's time limit would tell
 
 
-@pytest.mark.parametrize(("field", "value", "reason"), rows("transport.settings"))
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("address", "127.0.0.1", "'127.0.0.1': write host:port"),
+        ("address", ":80", "write host:port"),
+        ("address", "host:65536", "write host:port"),
+        ("address", "host:http", "write host:port"),
+        ("connect_timeout_s", 0.0, "transport.connect_timeout_s is 0.0: use a number of seconds above 0"),
+        ("keepalive_s", math.inf, "keepalive_s is inf"),
+        ("keepalive_timeout_s", math.nan, "keepalive_timeout_s is nan"),
+        ("payload_bytes_max", 0, "payload_bytes_max is 0: use at least 1"),
+        ("chunk_bytes", 4194305, "receivers take at most 4194304: lower it"),
+        ("queue_messages_max", 0, "queue_messages_max is 0"),
+        ("queue_payloads_max", -1, "queue_payloads_max is -1"),
+        ("connections_max", 4, "connections_max is 4: one learner needs 5, one more than transport.stripes"),
+        ("stripes", 0, "stripes is 0: use 1 to 16"),
+        ("stripes", 17, "stripes is 17: use 1 to 16"),
+        ("resume_s", 0.0, "resume_s is 0.0: use a number of seconds above 0"),
+    ],
+)
 def test_bad_setting(field: str, value: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         dataclasses.replace(TransportConfig(), **{field: value})

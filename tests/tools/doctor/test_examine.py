@@ -29,7 +29,6 @@ from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.trust import certificates, security
 from tests.runtime.helpers import start, write_config
 from tests.sockets import free_port
-from tests.tables import rows
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -113,7 +112,19 @@ def test_silence_is_a_firewall(look: Look, monkeypatch: pytest.MonkeyPatch) -> N
     assert "TCP port 7000 through the firewalls" in found["reach"].fix
 
 
-@pytest.mark.parametrize(("name", "address", "files", "check", "words", "fix"), rows("commands.doctor"))
+@pytest.mark.parametrize(
+    ("name", "address", "files", "check", "words", "fix"),
+    [
+        ("island-0", "no-such-host.invalid:7000", "ours", "address", "does not resolve", "correct the name"),
+        ("island-0", "127.0.0.1:FREE", "ours", "reach", "nothing listens there", "--listen"),
+        ("island-0", "0.0.0.0:7000", "ours", "address", "nobody can dial it", "--syncer HOST:PORT"),
+        ("island-0", "10.0.0.1:0", "ours", "address", "a port chosen at start", "--syncer HOST:PORT"),
+        ("island-9", "", "ours", "credentials", "expired on 2020-01-02", "make a new one"),
+        ("island-5", "", "ours", "credentials", "cannot be read", "diloco certs"),
+        ("island-0", "", "token", "syncer", "the token is not the syncer's", "transport.token_file"),
+        ("island-0", "", "theirs", "handshake", "another authority", "transport.tls_ca"),
+    ],
+)
 def test_what_is_wrong_is_named(
     look: Look, ours: Path, theirs: Path, name: str, address: str, files: str, check: str, words: str, fix: str
 ) -> None:

@@ -33,7 +33,6 @@ from diloco_jax.tools.plan.forecast import (
 from diloco_jax.tools.plan.report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.sharding import MeshConfig
-from tests.tables import rows
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SETTINGS: dict[str, Any] = {
@@ -322,9 +321,20 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  25 " in out and "keep:" in out
 
 
-@pytest.mark.parametrize(("words", "said"), rows("commands.plan"))
-def test_wrong_input_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    known = [str(CONFIGS / f"{word}.yaml") if word in ("quickstart", "data_parallel") else word for word in words]
-    code, out, err = run(capsys, *known)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("missing.yaml", "cannot be read"),
+        ("quickstart --mtbi-years 1e-12", "--mtbi-years is 1e-12, less than a second"),
+        ("quickstart --slices 2000000", "--slices is 2000000; use at most 1e+06"),
+        ("quickstart --sites 9", "only 4 islands"),
+        ("quickstart --chips 2", "2 chips cannot be cut into 4 slices"),
+        ("data_parallel", "--algorithm decoupled"),
+        ("quickstart --protocol.num_fragments 99999 --protocol.sync_every 99999", "queue_payloads_max"),
+    ],
+)
+def test_wrong_input_is_one_message(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = {name: str(CONFIGS / f"{name}.yaml") for name in ("quickstart", "data_parallel")}
+    code, out, err = run(capsys, *(packed.get(word, word) for word in arguments.split()))
     assert code == 2 and not out
-    assert said in " ".join(err.split()).replace("│ ", "") and "Traceback" not in err
+    assert message in " ".join(err.split()).replace("│ ", "") and "Traceback" not in err

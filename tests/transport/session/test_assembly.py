@@ -17,7 +17,6 @@ from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Range
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import assembly as assembly_module
 from diloco_jax.transport.session.assembly import MESSAGES_MAX, RANGES_MAX, Assembly
-from tests.tables import rows
 from tests.transport.ends import WAIT_S, comes_true, value
 
 HEADER = pb.Header(run_id="run", sender="a", session=7, lane=pb.LANE_BULK, stripes=1)
@@ -204,7 +203,27 @@ def test_every_flipped_data_bit_is_found() -> None:
             Receiver().feed(bytes(broken))
 
 
-@pytest.mark.parametrize(("early", "late", "reason"), rows("transport.chunks"))
+@pytest.mark.parametrize(
+    ("early", "late", "reason"),
+    [
+        pytest.param([1], 1, "bytes 10 to 20 are empty or there already", id="bytes-that-came-before"),
+        pytest.param([0], 0, "message 1 came twice", id="message-that-came-before"),
+        pytest.param(
+            [0, 1, 2], 2, "a chunk of message 1, which is complete: 2 is the next", id="message-that-is-complete"
+        ),
+        pytest.param([0], {"payload_bytes": 31}, "at 10 of 31 of message 1 is out of place", id="another-length"),
+        pytest.param([0], {"offset": 21}, "at 21 of 30 of message 1 is out of place", id="beyond-the-end"),
+        pytest.param([0], {"offset": 15}, "", id="between-two-chunks"),
+        pytest.param([0], {"key": 5}, "is out of place", id="another-key"),
+        pytest.param([0], {"resumed": True}, "is out of place", id="resumed-in-the-middle"),
+        pytest.param(
+            [],
+            {"resumed": True},
+            "leaves out bytes of a payload of which nothing is kept here",
+            id="resumed-and-unknown",
+        ),
+    ],
+)
 def test_chunks_out_of_place_are_refused(early: list[int], late: int | dict[str, Any], reason: str) -> None:
     made, receiver = frames(1, bytes(30)), Receiver()
     for at in early:

@@ -18,7 +18,6 @@ from diloco_jax.transport.link import SYNCER_HOST, TransportConfig, TransportErr
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.trust import certificates, security
 from diloco_jax.transport.trust.security import credentials, is_loopback
-from tests.tables import rows
 from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear
 
 pytestmark = pytest.mark.net
@@ -278,7 +277,19 @@ def test_who_may_drain_whom(run: Run) -> None:
     driver.join(WAIT_S)
 
 
-@pytest.mark.parametrize(("address", "loopback"), rows("transport.loopback"))
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1:0", True),
+        ("127.8.9.1:1", True),
+        ("[::1]:50051", True),
+        ("localhost:80", True),
+        ("0.0.0.0:0", False),
+        ("[::]:0", False),
+        ("10.0.0.1:80", False),
+        ("localhost.example.org:80", False),
+    ],
+)
 def test_loopback_addresses(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
 
