@@ -18,8 +18,10 @@ PYTHON_SHEBANG = re.compile(r"#!.*\bpython")
 # Written in pieces so that this file passes its own test.
 LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.:/~}-])/(home|root|Users|wor" + r"k|private|tm" + r"p)/\w")
-PRINTING = {"cli", "report", "__main__"}  # files and folders that talk to people; all others emit records or raise
-RIDDLES = {"What", "Whether", "Of", "Who", "Which", "How", "Where", "When"}  # no sentence of a docstring begins so
+# Files and folders that print for people. All others emit records or raise.
+PRINTING = {"cli", "report", "__main__"}
+# A docstring may not begin with one of these words.
+RIDDLES = {"What", "Whether", "Of", "Who", "Which", "How", "Where", "When"}
 HEADING = re.compile(r"(?m)^ *# -{3,}")
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 

@@ -1,7 +1,7 @@
 """The catalogue of wrong inputs: each row has the value, the limit and the remedy that its error must name.
 
-`tests/cli/test_catalogue.py` makes the folder to which the paths belong, and tries each row. A rule has one row: a rule
-of one setting that a test beside the setting's class checks is not repeated here.
+`tests/cli/test_catalogue.py` makes the folder of the paths, and tries each row. A rule has one row; if a test beside a
+setting's class checks the rule, it has no row here.
 """
 
 import math

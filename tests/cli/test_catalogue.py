@@ -95,7 +95,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def taken() -> Iterator[str]:
-    """Return an address that is bound, and at which nothing answers."""
+    """Return an address that is bound, but does not answer."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"

@@ -42,7 +42,8 @@ def test_every_fragment_has_its_turn_once_per_interval(numbers: tuple[int, int, 
 
 def test_ema_starts_at_its_first_sample() -> None:
     assert ema(None, 3.0, 0.9) == 3.0
-    assert ema(1.0, 3.0, 0.75) == 1.5  # 0.75 * 1 + 0.25 * 3
+    # 0.75 * 1 + 0.25 * 3 = 1.5
+    assert ema(1.0, 3.0, 0.75) == 1.5
     assert ema(1.0, 3.0, 0.0) == 3.0
 
 

@@ -146,7 +146,8 @@ def test_a_slice_that_cannot_be_is_refused(name: str, message: str) -> None:
 
 def test_peak_is_that_of_all_chips_whose_devices_share_it() -> None:
     assert Topology.parse("v5p:4x4x4").peak_flops == 64 * 459e12
-    two = Topology.parse("TPU7x:2x2x1")  # as Google writes it
+    # Google writes the generation with capitals.
+    two = Topology.parse("TPU7x:2x2x1")
     assert (two.devices, two.peak_flops, two.generation.hbm_bytes) == (8, 4 * 2307e12, 96e9)
 
 
@@ -190,8 +191,10 @@ def test_the_config_goes_before_the_table() -> None:
 
 
 CHECK = jsonschema.Draft202012Validator(config_schema())
-WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))  # with an island that has differences
-FREE = {  # keys are people's own
+# This config has an island that differs from the others.
+WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))
+# Users choose the keys of these sections.
+FREE = {
     *(f"{section}.args" for section in ("model", "data", "optimizer", "outer", "evaluation")),
     *(f"data.{name}" for name in ("mixture", "evaluation")),
     *(f"islands.{name}" for name in ("each", "mesh.rules", "each.island-1.mesh.rules")),
@@ -208,7 +211,7 @@ def test_the_schema_takes_every_config_of_the_package(name: str) -> None:
 
 
 def sections(values: dict[str, Any], prefix: str = "") -> Iterator[list[str]]:
-    """The paths of all sections in which a key can be unknown."""
+    """Yield the path of each section whose keys are known to the schema."""
     if prefix not in FREE:
         yield prefix.split(".")[bool(not prefix) :]
     for key, value in values.items():

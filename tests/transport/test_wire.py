@@ -33,7 +33,8 @@ VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
 MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(m.Message), *COMMANDS, *REPLIES)))
 METRICS = m.MetricsReport("a", 2, 7, ())
 SCORE = m.Score("a", 2, 1, 5, (4,), math.nan, math.inf, 0, (), 0.5, "no number, but for people")
-TEXTS = st.text(max_size=20).filter(str.isprintable)  # what a sender may say and is not changed
+# Texts that a receiver keeps unchanged.
+TEXTS = st.text(max_size=20).filter(str.isprintable)
 ARRIVED = st.builds(m.Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
 
 
@@ -46,7 +47,8 @@ def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
     special |= {"digest": digest, "step_s": st.floats(0, 1e300), "arrived": st.lists(ARRIVED, max_size=4).map(tuple)}
     special |= {"took_s": st.floats(0, 1e300)}
     made = st.builds(kind, *(special.get(name, strategy_of(hint)) for name, hint in hints.items()))
-    if kind is m.Hello:  # a digest for each version
+    # A Hello has a digest for each version.
+    if kind is m.Hello:
         digests = st.lists(digest, min_size=4, max_size=4)
         return st.builds(lambda hello, d: hello._replace(digests=tuple(d[: len(hello.versions)])), made, digests)
     if kind is m.StatePart:
@@ -284,7 +286,8 @@ def test_frame_whose_writer_does_not_put_data_last_is_read() -> None:
 
 def test_numpy_memory_is_sent_and_a_payload_handed_out_cannot_be_written() -> None:
     values = np.arange(4, dtype=np.float32)
-    view = memoryview(values).cast("B")  # writable: the checksum library alone would not take it
+    # The view is writable, and the checksum library alone would refuse it.
+    view = memoryview(values).cast("B")
     for chunk_bytes in (7, 100):
         ((_, payload),) = assemble(frames(VALUE, view, chunk_bytes=chunk_bytes))  # type: ignore[arg-type]
         assert payload.readonly and np.array_equal(np.frombuffer(payload, np.float32), values)
@@ -349,7 +352,8 @@ def test_absurd_numbers_are_refused_by_sender_and_receiver(
     bad = message._replace(**changes)
     with pytest.raises(ValueError, match=reason):
         wire.pack_body(bad)
-    with monkeypatch.context() as patch:  # a peer whose code does not look
+    # The code of this peer does not check its own messages.
+    with monkeypatch.context() as patch:
         patch.setattr(wire, "check_body", lambda body: None)
         receiver, frame = control(bad)
     with pytest.raises(wire.WireError, match=f"unusable message: .*{reason}"):

@@ -116,7 +116,8 @@ def test_what_is_named_twice_is_simulated_once() -> None:
     assert len(plan_cells(options)) == 1
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.5])  # while the processes begin, and later
+# The first interrupt comes while the processes start, the second one later.
+@pytest.mark.parametrize("after_s", [0.1, 0.5])
 def test_an_interrupt_ends_all_processes(after_s: float) -> None:
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:

@@ -1,4 +1,4 @@
-"""`diloco doctor` between two sides: every way in which they can miss each other is found, with what to do about it."""
+"""`diloco doctor` between two sides: it finds each reason why they do not connect, and prints the remedy."""
 
 import dataclasses
 import datetime
@@ -139,7 +139,8 @@ def test_on_the_syncers_machine_nothing_need_listen_yet(look: Look) -> None:
     assert look("syncer", f"0.0.0.0:{free_port()}")["listen"].status == "ok"
     assert look("syncer")["syncer"].status == "ok"
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and not listening: refuses, and cannot be had
+        # The port refuses connections, and another process cannot bind it.
+        taken.bind(("127.0.0.1", 0))
         found = look("syncer", f"127.0.0.1:{taken.getsockname()[1]}")
     assert found["listen"].status == "fail" and "cannot listen" in found["listen"].found
 
@@ -193,7 +194,8 @@ def test_other_versions(look: Look, monkeypatch: pytest.MonkeyPatch, name: str, 
     monkeypatch.setattr(probe, "versions", lambda: theirs)
     found = look()["versions"]
     assert found.status == status and f"{name} " in found.found and "0.0.1 there" in found.found
-    assert "python" not in found.found  # what agrees is not listed
+    # Versions that agree are not listed.
+    assert "python" not in found.found
 
 
 def test_a_syncer_that_knows_no_doctor(look: Look, config: RunConfig) -> None:
@@ -209,7 +211,8 @@ def test_a_syncer_that_knows_no_doctor(look: Look, config: RunConfig) -> None:
 def test_throughput_of_a_slow_link(look: Look, listener: GrpcListener) -> None:
     """4 Mbit/s up, 8 down."""
     with Relay(listener.address) as relay:
-        relay.change("up", bytes_per_s=125_000.0)  # of each of four connections
+        # Each of the four connections has this rate.
+        relay.change("up", bytes_per_s=125_000.0)
         relay.change("down", bytes_per_s=250_000.0)
         found = look(address=relay.address)["throughput"]
     words = found.found.replace(",", "").split()

@@ -46,7 +46,8 @@ def reference_logits(p: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderCon
     def norm(x, scale):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
-    def rope(x):  # [T, H]: complex rotation of (x[i], x[i + H/2])
+    # The complex rotation of (x[i], x[i + H/2]), where x is [T, H].
+    def rope(x):
         half = x.shape[1] // 2
         turn = np.exp(1j * np.arange(len(x))[:, None] * c.rope_theta ** (-2 * np.arange(half) / x.shape[1]))
         z = (x[:, :half] + 1j * x[:, half:]) * turn
@@ -212,7 +213,8 @@ def test_what_it_writes_is_what_its_logits_say() -> None:
         return np.asarray(program(jnp.asarray(prompt))).tolist()
 
     tokens = prompt.tolist()
-    for _ in range(6):  # greedy, one forward pass for each token, with no more than the context
+    # Greedy decoding with one forward pass over at most one context for each token.
+    for _ in range(6):
         tokens.append(int(logits_of(model, np.array([tokens[-context:]]))[0, -1].argmax()))
     assert written(0.0) == tokens[3:]
     assert written(1e-4) == tokens[3:], "a cold draw is the likeliest token"
