@@ -108,8 +108,8 @@ def _drain_options(parser: Parser) -> None:
 @command("drain", "Let one learner leave after its current step; the others go on.", _drain_options)
 def drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.status import is_address, syncer_at
-    from diloco_jax.transport.calls import ask_drain
     from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.transport.session.calls import ask_drain
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):

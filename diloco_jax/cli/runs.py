@@ -196,7 +196,7 @@ def _await_syncer(arguments: argparse.Namespace, run_dir: Path, config: RunConfi
 
     from diloco_jax.runtime.records.files import ADDRESS_FILE
     from diloco_jax.runtime.records.status import known_address
-    from diloco_jax.transport.reach import await_listener
+    from diloco_jax.transport.endpoints.reach import await_listener
 
     address = arguments.syncer or known_address(run_dir, config)
     told = run_dir / ADDRESS_FILE

@@ -26,7 +26,7 @@ from diloco_jax.protocol.messages import (
     StatePart,
     SyncerMessage,
 )
-from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
+from diloco_jax.transport.commands import COMMANDS, REPLIES, Command, Reply
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]

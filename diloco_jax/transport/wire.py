@@ -24,7 +24,7 @@ from google.protobuf.message import Message as ProtoMessage
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX as REASON_KEPT_MAX
 from diloco_jax.protocol.texts import clean
-from diloco_jax.transport.group.commands import Command, Reply
+from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.limits import REASON_LENGTH_MAX, check_body
 from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX
 from diloco_jax.transport.partials import Ranges

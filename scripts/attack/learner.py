@@ -26,9 +26,9 @@ from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
-from diloco_jax.transport.greeting import ask_description
+from diloco_jax.transport.endpoints.greeting import ask_description
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportConfig, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 PATIENCE_S = 60.0
 SHORT_S = 1.0

@@ -27,11 +27,11 @@ from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.group import commands
+from diloco_jax.transport import commands
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 POLL_S = 0.2
 LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)  # what may take longer than a step

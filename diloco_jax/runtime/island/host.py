@@ -21,7 +21,7 @@ from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
-from diloco_jax.transport.group import commands
+from diloco_jax.transport import commands
 
 Ranges = Sequence[tuple[int, int]]
 Told = Callable[[str], object]  # hears what is done, in words for people

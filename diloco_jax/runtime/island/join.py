@@ -26,10 +26,10 @@ from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
-from diloco_jax.transport.group.commands import HostMeet, HostVerdict
+from diloco_jax.transport.commands import HostMeet, HostVerdict
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import check_free, split_address
-from diloco_jax.transport.sharded import Dialler
 
 # Of the coordination service. It aborts with a stack trace; so the island's own network notices a silent host first.
 HEARTBEAT_S = int(3 * SILENCE_S)

@@ -21,7 +21,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.staging import CopyGone, StagedState
-from diloco_jax.transport.group import commands
+from diloco_jax.transport import commands
 from diloco_jax.transport.group.group import GroupItem, GroupLeader
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Payload, TransportError

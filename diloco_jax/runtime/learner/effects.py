@@ -22,8 +22,8 @@ from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end

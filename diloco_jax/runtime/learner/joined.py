@@ -43,9 +43,9 @@ from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.link import Rejected, check_name
-from diloco_jax.transport.sharded import Dialler
 from diloco_jax.transport.trust.security import Denied
 
 log = logging.getLogger(__name__)

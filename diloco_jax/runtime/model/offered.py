@@ -23,7 +23,7 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump_chosen
-from diloco_jax.transport.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
+from diloco_jax.transport.endpoints.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
 from diloco_jax.transport.link import TransportConfig
 
 TENSORS_MAX = 20_000

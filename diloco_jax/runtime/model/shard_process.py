@@ -27,7 +27,7 @@ from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, make_setup
 from diloco_jax.runtime.records.signals import be_killed_with_parent
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Traffic
 
 IDLE_S = 0.5  # longest sleep, so that what was moved is told from time to time

@@ -14,7 +14,7 @@ from diloco_jax.core.kinds import Kind
 from diloco_jax.runtime.model.offered import layout_of, read_layout
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
-from diloco_jax.transport.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
+from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
 
 LOCAL = ("address", "tls_ca", "tls_certificate", "tls_key", "token_file", "allow_plaintext", "connect_timeout_s")

@@ -45,8 +45,8 @@ from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.signals import die_with_parent, stop_on_sigterm
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.train_step import TrainState
+from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportConfig
-from diloco_jax.transport.reach import await_listener
 
 COMING_STEPS = 8  # whose samples a loop may read ahead
 DELETED = ("has been deleted", "deleted or donated")  # what JAX says of an array whose memory is another's by now

@@ -18,8 +18,8 @@ from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
-from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.session.calls import ask_status
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer

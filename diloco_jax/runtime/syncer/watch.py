@@ -24,7 +24,7 @@ from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import Listener, control_of
 from diloco_jax.runtime.trackers.outlets import Outlets
-from diloco_jax.transport.probe import versions
+from diloco_jax.transport.endpoints.probe import versions
 
 SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
 

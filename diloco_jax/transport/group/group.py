@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 
-from diloco_jax.transport import calls
-from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
+from diloco_jax.transport.commands import COMMANDS, REPLIES, Command, Reply
 from diloco_jax.transport.link import LinkClosed, Payload, TransportConfig, TransportError, payload_parts
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Refused

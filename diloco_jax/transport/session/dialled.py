@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.transport.calls import header_metadata, holdings_metadata, open_channel
+from diloco_jax.transport.session.calls import header_metadata, holdings_metadata, open_channel
 from diloco_jax.transport.session.stream import Lane, StreamSession
 from diloco_jax.transport.trust.security import Credentials
 

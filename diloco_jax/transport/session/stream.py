@@ -18,7 +18,7 @@ from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
-from diloco_jax.transport.group.commands import Command, Reply
+from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.link import BULK_TYPES, LinkClosed, TransportConfig, is_bulk
 from diloco_jax.transport.partials import RESUME_BYTES_MIN, Partials, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb

@@ -38,7 +38,7 @@ from diloco_jax.runtime.records.signals import WRONG_INPUT
 from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
-from diloco_jax.transport.group.commands import HostWarmUp
+from diloco_jax.transport.commands import HostWarmUp
 from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig, TransportError
 from tests.runtime.helpers import wait_for

@@ -29,8 +29,8 @@ from diloco_jax.runtime.own_loop.island import OwnIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.transport.greeting import Description
-from diloco_jax.transport.grpc_link import listen
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig, TransportError
 from tests.runtime.helpers import ROOT, call, kill_processes, merged, notes, processes_of, run, start, status, wait_for
 

@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from diloco_jax.transport.calls import refusing
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.calls import refusing
 from diloco_jax.transport.trust.security import Denied, Gate
 
 PROBE = "Probe"

@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError
 from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
-from diloco_jax.transport.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
 from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
 from diloco_jax.transport.trust.security import Gate, credentials
 
 DESCRIBE, OFFER = "Describe", "Offer"

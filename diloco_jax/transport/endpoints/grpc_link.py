@@ -13,8 +13,8 @@ from typing import Any, cast
 import grpc
 
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, MetricsReport, SyncerMessage
-from diloco_jax.transport import calls
-from diloco_jax.transport.greeting import DESCRIBE, DescriptionDesk
+from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
+from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
 from diloco_jax.transport.link import (
     HOST_TYPES,
     LEARNER_TYPES,
@@ -30,8 +30,8 @@ from diloco_jax.transport.link import (
     payload_parts,
 )
 from diloco_jax.transport.partials import Partials
-from diloco_jax.transport.probe import PROBE, ProbeDesk
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook

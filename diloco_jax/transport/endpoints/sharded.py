@@ -28,7 +28,7 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
     MetricsReport,
 )
-from diloco_jax.transport.grpc_link import GrpcLink, connect
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect
 from diloco_jax.transport.link import Delivery, Payload, TransportConfig
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.session.inbox import Inbox
