@@ -15,7 +15,8 @@ from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.shards import share, split
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Advance, FragmentValue, GlobalFragment, Heartbeat, Hello
-from diloco_jax.transport.endpoints import grpc_link, link
+from diloco_jax.transport import link
+from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.endpoints.sharded import INCOMPLETE_MAX, Dialler, ShardedLink
 from diloco_jax.transport.link import Delivery, Rejected, TransportError
