@@ -1,9 +1,9 @@
 """The state of an island at its border to the host: fragments and whole states, out and in, between two inner steps.
 
-    staged = state.stage(fragment)                       queued behind the newest step, no host sync
-    staged.encode()                                      in any thread: anchor - local as it is sent
-    state.adopt(fragment, values, sent=staged)           between two steps
-    state.stage_state(), state.load_state(saved)         the same for everything, optimizer included
+    staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step, no host sync
+    staged.encode()                                                in any thread: anchor - local as it is sent
+    state.adopt(fragment, values, sent=staged)                     between two steps
+    state.stage_state(), state.load_state(saved)                   the same for everything, optimizer included
 
 Whoever steps puts the outcome of a step into `state`: the built-in `Island`, or a loop of the user's own. Call
 everything but `warm_up` and the methods of what was staged from one thread. Parameters live as a flat dict
@@ -59,15 +59,6 @@ class ExchangedState:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter, by path."""
         return {path: tuple(value.shape) for path, value in self.state.params.items()}
-
-    def stage(self, fragment: Fragment) -> StagedFragment:
-        """Queue a fragment's update, as it is after the newest step, to host memory; returns at once.
-
-        The update is what the fragment was when it was last adopted, minus what it is now, plus what rounding kept
-        back of earlier ones (outgoing.py).
-        """
-        with jax.transfer_guard("disallow"):
-            return self.exchange.stage(self.state.params, fragment)
 
     def adopt(
         self,

@@ -59,24 +59,18 @@ class Adoptions:
         self._fragments = fragments
         self._how = how
         self._held: set[int] = set()
-        self._staged: dict[tuple[int, int], StagedFragment] = {}  # (fragment, local step) -> its update
-        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # fragment -> (round, what was sent)
-
-    def stage(self, fragment_id: int, local_step: int) -> StagedFragment:
-        """Queue a copy of a fragment's update, as it is now."""
-        self._staged[fragment_id, local_step] = staged = self._island.stage(self._fragments[fragment_id])
-        return staged
-
-    def unstage(self, fragment_id: int, local_step: int) -> None:
-        """Forget a copy that nobody will ask for; Ctrl-C may have come between the decision and the copy."""
-        self._staged.pop((fragment_id, local_step), None)
+        # fragment -> (round, what was sent)
+        self._sent: dict[int, tuple[int, StagedFragment]] = {}
+        # (fragment, local step) -> its update; the owner stages
+        self.staged: dict[tuple[int, int], StagedFragment] = {}
 
     def unstage_all(self, fragment_id: int) -> None:
-        self._staged = {key: staged for key, staged in self._staged.items() if key[0] != fragment_id}
+        """Forget all copies of a fragment."""
+        self.staged = {key: staged for key, staged in self.staged.items() if key[0] != fragment_id}
 
-    def send(self, fragment_id: int, global_step: int, local_step: int) -> StagedFragment:
-        """Remember that a copy goes into a round, and return it."""
-        staged = self._staged[fragment_id, local_step]
+    def take_for_round(self, fragment_id: int, global_step: int, local_step: int) -> StagedFragment:
+        """Mark a staged copy as used by this round, and return it."""
+        staged = self.staged[fragment_id, local_step]
         self._sent[fragment_id] = (global_step, staged)
         return staged
 

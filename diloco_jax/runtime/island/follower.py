@@ -155,7 +155,7 @@ class Follower:
         self.host.warm_up_evaluation()
 
     def _send(self, number: int, value: FragmentValue) -> None:
-        staged = self.host.send(value)
+        staged = self.host.take_for_round(value)
         if number:
             self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose()))
         if self._link is not None:

@@ -109,15 +109,18 @@ class Host:
     def stage(self, fragment_id: int, local_step: int) -> None:
         """Queue a copy of a fragment's update, as it is after the newest step."""
         self.tell(commands.HostStage(fragment_id, local_step))
-        self._adoptions.stage(fragment_id, local_step)
+        staged = self.island.exchange.stage(self.island.state.params, self.fragments[fragment_id])
+        self._adoptions.staged[fragment_id, local_step] = staged
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
+        """Forget a copy that nobody will request."""
         self.tell(commands.HostUnstage(fragment_id, local_step))
-        self._adoptions.unstage(fragment_id, local_step)
+        # Ctrl-C may have ended the island between the machine's decision and the copy.
+        self._adoptions.staged.pop((fragment_id, local_step), None)
 
-    def send(self, message: FragmentValue) -> StagedFragment:
-        """Remember that a staged copy goes into a round, and return it: encode it, and send that."""
-        return self._adoptions.send(message.fragment_id, message.global_step, message.local_step)
+    def take_for_round(self, message: FragmentValue) -> StagedFragment:
+        """Mark a staged copy as used by the message's round, and return it; the caller encodes and sends it."""
+        return self._adoptions.take_for_round(message.fragment_id, message.global_step, message.local_step)
 
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
         """Hand a global fragment that came to the other hosts, which read and check it. Any one thread.

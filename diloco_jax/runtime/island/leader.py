@@ -119,9 +119,9 @@ class LeadingHost(Host):
         if problem := self._questions.ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
-    def send(self, message: FragmentValue) -> StagedFragment:
-        """See Host.send; the other hosts send their parts by themselves."""
-        staged = super().send(message)
+    def take_for_round(self, message: FragmentValue) -> StagedFragment:
+        """Do what Host does, and let every other host take its copy and send its own bytes of the value."""
+        staged = super().take_for_round(message)
         if staged.has_loose:
             staged.of_others = self._questions.ask(lambda n: commands.HostSend(n, message)).payloads
         else:

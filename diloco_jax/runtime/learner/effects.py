@@ -120,7 +120,7 @@ class Decisions:
         if link is None:
             return
         if isinstance(message, FragmentValue):
-            staged = self.host.send(message)
+            staged = self.host.take_for_round(message)
             self.tape.note("sent", message.fragment_id, message.global_step, message.local_step)
             self.payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):

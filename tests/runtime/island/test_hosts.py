@@ -158,7 +158,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.leader.adopt(*late)
     pair.leader.unstage(0, 3)
     pair.settle()
-    assert pair.same() and not pair.follows._adoptions._staged and len(pair.follower._arrived) == 1
+    assert pair.same() and not pair.follows._adoptions.staged and len(pair.follower._arrived) == 1
     copy = pair.leader.stage_state(7)
     name = next(leaf.name for leaf in copy.layout.leaves if not leaf.name.startswith("params/"))
     assert copy.of_others(name).keys() == {1}
