@@ -25,7 +25,9 @@ from diloco_jax.transport import commands
 
 Ranges = Sequence[tuple[int, int]]
 Told = Callable[[str], object]  # hears what is done, in words for people
-Outcome = Callable[[], str | None]  # of a state that is written: the reason why it was not, "" if it was, None before
+SaveResult = Callable[
+    [], str | None
+]  # of a state that is written: the reason why it was not, "" if it was, None before
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Host:
         self.states: dict[int, StagedState] = {}  # copies that were queued, by name
         self._moving: dict[tuple[int, str], MovingState] = {}  # by receiver: each is at a leaf of its own
         self._saves = saves
-        self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
+        self._saving: tuple[int, SaveResult] | None = None  # global step of what is being written, and its outcome
         self._complete = -1  # global step of the newest state that all hosts have on disk
         self._read: Leaves = {}  # what was read from disk, until it is taken over or not wanted any more
 
@@ -223,7 +225,7 @@ class Host:
         self._saving = (name.global_step, self._save_all(name, self._complete))
         return True
 
-    def _save_all(self, name: StateName, kept: int) -> Outcome:
+    def _save_all(self, name: StateName, kept: int) -> SaveResult:
         saving = self.save_own(name, kept)
         return lambda: saving.result() if saving.done() else None
 

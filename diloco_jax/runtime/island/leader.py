@@ -14,7 +14,7 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Values
 from diloco_jax.runtime.island.evaluation import Evaluation
-from diloco_jax.runtime.island.host import Host, Outcome, Told
+from diloco_jax.runtime.island.host import Host, SaveResult, Told
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.settings.run import RunConfig
@@ -193,7 +193,7 @@ class LeadingHost(Host):
         super().restore(chosen)
         others.payloads()
 
-    def _save_all(self, name: StateName, kept: int) -> Outcome:
+    def _save_all(self, name: StateName, kept: int) -> SaveResult:
         others = self._questions.ask(lambda n: commands.HostSave(n, name.to_text(), kept))
         own = super()._save_all(name, kept)
 

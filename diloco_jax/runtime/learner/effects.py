@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from diloco_jax.core import codec
-from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol import effects
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
@@ -79,8 +79,8 @@ class Decisions:
 
     def __post_init__(self) -> None:
         self.finished = ""  # the reason that the machine gave when it ended; "" before
-        self.examination: asked.EvaluateModel | None = None  # that is wanted
-        self.state: asked.AdoptState | None = None  # the whole state that is wanted
+        self.examination: effects.EvaluateModel | None = None  # that is wanted
+        self.state: effects.AdoptState | None = None  # the whole state that is wanted
         self.link: Link | None = None  # over which a learner sends; without one nothing is sent
         self._received = ReceivedState(self.host.moving.bytes.num_bytes)  # the parts of a donor's
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class Decisions:
         with self._lock:
             return question(self.machine)
 
-    def apply(self, decide: Callable[[Learner, float], list[asked.Effect]]) -> None:
+    def apply(self, decide: Callable[[Learner, float], list[effects.Effect]]) -> None:
         """Give the machine an input and execute what it asks for. Called with the machine and the time in seconds."""
         with self._lock:
             self._execute(decide(self.machine, time.monotonic()))
@@ -131,41 +131,41 @@ class Decisions:
             with contextlib.suppress(LinkClosed):  # the link thread learns of it too, and reconnects
                 link.send(message)  # type: ignore[arg-type]
 
-    def _execute(self, effects: Sequence[asked.Effect], arrived: Mail | None = None) -> None:
+    def _execute(self, requests: Sequence[effects.Effect], arrived: Mail | None = None) -> None:
         """Execute effects in their order; `arrived` is the message that was the input, if it was one."""
-        for effect in effects:
+        for effect in requests:
             match effect:
-                case asked.Send(_, message):
+                case effects.Send(_, message):
                     self.send(message)
-                case asked.Stage(fragment_id, local_step):
+                case effects.Stage(fragment_id, local_step):
                     self.host.stage(fragment_id, local_step)
-                case asked.Unstage(fragment_id, local_step):
+                case effects.Unstage(fragment_id, local_step):
                     self.host.unstage(fragment_id, local_step)
-                case asked.Adopt():
+                case effects.Adopt():
                     assert arrived is not None, "a fragment was adopted that did not come"
                     message, values = arrived.message, arrived.values
                     assert values is not None and isinstance(message, GlobalFragment), "a fragment came without values"
                     self.tape.adopt(message)
                     self.host.adopt(message, values)
-                case asked.StageState(local_step):
+                case effects.StageState(local_step):
                     self.tape.note("staged_state", local_step)
                     self.host.stage_state(local_step)
-                case asked.UnstageState(local_step):
+                case effects.UnstageState(local_step):
                     self.host.unstage_state(local_step)
-                case asked.KeepPart(part, parts):
+                case effects.KeepPart(part, parts):
                     assert arrived is not None and isinstance(arrived.message, StatePart), "a kept part did not come"
                     self._received.keep(part, parts, arrived.payload, arrived.message.incarnation)
-                case asked.DropParts():
+                case effects.DropParts():
                     self._received.drop()
-                case asked.AdoptState():
+                case effects.AdoptState():
                     self.state = effect
-                case asked.EvaluateModel():
+                case effects.EvaluateModel():
                     self.examination = effect
-                case asked.SaveState(global_step):
+                case effects.SaveState(global_step):
                     self._save(global_step)
-                case asked.Finish(reason):
+                case effects.Finish(reason):
                     self.finished = reason
-                case asked.Drop(peer, reason):
+                case effects.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
                 case _:
                     raise AssertionError(f"the learner has no effect {effect}")
@@ -179,7 +179,7 @@ class Decisions:
         else:
             log.info(f"the state of global step {global_step} is not saved: the one before is still being written")
 
-    def load_state(self, effect: asked.AdoptState) -> tuple[int, int]:
+    def load_state(self, effect: effects.AdoptState) -> tuple[int, int]:
         """Take a whole state over, and return incarnation and local step of its life; ValueError if it does not fit."""
         self.state, saved, self.saved = None, self.saved, None
         if effect.donor:
@@ -257,7 +257,7 @@ class LinkKeeper(NamedTuple):
             link.close(0.0)
             raise
 
-        def connected(machine: Learner, now_s: float) -> list[asked.Effect]:
+        def connected(machine: Learner, now_s: float) -> list[effects.Effect]:
             self.decisions.link = link
             return machine.on_connected(now_s)
 

@@ -55,8 +55,8 @@ class LoopState:
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)
-        self._lies = _layouts(named)
-        mesh = next(iter(self._lies.values())).mesh
+        self._layouts = _layouts(named)
+        mesh = next(iter(self._layouts.values())).mesh
         self.devices: list[jax.Device] = list(mesh.devices.flat)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
@@ -72,14 +72,14 @@ class LoopState:
         """Return what an island exchanges of this state, which is gone from here; arguments as `Island`."""
         first = TrainState(self.params, self._opt_state)
         tensors = {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._lies[path])
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._layouts[path])
             for path, leaf in self.params.items()
         }
         self.params, self._opt_state = {}, None
         moments: Any = jax.tree.map(lambda leaf: leaf.sharding, first.opt_state)
-        lies: Any = TrainState(self._lies, moments)  # type: ignore[arg-type]
+        layouts: Any = TrainState(self._layouts, moments)  # type: ignore[arg-type]
         layout = StateLayout(by_name(first))
-        return ExchangedState(first, lies, self.kinds, layout, Exchange(tensors, wire, rebase))
+        return ExchangedState(first, layouts, self.kinds, layout, Exchange(tensors, wire, rebase))
 
     def taken(self, params: Any, opt_state: Any, who: str) -> TrainState:
         """Return a loop's arrays by path; ValueError if the trees have changed, or an array was donated."""
@@ -105,8 +105,8 @@ class LoopState:
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
         """Return host values by path as the loop's tree, in the types and layouts of the loop's own."""
-        lies = self._lies
-        found = {path: put_array(values[path].astype(self._dtypes[path]), lies[path]) for path in self._paths}
+        layouts = self._layouts
+        found = {path: put_array(values[path].astype(self._dtypes[path]), layouts[path]) for path in self._paths}
         return self.given_back(found)
 
     def _committed(self, leaf: Array) -> Array:
@@ -124,10 +124,10 @@ class LoopState:
         for path, leaf in named.items():
             if leaf.sharding is self._given.get(path):
                 continue
-            if not leaf.sharding.is_equivalent_to(self._lies[path], leaf.ndim):
+            if not leaf.sharding.is_equivalent_to(self._layouts[path], leaf.ndim):
                 raise ValueError(
-                    f"params[{path!r}] lies as {leaf.sharding} now, but as {self._lies[path]} when join() was called; "
-                    "keep its layout (out_shardings of the step)"
+                    f"params[{path!r}] is laid out as {leaf.sharding} now, but as {self._layouts[path]} when join() was "
+                    "called; keep its layout (out_shardings of the step)"
                 )
             self._given[path] = leaf.sharding
         return named
@@ -163,17 +163,17 @@ def _check(name: str, leaf: Any) -> None:
 def _layouts(leaves: Mapping[str, Array]) -> dict[str, NamedSharding]:
     """Return the same layout for every leaf on one mesh; ValueError if they do not lie on one mesh of devices."""
     mesh: Mesh | None = None
-    lies: dict[str, NamedSharding] = {}
+    layouts: dict[str, NamedSharding] = {}
     for path, leaf in leaves.items():
         own, spec = _mesh_of(path, leaf.sharding)
         mesh = own if mesh is None else mesh
         if (own.axis_names, own.devices.tolist()) != (mesh.axis_names, mesh.devices.tolist()):
             raise ValueError(
-                f"params[{path!r}] lies on {own}, others on {mesh}: put all parameters on one mesh, "
+                f"params[{path!r}] is on {own}, others on {mesh}: put all parameters on one mesh, "
                 "replicated where they are not sharded"
             )
-        lies[path] = NamedSharding(mesh, spec)
-    return lies
+        layouts[path] = NamedSharding(mesh, spec)
+    return layouts
 
 
 def _mesh_of(path: str, sharding: Sharding) -> tuple[Mesh, PartitionSpec]:
@@ -182,11 +182,11 @@ def _mesh_of(path: str, sharding: Sharding) -> tuple[Mesh, PartitionSpec]:
     if sharding.memory_kind not in (None, device.default_memory().kind):
         raise ValueError(f"params[{path!r}] is in memory of kind {sharding.memory_kind}; keep it on the devices")
     if isinstance(sharding, NamedSharding):
-        assert isinstance(sharding.mesh, Mesh), "an array lies on devices"
+        assert isinstance(sharding.mesh, Mesh), "an array is on devices"
         return Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec  # its axes' types do not matter
     if len(sharding.device_set) == 1:
         return Mesh(np.array(list(sharding.device_set)), (ONE_DEVICE,)), PartitionSpec()
-    raise ValueError(f"params[{path!r}] lies as {sharding}; use a jax.sharding.NamedSharding")
+    raise ValueError(f"params[{path!r}] is laid out as {sharding}; use a jax.sharding.NamedSharding")
 
 
 def _renamed(array: Array, sharding: Sharding) -> Array:

@@ -202,12 +202,12 @@ class Exchange:
 
     def _zeros(self) -> Params:
         tensors = self._tensors
-        lies = {path: tensor.sharding for path, tensor in tensors.items()}
+        layouts = {path: tensor.sharding for path, tensor in tensors.items()}
 
         def zeros() -> Params:
             return {path: jnp.zeros(tensor.shape, tensor.dtype) for path, tensor in tensors.items()}
 
-        return self._once("zeros", lambda: jax.jit(zeros, out_shardings=lies).lower().compile())()
+        return self._once("zeros", lambda: jax.jit(zeros, out_shardings=layouts).lower().compile())()
 
     def overwrite(self, params: Params, fragment: Fragment, values: HostValues) -> Params:
         """Replace a fragment by values that are no anchor; return the new tensors. ValueError as for `adopt`."""

@@ -346,11 +346,11 @@ def test_what_is_left_of_an_island_is_killed(tmp_path: Path, monkeypatch: pytest
     assert child.poll() is None
     child.hosts[1].process.kill()
     assert ended(child) == -signal.SIGKILL
-    assert "island-0.host-1 killed by SIGKILL" in child.obituary()
+    assert "island-0.host-1 killed by SIGKILL" in child.describe_exit()
 
 
 def test_the_status_of_an_island_is_that_of_who_knows_why(tmp_path: Path) -> None:
     assert ended(child_of(tmp_path, "", "")) == 0
     wrong = child_of(tmp_path, f"import time; time.sleep(1); print('bad'); raise SystemExit({WRONG_INPUT})", "exit(1)")
-    assert ended(wrong) == WRONG_INPUT and "host-0 ended with status 2: bad" in wrong.obituary()
+    assert ended(wrong) == WRONG_INPUT and "host-0 ended with status 2: bad" in wrong.describe_exit()
     assert ended(child_of(tmp_path, "", "exit(1)")) == 1
