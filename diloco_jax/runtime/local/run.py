@@ -30,7 +30,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     SYNCER_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
-from diloco_jax.runtime.records.phases import forget_phases, tell_phase
+from diloco_jax.runtime.records.liveness import forget_phases, tell_phase
 from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
 from diloco_jax.settings.islands import IslandsConfig

@@ -126,8 +126,8 @@ class LoopState:
                 continue
             if not leaf.sharding.is_equivalent_to(self._layouts[path], leaf.ndim):
                 raise ValueError(
-                    f"params[{path!r}] is laid out as {leaf.sharding} now, but as {self._layouts[path]} when join() was "
-                    "called; keep its layout (out_shardings of the step)"
+                    f"params[{path!r}] is laid out as {leaf.sharding} now, but join() got it as {self._layouts[path]}: "
+                    "keep its layout (out_shardings of the step)"
                 )
             self._given[path] = leaf.sharding
         return named

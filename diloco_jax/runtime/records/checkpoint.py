@@ -25,7 +25,7 @@ from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import WHOLE, Slice, whole
-from diloco_jax.runtime.records import history
+from diloco_jax.runtime.records import files
 
 PARAMETERS, META = "parameters", "meta"
 CHUNK_BYTES = 1 << 26  # of a file
@@ -210,7 +210,7 @@ def _checksum_of(*described: Any) -> int:
     return codec.digest(json.dumps(described, sort_keys=True).encode())
 
 
-complete, global_step_of = history.complete, history.global_step_of
+complete, global_step_of = files.complete_checkpoints, files.global_step_of
 
 
 def newest_readable(

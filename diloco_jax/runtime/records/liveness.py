@@ -3,6 +3,7 @@
 A status names its process, so a reader on the same machine need not believe a file that nobody writes any more.
 """
 
+import contextlib
 import os
 import socket
 import time
@@ -10,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.records.phases import read_phases
+from diloco_jax.runtime.records.files import HEALTH, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import PARENT_ENV
 
 QUIET_S = 5.0  # ten times the pause between two words of a syncer
@@ -20,6 +20,8 @@ BEGIN_S = 300.0  # a process that begins says nothing until the model is built
 NOT_RUNNING, SILENT, AWAY = "not running", "silent", "without a syncer"
 DEAD = (NOT_RUNNING, SILENT)
 ENDED = ("complete", "stopped")
+PHASE_SUFFIX = ".phase"
+PHASE_LENGTH_MAX = 200
 
 Ask = Callable[[], Mapping[str, Any] | None]
 
@@ -131,3 +133,40 @@ def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, h
         return {"state": AWAY, "remedy": f"one starts, and says: {starts[0].words}"}
     where = "" if here else f"it ran on {said.get('machine', 'another machine').split()[0]}, look there too; "
     return {"state": NOT_RUNNING, "remedy": where + again}
+
+
+class StartPhase(NamedTuple):
+    """A process, and what it does before its first step."""
+
+    name: str  # syncer, an island, or another process of the run
+    words: str
+    ago_s: float  # since it said so
+
+
+def tell_phase(run_dir: Path, name: str, words: str) -> None:
+    """Say what a process does; "" when it needs no words any more. A disk that takes nothing is no reason to stop."""
+    path = run_dir / HEALTH / f"{name}{PHASE_SUFFIX}"
+    with contextlib.suppress(OSError):
+        if words:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(words, encoding="utf-8")
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_phases(run_dir: Path) -> list[StartPhase]:
+    """Return the phases that processes of this folder have told last, by name."""
+    found, now_s = [], time.time()
+    for path in sorted((run_dir / HEALTH).glob(f"*{PHASE_SUFFIX}")):
+        with contextlib.suppress(OSError):  # it is over
+            words = path.read_text(encoding="utf-8", errors="replace")[:PHASE_LENGTH_MAX]
+            found.append(
+                StartPhase(path.name.removesuffix(PHASE_SUFFIX), words, max(0.0, now_s - path.stat().st_mtime))
+            )
+    return [phase for phase in found if phase.words]
+
+
+def forget_phases(run_dir: Path) -> None:
+    """Forget what processes said that are gone."""
+    for path in (run_dir / HEALTH).glob(f"*{PHASE_SUFFIX}"):
+        tell_phase(run_dir, path.name.removesuffix(PHASE_SUFFIX), "")

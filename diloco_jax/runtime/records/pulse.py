@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from diloco_jax.runtime.records.files import HEALTH
-from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.signals import HUNG, end_now
 from diloco_jax.settings.run import WatchdogConfig
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.records.liveness import StartPhase
 from diloco_jax.tools.live.changes import FLAP_S, LINE_EVERY_S, Changes
 from tests.tools.live.made import FRESH, STARTING, learner, status
 

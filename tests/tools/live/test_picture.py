@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.records.liveness import StartPhase
 from diloco_jax.tools.live.picture import History, render, sparkline
 from diloco_jax.tools.live.words import (
     alarm_line,
