@@ -1,8 +1,8 @@
-"""The words that pass between the hosts of one island: what the leader tells the others, and what they answer.
+"""The messages between the hosts of one island: the leader's commands, and the answers of the other hosts.
 
-The leader's commands are obeyed in the order in which they were sent. A command with a `number` is answered once by
-every host, by a `HostAnswer` with that number; numbers begin at 1. Payloads travel beside their command, as on every
-other connection of a run.
+Every host obeys the leader's commands in the order of their sending. Every host answers a command with a `number` once,
+by a `HostAnswer` with that number; numbers start at 1. Payloads travel beside their command, as on every other
+connection of a run.
 """
 
 from typing import NamedTuple, TypeAlias, get_args
@@ -11,33 +11,33 @@ from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
 
 
 class SampleRange(NamedTuple):
-    """Samples of the global order, from `start` up to, but without, `stop`."""
+    """Samples of the global order, from `start` up to and without `stop`."""
 
     start: int
     stop: int
 
 
 class HostMeet(NamedTuple):
-    """First command of the leader: the incarnation that all take, and the settings that all must have."""
+    """First command of the leader: the incarnation of all hosts, and the settings that all hosts must share."""
 
     life: int
     fingerprint: tuple[tuple[str, str], ...]
 
 
 class HostVerdict(NamedTuple):
-    """Answer to HostMeet, and the leader's last word on it: the reason why the island cannot begin, or ""."""
+    """Answer to HostMeet, and then the leader's result: why the island cannot start, or ""."""
 
     reason: str
 
 
 class HostWarmUp(NamedTuple):
-    """Compile what the island runs, and answer."""
+    """Request to compile the island's programs, and to answer."""
 
     number: int
 
 
 class HostConnect(NamedTuple):
-    """Open a link of your own to the syncer, of the leader's session, and answer."""
+    """Request to open a separate link to the syncer in the leader's session, and to answer."""
 
     number: int
     epoch: int
@@ -45,74 +45,77 @@ class HostConnect(NamedTuple):
 
 
 class HostPutBatch(NamedTuple):
-    """Copy the samples of the next step to the devices, and read those of the steps after it, as far as known."""
+    """Request to copy the samples of the next step to the devices, and to read known samples of later steps ahead."""
 
     ranges: tuple[SampleRange, ...]
     ahead: tuple[SampleRange, ...]
 
 
 class HostStep(NamedTuple):
-    """Make one inner step, which begins at this global step."""
+    """Request to make one inner step that starts at this global step."""
 
     clock: int
 
 
 class HostStage(NamedTuple):
-    """Queue a copy of a fragment's update."""
+    """Request to queue a copy of a fragment's update."""
 
     fragment_id: int
     local_step: int
 
 
 class HostUnstage(NamedTuple):
-    """Drop a copy that was queued."""
+    """Request to drop a queued copy."""
 
     fragment_id: int
     local_step: int
 
 
 class HostSend(NamedTuple):
-    """Send your part of a staged copy; unless `number` is 0, answer with what the leader has to encode."""
+    """Request to send this host's bytes of a staged copy to the syncer.
+
+    Unless `number` is 0, the host answers with the float32 data that the leader must encode.
+    """
 
     number: int
     value: FragmentValue
 
 
 class HostArrival(NamedTuple):
-    """A global fragment came, its payload comes along: read and check it, and answer."""
+    """A global fragment that arrived, with its payload; each host reads and checks it, and answers."""
 
     number: int
     value: GlobalFragment
 
 
 class HostSupersede(NamedTuple):
-    """Drop the fragment's values that came before this arrival."""
+    """Request to drop the fragment's values that arrived before this one."""
 
     fragment_id: int
-    arrival: int  # number of a HostArrival
+    arrival: int  # number of HostArrival
 
 
 class HostAdopt(NamedTuple):
-    """Replace a fragment by the value that came with this arrival."""
+    """Request to replace a fragment by the value of this arrival."""
 
     arrival: int
     value: GlobalFragment
 
 
 class HostStageState(NamedTuple):
-    """Queue a copy of the whole state under this name."""
+    """Request to queue a copy of the whole state under this name."""
 
     name: int
 
 
 class HostUnstageState(NamedTuple):
-    """Drop a copy of the whole state."""
+    """Request to drop a copy of the whole state."""
 
     name: int
 
 
 class HostLeaf(NamedTuple):
-    """Answer with what only you have of one leaf of a copied state."""
+    """Request for the pieces of one leaf of a copied state that only this host has."""
 
     number: int
     name: int
@@ -120,7 +123,7 @@ class HostLeaf(NamedTuple):
 
 
 class HostEvaluate(NamedTuple):
-    """Evaluate the global values that were adopted last, and answer."""
+    """Request to evaluate the global values that were adopted last, and to answer."""
 
     number: int
     global_step: int
@@ -128,53 +131,54 @@ class HostEvaluate(NamedTuple):
 
 
 class HostLoadState(NamedTuple):
-    """Load the moments that the leader holds, asking for their leaves one by one, and answer at the end."""
+    """Request to load the leader's moments leaf by leaf (HostWant), and to answer at the end."""
 
     number: int
 
 
 class HostHave(NamedTuple):
-    """Answer to HostWant: the leaf's bytes come along."""
+    """Answer to HostWant; its payload is the leaf."""
 
     leaf: str
 
 
 class HostSave(NamedTuple):
-    """Write your shards of the state, as it is now, to disk under this name; answer when they are there."""
+    """Request to write this host's shards of the state to disk under this name, and to answer once complete."""
 
     number: int
     state: str  # a StateName
-    kept: int  # global step of the complete state that stays; negative if there is none
+    # The complete state of this global step stays on disk; negative if there is none.
+    kept: int
 
 
 class HostSaved(NamedTuple):
-    """Answer with the names of the states that you have on disk."""
+    """Request for the names of the states that this host has on disk."""
 
     number: int
 
 
 class HostRead(NamedTuple):
-    """Read your shards of this state from disk, and answer."""
+    """Request to read this host's shards of a state from disk, and to answer."""
 
     number: int
     state: str
 
 
 class HostRestore(NamedTuple):
-    """Go on from the shards that you have read, of the parameters with these fragments; answer at the end."""
+    """Request to continue from the shards that were read, of the parameters with these fragments, and to answer."""
 
     number: int
     fragments: tuple[int, ...]
 
 
 class HostEnd(NamedTuple):
-    """Last command: end with this exit status."""
+    """Last command: every host ends with this exit status."""
 
     status: int
 
 
 class HostAnswer(NamedTuple):
-    """Answer to the command with this number, or the reason why it cannot be obeyed."""
+    """Answer to the command with this number; `reason` says why the command failed."""
 
     number: int
     reason: str = ""
@@ -187,7 +191,7 @@ class HostWant(NamedTuple):
 
 
 class HostStop(NamedTuple):
-    """Notice that this host shall end; the leader decides when the island does."""
+    """Notice that this host was told to end; the leader decides when the island ends."""
 
 
 OfStart: TypeAlias = HostMeet | HostVerdict | HostWarmUp | HostConnect

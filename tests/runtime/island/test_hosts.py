@@ -149,7 +149,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     for step in range(3):
         pair.step([(8 * step, 8 * step + 8)], step)
     pair.leader.stage(0, 3)
-    staged = pair.leader.send(FragmentValue("island-0", 1, 1, 0, 3, 3, 24, 0, 0, 0))
+    staged = pair.leader.take_for_round(FragmentValue("island-0", 1, 1, 0, 3, 3, 24, 0, 0, 0))
     assert staged.encode()
     pair.settle()
     assert pair.same()
