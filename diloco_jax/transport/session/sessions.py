@@ -127,7 +127,7 @@ class HostSessions:
 
     def _on_value(self, host: int, message: FragmentValue, part: bytes | memoryview) -> bool:
         """Keep a host's part, and deliver the whole value after the last one; on the thread of the host's session."""
-        # Each host names the size of its own part.
+        # Each host names only the size of its part.
         message = message._replace(payload_bytes=0)
         try:
             with self._lock:
@@ -280,7 +280,8 @@ class SessionBook:
             raise Refused(
                 f"{header.sender!r} has heard of epoch {header.epoch} of the syncer, this one is of epoch "
                 f"{self.epoch}: stop this old syncer, and connect to the newer one",
-                final=False,  # a newer syncer may come
+                # The process may try again, because a newer syncer may start here.
+                final=False,
             )
         try:
             check_name(header.sender)
