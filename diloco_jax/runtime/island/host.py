@@ -62,7 +62,7 @@ class Host:
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         # The layout of moments on their way to another island.
         self.moving = MovingLayout(island.state_layout, config.wire.states)
-        self.states: dict[int, StagedState] = {}  # queued copies, by name
+        self.states: dict[int, StagedState] = {}  # queued, by name
         # Each receiver is at another leaf.
         self._moving: dict[tuple[int, str], MovingState] = {}
         self._saves = saves

@@ -67,7 +67,8 @@ class SpareTime:
         elif now_s - seen[0] >= WINDOW_S:
             self._look(now_s)
             if self._seen is not None:
-                # The readings show whether time was left over, but not whose time we used. Use more only if some was left.
+                # The readings show whether time was left over, but not whose time we used. Use more only if
+                # some was left.
                 left = (self._seen[1] - seen[1]) / (now_s - seen[0]) - LEFT_OVER * self._cores
                 change = left if left > 0 else -self._share / 2
                 self._share = min(THREADS_COST, max(self._least, self._share + change))
