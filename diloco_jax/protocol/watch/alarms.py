@@ -79,7 +79,7 @@ class Alarm(NamedTuple):
     # Description with the numbers that are the evidence.
     text: str
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the alarm with its remedy."""
         return {**self._asdict(), "remedy": REMEDIES[self.kind]}
 
@@ -138,12 +138,12 @@ class Standing:
     times: int = 1
     before_s: float = 0.0
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the alarm for the summary; `lasted_s` is the sum over all times."""
         from_s, until_s, lasted_s = self.from_s, self.until_s, self.before_s + self.until_s - self.from_s
         times = {"from_s": round(from_s, 1), "until_s": round(until_s, 1), "lasted_s": round(lasted_s, 1)}
         over = {} if self.stands else {"past": self.alarm.past}
-        return {**self.alarm.told(), **times, "times": self.times, "stands": self.stands, **over}
+        return {**self.alarm.as_dict(), **times, "times": self.times, "stands": self.stands, **over}
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Standing:
@@ -187,7 +187,7 @@ class AlarmBook:
                 if episode is None and len(self._episodes) >= KEPT_MAX:
                     continue
                 times = 1 if episode is None else episode.times + 1
-                before_s = 0.0 if episode is None else episode.told()["lasted_s"]
+                before_s = 0.0 if episode is None else episode.as_dict()["lasted_s"]
                 from_s = self._found_s[key]
                 self._episodes[key] = Standing(alarm, from_s, now_s, stands=True, times=times, before_s=before_s)
                 begun.append(alarm)
@@ -202,6 +202,6 @@ class AlarmBook:
         """Return the alarms that stand now, in the order of their first start."""
         return [episode.alarm for episode in self._episodes.values() if episode.stands]
 
-    def told(self) -> list[dict[str, Any]]:
+    def as_dicts(self) -> list[dict[str, Any]]:
         """Return every alarm that ever stood, for the summary."""
-        return [episode.told() for episode in self._episodes.values()]
+        return [episode.as_dict() for episode in self._episodes.values()]
