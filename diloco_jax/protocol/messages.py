@@ -318,7 +318,7 @@ class StateEnd(NamedTuple):
 
 
 class StateUnavailable(NamedTuple):
-    """No parts will come from this donor; without a name, no learner can give a state, and the receiver starts without."""
+    """No parts will come from this donor; without a name, no learner has a state to give, and none will come."""
 
     donor: str
     reason: str
