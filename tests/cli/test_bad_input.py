@@ -39,7 +39,7 @@ def test_a_folder_of_an_unknown_release_gets_one_line(tmp_path: Path, command: s
     arguments = [tmp_path] if command == "audit" else [config, "--run-dir", tmp_path]
     result = call(command, *arguments)
     told = f"diloco {command}: the tape from line 1 on is of diloco-jax 9.8.7, protocol 9; this is"
-    check_refused(result, f"{told} {diloco_jax.__version__}, which reads", "go on with 9.8.7, or begin a new run")
+    check_refused(result, f"{told} {diloco_jax.__version__}, which reads", "continue with 9.8.7, or start a new run")
     assert result.returncode == 2
 
 

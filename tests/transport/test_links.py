@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol import messages as m
-from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportConfig, TransportError, split_address
 from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
 

@@ -21,7 +21,7 @@ from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX as REASON_KEPT_MAX
 from diloco_jax.protocol.texts import clean
 from diloco_jax.transport import wire
-from diloco_jax.transport.group.commands import COMMANDS, REPLIES
+from diloco_jax.transport.commands import COMMANDS, REPLIES
 from diloco_jax.transport.limits import COUNTER_MAX, PAIR_LENGTH_MAX, PARTS_MAX, REASON_LENGTH_MAX
 from diloco_jax.transport.link import LEARNER_TYPES
 from diloco_jax.transport.partials import Partials, Ranges

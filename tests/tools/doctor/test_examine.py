@@ -23,8 +23,8 @@ from diloco_jax.tools.doctor import link as doctor_link
 from diloco_jax.tools.doctor.examine import listening
 from diloco_jax.tools.doctor.host import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import greet
-from diloco_jax.transport import grpc_link, probe
-from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints import grpc_link, probe
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.trust import certificates, security
 from tests.runtime.helpers import start, write_config

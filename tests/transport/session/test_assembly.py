@@ -221,7 +221,7 @@ def test_every_flipped_data_bit_is_found() -> None:
         pytest.param(
             [],
             {"resumed": True},
-            "leaves out bytes of a payload of which nothing is kept here",
+            "leaves out bytes of a payload, but nothing of it is kept here",
             id="resumed-and-unknown",
         ),
     ],
