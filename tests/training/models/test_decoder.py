@@ -24,7 +24,7 @@ def build(seed: int = 0, **changes: object) -> Decoder:
 
 
 def randomised(model: Decoder) -> Decoder:
-    """The same model with every parameter, also the norms' scales, away from its special initial value."""
+    """Return the model with each parameter moved away from its initial value, the norms' scales too."""
     graphdef, params = split_model(model)
     rng = np.random.default_rng(5)
     return join_model(
@@ -41,7 +41,7 @@ def loss_of(model: Decoder, tokens: np.ndarray) -> float:
 
 
 def reference_logits(p: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) -> np.ndarray:
-    """One example at a time, one head at a time, float64."""
+    """Return logits computed in float64, for one example and one head at a time."""
 
     def norm(x, scale):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
