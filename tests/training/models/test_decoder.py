@@ -213,9 +213,10 @@ def test_what_it_writes_is_what_its_logits_say() -> None:
         return np.asarray(program(jnp.asarray(prompt))).tolist()
 
     tokens = prompt.tolist()
+    forward = jax.jit(lambda t: model(t))
     # Greedy decoding with one forward pass over at most one context for each token.
     for _ in range(6):
-        tokens.append(int(logits_of(model, np.array([tokens[-context:]]))[0, -1].argmax()))
+        tokens.append(int(forward(jnp.asarray([tokens[-context:]]))[0, -1].argmax()))
     assert written(0.0) == tokens[3:]
     assert written(1e-4) == tokens[3:], "a cold draw is the likeliest token"
     assert written(5.0) == written(5.0) != written(5.0, seed=1)
