@@ -145,7 +145,7 @@ class GlobalModel:
         return [mark.digest for mark in self._marks]
 
     def capture(self, bounded: bool = False) -> Capture:
-        """Capture the present model; if bounded, a merge waits while the capture holds the fragment that it replaces."""
+        """Capture the present model; if bounded, a merge waits before it replaces a held fragment."""
         return self._arithmetic.capture(self._marks, bounded)
 
     def load(self, capture: Capture) -> None:
