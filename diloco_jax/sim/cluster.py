@@ -6,8 +6,7 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.learner_driver import LearnerDriver
-from diloco_jax.sim.network import Network
-from diloco_jax.sim.node import MakeLearner, MakeNetwork, MakeSyncer, Node, Observer, Steady, StepPace, World
+from diloco_jax.sim.node import MakeLearner, MakeSyncer, Node, Observer, Steady, StepPace, World
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.syncer_process import SyncerHost
 
@@ -16,7 +15,7 @@ class Cluster:
     """The simulated run. Build it, let observers `watch` it, `run` it, read it.
 
     Args:
-        make_learner, make_syncer, make_network, make_host, make_driver: build these; tests and faults have others.
+        make_learner, make_syncer, make_host, make_driver: build these; tests and faults have others.
         taped: record the event tape, a line of JSON per input of the syncer.
         paces: of each learner; if not given, as the scenario's step times say.
         late: learners that do not start by themselves.
@@ -28,7 +27,6 @@ class Cluster:
         *,
         make_learner: MakeLearner = Learner,
         make_syncer: MakeSyncer = Syncer,
-        make_network: MakeNetwork = Network,
         make_host: Callable[..., SyncerHost] = SyncerHost,
         make_driver: Callable[..., LearnerDriver] = LearnerDriver,
         taped: bool = True,
@@ -36,7 +34,7 @@ class Cluster:
         late: Collection[str] = (),
     ) -> None:
         self.scenario = scenario
-        self.world = world = World(scenario, make_network)
+        self.world = world = World(scenario)
         self.engine = world.engine
         self.end_s = NEVER_S  # until when it was simulated
         random = self.engine.random

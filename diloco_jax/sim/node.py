@@ -24,7 +24,6 @@ FINGERPRINT = (("model", "simulated"),)
 
 MakeLearner = Callable[..., Learner]  # as Learner(...)
 MakeSyncer = Callable[..., Syncer]  # as Syncer(...)
-MakeNetwork = Callable[..., Network]  # as Network(...)
 Effects = list[Effect]
 
 
@@ -173,12 +172,12 @@ class Observer:
 
 
 class World:
-    """Time, network and bytes of one simulation; with faults `make_network` builds another network."""
+    """Time, network and bytes of one simulation."""
 
-    def __init__(self, scenario: Scenario, make_network: MakeNetwork = Network) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.engine = Engine(scenario.seed)
-        self.network = make_network(self.engine, scenario.network)
+        self.network = Network(self.engine, scenario.network)
         self.observers: list[Observer] = []
         self.steps: Steps = {}
         self.useless: set[tuple[str, int]] = set()  # learner and round of values that cannot be used

@@ -12,8 +12,8 @@ from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
 from diloco_jax.sim.node import FINGERPRINT, Effects, LearnerProcess, Observer
 from twin.cluster import LocalRun, Meter
 from twin.driver import ScheduleDriver

@@ -6,13 +6,12 @@ from functools import partial
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.faults.faults import ARMED, ARMED_S, Fault
+from diloco_jax.sim.engine import NEVER_S
+from diloco_jax.sim.fault import ARMED, ARMED_S, Fault
 from diloco_jax.sim.faults.learner import MortalLearner, MortalProcess
-from diloco_jax.sim.faults.network import TroubledNetwork, TroubledOptions
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.faults.syncer_host import MortalSyncerHost
 from diloco_jax.sim.node import MakeLearner, MakeSyncer, Node, StepPace
+from diloco_jax.sim.scenario import Scenario
 
 SEEK_EVERY_S = 0.1  # how often a fault that waits for its moment looks for it
 
@@ -27,14 +26,12 @@ class FaultyCluster(Cluster):
         paces: of each learner; if not given, as the scenario's step times say.
     """
 
-    scenario: FaultyScenario
     host: MortalSyncerHost
-    network: TroubledNetwork
     _learners: Mapping[str, MortalLearner]
 
     def __init__(
         self,
-        scenario: FaultyScenario,
+        scenario: Scenario,
         *,
         make_learner: MakeLearner = Learner,
         make_syncer: MakeSyncer = Syncer,
@@ -45,7 +42,6 @@ class FaultyCluster(Cluster):
             scenario,
             make_learner=make_learner,
             make_syncer=make_syncer,
-            make_network=self._make_network,
             make_host=MortalSyncerHost,
             make_driver=MortalLearner,
             paces=paces,
@@ -53,10 +49,6 @@ class FaultyCluster(Cluster):
         )
         for fault in scenario.faults:
             self.plan(fault)
-
-    def _make_network(self, engine: Engine, options: TroubledOptions) -> TroubledNetwork:
-        self.network = TroubledNetwork(engine, options, faultless=not self.scenario.faults)
-        return self.network
 
     @property
     def complete(self) -> bool:
@@ -66,6 +58,7 @@ class FaultyCluster(Cluster):
     def plan(self, fault: Fault) -> None:
         """Let a fault happen at its time."""
         self._later += 1
+        self.world.network.expect_faults()
         self.engine.at(fault.at_s, self._fault, fault)
 
     def _fault(self, fault: Fault) -> None:
@@ -90,7 +83,7 @@ class FaultyCluster(Cluster):
 
     def _hit(self, process: MortalProcess, fault: Fault) -> None:
         """Begin one fault of one running learner, and plan its end."""
-        kind, node, network = fault.kind, process.node, self.network
+        kind, node, network = fault.kind, process.node, self.world.network
         learner = self._learners[node.name]
         if kind == "leave":
             learner.leave(process, "asked to")

@@ -9,12 +9,11 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import GlobalFragment, Score, SyncerMessage
 from diloco_jax.sim.engine import NEVER_S, Action
-from diloco_jax.sim.faults.network import Garbled
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.holdings import Holdings
 from diloco_jax.sim.learner_driver import LearnerDriver
-from diloco_jax.sim.network import SimulatedLink
+from diloco_jax.sim.network import Garbled, SimulatedLink
 from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.scenario import Scenario
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +31,8 @@ class MortalLearner(LearnerDriver):
     __slots__ = ()
 
     @property
-    def _scenario(self) -> FaultyScenario:
-        scenario = self._world.scenario
-        assert isinstance(scenario, FaultyScenario), "faults have settings of their own"
-        return scenario
+    def _scenario(self) -> Scenario:
+        return self._world.scenario
 
     def start(self) -> None:
         """Begin a new process, which ends when nobody answers it for too long."""

@@ -11,10 +11,9 @@ from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import Moment, lives, replay
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.faults import Fault
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.faults.hostile import Hostile
 from diloco_jax.sim.faults.learner import MortalLearner
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.faults.syncer_process import Disk, MortalSyncer
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import MakeSyncer, World
@@ -32,7 +31,6 @@ class MortalSyncerHost(SyncerHost):
     def __init__(
         self, world: World, learners: Mapping[str, MortalLearner], make_syncer: MakeSyncer, taped: bool
     ) -> None:
-        assert isinstance(world.scenario, FaultyScenario), "steps and evaluations have settings of their own"
         self.disk, self.hostile = Disk(), Hostile(world.scenario.seed)
         size, fragments = world.scenario.step_bytes, range(world.scenario.config.num_fragments)
         steps = {} if size is None else dict.fromkeys(fragments, size)

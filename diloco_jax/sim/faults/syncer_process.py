@@ -10,10 +10,8 @@ from diloco_jax.protocol.messages import LearnerMessage, Refuse
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.faults.hostile import Hostile
-from diloco_jax.sim.faults.network import Garbled
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.holdings import Step, Value
-from diloco_jax.sim.network import SimulatedLink
+from diloco_jax.sim.network import Garbled, SimulatedLink
 from diloco_jax.sim.node import World
 from diloco_jax.sim.syncer_process import SyncerProcess
 
@@ -113,7 +111,7 @@ class MortalSyncer(SyncerProcess):
 
     def _renew(self, fragment_id: int, value: Value) -> None:
         scenario, before = self._world.scenario, self.values[fragment_id]
-        if isinstance(scenario, FaultyScenario) and scenario.step_bytes is not None:
+        if scenario.step_bytes is not None:
             self.steps[fragment_id] = before
             self._world.steps[self.machine.epoch, fragment_id, value[0]] = Step(before[1], value[1])
         super()._renew(fragment_id, value)

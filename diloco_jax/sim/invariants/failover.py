@@ -10,8 +10,8 @@ from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.sim.engine import NEVER_S
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
 from diloco_jax.sim.invariants.checker import Checker, HealthyChecker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -165,7 +165,7 @@ class AnchorsAgree(HealthyChecker):
         fragment_id, version = note.fragment_id, self.cluster.syncer.versions[note.fragment_id]
         made = max(v for (lineage, p, v) in self._digests if (lineage, p) == (self.lineage, fragment_id))
         self._forsaken |= {(self.lineage, fragment_id, v) for v in range(version + 1, made + 1)}
-        if not self.lossless or now_s < self.cluster.scenario.network.heals_s:
+        if not self.lossless or now_s < self.messages_heal_s:
             return
         for node in self.cluster.nodes.values():
             process = node.process
