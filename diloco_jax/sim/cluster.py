@@ -15,7 +15,7 @@ class Cluster:
     """The simulated run. Build it, let observers `watch` it, `run` it, read it.
 
     Args:
-        make_learner, make_syncer, make_host, make_driver: build these; tests and faults have others.
+        make_learner, make_syncer, make_host: build these; tests and faults have others.
         taped: record the event tape, a line of JSON per input of the syncer.
         paces: of each learner; if not given, as the scenario's step times say.
         late: learners that do not start by themselves.
@@ -28,7 +28,6 @@ class Cluster:
         make_learner: MakeLearner = Learner,
         make_syncer: MakeSyncer = Syncer,
         make_host: Callable[..., SyncerHost] = SyncerHost,
-        make_driver: Callable[..., LearnerDriver] = LearnerDriver,
         taped: bool = True,
         paces: Mapping[str, StepPace] | None = None,
         late: Collection[str] = (),
@@ -44,7 +43,7 @@ class Cluster:
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
             self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples))
         self._learners: Mapping[str, LearnerDriver] = {
-            name: make_driver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
+            name: LearnerDriver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
             for name, node in self.nodes.items()
         }
         self.host: SyncerHost = make_host(world, self._learners, make_syncer, taped)

@@ -8,9 +8,9 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import ARMED, ARMED_S, Fault
-from diloco_jax.sim.faults.learner import MortalLearner, MortalProcess
 from diloco_jax.sim.faults.syncer_host import MortalSyncerHost
-from diloco_jax.sim.node import MakeLearner, MakeSyncer, Node, StepPace
+from diloco_jax.sim.learner_driver import LearnerDriver
+from diloco_jax.sim.node import LearnerProcess, MakeLearner, MakeSyncer, Node, StepPace
 from diloco_jax.sim.scenario import Scenario
 
 SEEK_EVERY_S = 0.1  # how often a fault that waits for its moment looks for it
@@ -27,7 +27,6 @@ class FaultyCluster(Cluster):
     """
 
     host: MortalSyncerHost
-    _learners: Mapping[str, MortalLearner]
 
     def __init__(
         self,
@@ -43,7 +42,6 @@ class FaultyCluster(Cluster):
             make_learner=make_learner,
             make_syncer=make_syncer,
             make_host=MortalSyncerHost,
-            make_driver=MortalLearner,
             paces=paces,
             late={name for fault in scenario.faults if fault.kind == "join" for name in fault.learners},
         )
@@ -77,11 +75,11 @@ class FaultyCluster(Cluster):
                 process = self.nodes[name].process
                 if fault.kind == "join":
                     self._learners[name].start()
-                elif isinstance(process, MortalProcess):
+                elif process is not None:
                     self._hit(process, fault)
         self._on_end()
 
-    def _hit(self, process: MortalProcess, fault: Fault) -> None:
+    def _hit(self, process: LearnerProcess, fault: Fault) -> None:
         """Begin one fault of one running learner, and plan its end."""
         kind, node, network = fault.kind, process.node, self.world.network
         learner = self._learners[node.name]
@@ -96,7 +94,7 @@ class FaultyCluster(Cluster):
             learner.disconnect(process, fault.notice_s)
             self._plan_heal(fault, partial(learner.reconnect, process), node)
         elif kind == "pause":
-            process.paused_s = max(process.paused_s, self.engine.now_s + fault.duration_s)
+            learner.pause(process, self.engine.now_s + fault.duration_s)
             self._plan_heal(fault, partial(learner.resume, process), node)
         elif kind == "slow":
             node.factor *= fault.factor
@@ -121,7 +119,7 @@ class FaultyCluster(Cluster):
             node.poisoned += 1
             self._plan_heal(fault, partial(_detoxify, node))
 
-    def _replace(self, learner: MortalLearner) -> None:
+    def _replace(self, learner: LearnerDriver) -> None:
         """End the process of a hostile learner, and start an honest one."""
         self.host.hostile.names.discard(learner.node.name)
         if learner.node.process is not None:
@@ -131,7 +129,7 @@ class FaultyCluster(Cluster):
     def _seek(self, fault: Fault) -> None:
         """Wait for the moment at which this fault can strike, for a while."""
         engine = self.engine
-        running = [node.process for node in self.nodes.values() if isinstance(node.process, MortalProcess)]
+        running = [node.process for node in self.nodes.values() if node.process is not None]
         donors = [process for process in running if process.holdings.copies]
         if fault.kind == "donor_crash" and donors:
             self._hit(engine.random.choice(donors), fault)

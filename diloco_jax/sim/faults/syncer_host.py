@@ -13,9 +13,9 @@ from diloco_jax.protocol.syncer.tape import Moment, lives, replay
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.faults.hostile import Hostile
-from diloco_jax.sim.faults.learner import MortalLearner
 from diloco_jax.sim.faults.syncer_process import Disk, MortalSyncer
 from diloco_jax.sim.holdings import Value
+from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.node import MakeSyncer, World
 from diloco_jax.sim.syncer_process import SyncerHost
 
@@ -26,10 +26,9 @@ class MortalSyncerHost(SyncerHost):
     """The syncer's disk, and the process that runs beside it or ran there last; to restart one needs the tape."""
 
     process: MortalSyncer
-    _learners: Mapping[str, MortalLearner]
 
     def __init__(
-        self, world: World, learners: Mapping[str, MortalLearner], make_syncer: MakeSyncer, taped: bool
+        self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool
     ) -> None:
         self.disk, self.hostile = Disk(), Hostile(world.scenario.seed)
         size, fragments = world.scenario.step_bytes, range(world.scenario.config.num_fragments)

@@ -109,7 +109,7 @@ def test_a_broken_mailbox_is_caught(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diloco_jax.sim.faults.learner.Mailbox", mailbox)
+    monkeypatch.setattr("diloco_jax.sim.learner_driver.Mailbox", mailbox)
     verdict = judge(scenario, checkers=[checker])
     assert verdict.problem.startswith(f"Violation: {checker.__name__} at "), verdict
     assert re.search(text, verdict.problem), verdict
