@@ -1,6 +1,6 @@
 """M real learner machines and a real syncer machine on virtual time, driven as the runtime drives them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -8,14 +8,14 @@ from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.node import MakeLearner, MakeSyncer, Node, Observer, Steady, StepPace, World
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.syncer_process import SyncerHost
+from diloco_jax.sim.syncer_host import SyncerHost
 
 
 class Cluster:
     """The simulated run. Build it, let observers `watch` it, `run` it, read it.
 
     Args:
-        make_learner, make_syncer, make_host: build these; tests and faults have others.
+        make_learner, make_syncer: build these; tests and faults have others.
         taped: record the event tape, a line of JSON per input of the syncer.
         paces: of each learner; if not given, as the scenario's step times say.
         late: learners that do not start by themselves.
@@ -27,7 +27,6 @@ class Cluster:
         *,
         make_learner: MakeLearner = Learner,
         make_syncer: MakeSyncer = Syncer,
-        make_host: Callable[..., SyncerHost] = SyncerHost,
         taped: bool = True,
         paces: Mapping[str, StepPace] | None = None,
         late: Collection[str] = (),
@@ -46,7 +45,7 @@ class Cluster:
             name: LearnerDriver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
             for name, node in self.nodes.items()
         }
-        self.host: SyncerHost = make_host(world, self._learners, make_syncer, taped)
+        self.host: SyncerHost = SyncerHost(world, self._learners, make_syncer, taped)
         for name, learner in self._learners.items():
             if name not in late:
                 learner.start()

@@ -8,7 +8,6 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import ARMED, ARMED_S, Fault
-from diloco_jax.sim.faults.syncer_host import MortalSyncerHost
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.node import LearnerProcess, MakeLearner, MakeSyncer, Node, StepPace
 from diloco_jax.sim.scenario import Scenario
@@ -26,8 +25,6 @@ class FaultyCluster(Cluster):
         paces: of each learner; if not given, as the scenario's step times say.
     """
 
-    host: MortalSyncerHost
-
     def __init__(
         self,
         scenario: Scenario,
@@ -41,7 +38,6 @@ class FaultyCluster(Cluster):
             scenario,
             make_learner=make_learner,
             make_syncer=make_syncer,
-            make_host=MortalSyncerHost,
             paces=paces,
             late={name for fault in scenario.faults if fault.kind == "join" for name in fault.learners},
         )
