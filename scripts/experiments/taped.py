@@ -26,8 +26,8 @@ from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.fault import Fault
-from diloco_jax.sim.faults.cluster import FaultyCluster
 from diloco_jax.sim.goodput.hardware import Hardware, Slices, cluster, goodput
 from diloco_jax.sim.network import LinkFaults, NetworkOptions
 from diloco_jax.sim.scenario import Scenario
@@ -77,7 +77,7 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
         faults=joins,
         seed=seed,
     )
-    run = FaultyCluster(scenario, paces=paces)
+    run = Cluster(scenario, paces=paces)
     recorder = LearnerTapes(run)
     run.watch(recorder)
     run.run(100.0 * STEPS_FACTOR * steps * step_s)

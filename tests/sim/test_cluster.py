@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.fault import Fault
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.fault import KINDS, SYNCER_KINDS, Fault
 from diloco_jax.sim.invariants.draw import WEIGHTS, random_faults
 from diloco_jax.sim.invariants.verdict import Timeline, judge
 from diloco_jax.sim.network import NetworkOptions
@@ -164,7 +164,7 @@ def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, s
 
 
 def test_random_faults_heal_in_time() -> None:
-    engine = FaultyCluster(Scenario(learners=5)).engine
+    engine = Cluster(Scenario(learners=5)).engine
     faults = random_faults(engine.random, [f"island-{n}" for n in range(5)], 200, 50.0)
     assert list(faults) == sorted(faults) and len(faults) == 200
     assert {fault.kind for fault in faults} == set(WEIGHTS)
@@ -181,6 +181,32 @@ def test_the_timeline_reads_as_a_story() -> None:
     assert "fault slow of island-0 for 1.00 s, 2.0 times slower" in words
     assert "syncer merges round 1 fragment 1: island-0 1 steps from 0" in words
     assert words[-1] == "island-0 finishes run complete"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_survives_a_fault_of_every_kind(kind: str) -> None:
+    names = () if kind in SYNCER_KINDS or kind == "donor_crash" else ("island-2",)
+    duration_s = NEVER_S if kind in ("leave", "drain", "join") else 3.0
+    fault = Fault(8.0, kind, names, duration_s, 1e6 if kind == "narrow" else 2.0)
+    timeline = Timeline()
+    config = replace(SMALL, snapshot_every=4)
+    verdict = judge(Scenario(config=config, learners=3, total_steps=30, faults=(fault,)), observers=[timeline])
+    assert not verdict.problem and any(str(fault) in line for line in timeline.lines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "taped", "text"),
+    [
+        (Fault(1.0, "earthquake", ("island-0",)), True, "the fault 'earthquake' is unknown; use one of crash, "),
+        (Fault(1.0, "crash", ("island-9",)), True, "hits 'island-9'; the learners are island-0, island-1"),
+        (Fault(1.0, "syncer_crash"), False, "needs the syncer's tape; build the cluster with taped=True"),
+    ],
+)
+def test_impossible_faults(fault: Fault, taped: bool, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Cluster(Scenario(learners=2, faults=(fault,)), taped=taped)
+    with pytest.raises(ValueError, match=text):
+        Cluster(Scenario(learners=2), taped=taped).plan(fault)
 
 
 @pytest.mark.parametrize(("name", "value"), [("learners", 0), ("step_s", 0.0)])

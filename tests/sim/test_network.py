@@ -10,9 +10,9 @@ import pytest
 
 from diloco_jax.protocol.messages import Advance, FragmentValue, GlobalFragment, Heartbeat, Message
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
 from diloco_jax.sim.fault import Fault
-from diloco_jax.sim.faults.cluster import FaultyCluster
 from diloco_jax.sim.invariants.checker import longest_step_s
 from diloco_jax.sim.network import LinkFaults, Network, NetworkOptions, SimulatedLink
 from diloco_jax.sim.scenario import Scenario
@@ -66,6 +66,17 @@ def test_delay(faultless: bool) -> None:
     wire.send(1)
     wire.send(2, 1000)
     assert wire.numbers() == [1, 2] and wire.up == [(0.25, 1), (0.25, 2)]
+
+
+@pytest.mark.parametrize("faults", [None, LinkFaults()])
+def test_only_configured_faults_draw_random_numbers(faults: LinkFaults | None) -> None:
+    """One draw per message is the jitter, which goodput simulations have always had."""
+    engine, counted = Engine(0), []
+    draw = engine.random.random
+    engine.random.random = lambda: counted.append(1) or draw()
+    network = Network(engine, NetworkOptions(jitter_s=0.1, faults=faults))
+    network.send(SimulatedLink("a", 1, None, lambda item: None, lambda item: None).up, Advance(1))
+    assert len(counted) == (1 if faults is None else 4)
 
 
 def test_payloads_share_the_bandwidth_and_let_control_messages_pass() -> None:
@@ -281,7 +292,7 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
         step_bytes=int(1e6 * down_s),
         speed_spread=spread,
     )
-    watch, cluster = Watch(), FaultyCluster(scenario)
+    watch, cluster = Watch(), Cluster(scenario)
     cluster.watch(watch)
     cluster.run(10_000.0)
     assert cluster.complete

@@ -6,7 +6,7 @@ machine and its own state agree on is still found. The numbers of the rules are 
 
 from diloco_jax.protocol.syncer.comeback import REPETITIONS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.network import LinkFaults
 from diloco_jax.sim.node import LearnerProcess, Observer
@@ -20,7 +20,7 @@ class Violation(AssertionError):
 class Checker(Observer):
     """An observer of one cluster that raises Violation."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.config = cluster.scenario.config
         hostile = [fault for fault in cluster.scenario.faults if fault.kind == "hostile"]
@@ -56,7 +56,7 @@ class HealthyChecker(Checker):
     timeout of the protocol; way_s the longest way of a message.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         scenario, network, config = cluster.scenario, cluster.scenario.network, self.config
         link_faults = network.faults or LinkFaults()
