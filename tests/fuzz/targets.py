@@ -1,0 +1,360 @@
+"""Everything that parses bytes from the network, as functions of one byte string that raise only when there is a bug.
+
+A target takes any bytes. What it says of them (a WireError, a refusal, ...) does not matter; it fails with an
+AssertionError when something was accepted that should not have been, or memory was taken that should not have been, and
+with whatever else the code under test raises. scripts/bench/test_fuzz.py runs them shortly, scripts/bench/fuzz at
+length.
+"""
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from diloco_jax.core import codec
+from diloco_jax.core.parts import cut_part, join_parts
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
+from diloco_jax.protocol.syncer.tape import replay
+from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.transport import commands as c
+from diloco_jax.transport import wire
+from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, SYNCER_HOST, check_name, split_address
+from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
+from diloco_jax.transport.session.assembly import Assembly
+from diloco_jax.transport.session.sessions import Refused
+from diloco_jax.transport.trust.certificates import learner_names
+from diloco_jax.transport.trust.security import TOKEN_KEY, Denied, Gate
+from tests.fuzz import machines
+from tests.fuzz.inputs import PAYLOAD_BYTES_MAX, framed, parts_of, unframed
+from tests.fuzz.machines import EXAMPLES
+
+HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK, stripes=1)
+HOLDINGS = pb.Holdings(
+    partials=[
+        pb.PartialPayload(key=3, payload_bytes=100, start=[0, 50], stop=[20, 60], valid_s=60.0),
+        pb.PartialPayload(key=1 << 60, payload_bytes=1 << 30, start=[1], stop=[1 << 30], valid_s=60.0),
+    ],
+)
+HOST_HEADER = pb.Header(run_id="run", sender="a", session=7, lane=pb.LANE_BULK, stripes=1, host=2, hosts=4)
+PACKED_HEADER = wire.pack_header(HEADER)
+TOKEN = b"correct horse battery staple"
+
+
+class Target(NamedTuple):
+    """One parser.
+
+    Args:
+        seeds: inputs from which mutations start.
+        run: tries one input.
+    """
+
+    seeds: tuple[bytes, ...]
+    run: Callable[[bytes], None]
+
+
+def value_frames(payload: bytes, chunk_bytes: int, number: int = 1) -> list[bytes]:
+    body = wire.pack_body(FragmentValue("a", 1, 5, 1, 40, 24, 9000, -1, 80, len(payload)))
+    pieces = wire.pieces(number, body, [memoryview(payload)], chunk_bytes)
+    return [unchecked(wire.piece_frame(PACKED_HEADER, piece)) for piece in pieces]
+
+
+def unchecked(frame: bytes) -> bytes:
+    """Return a frame as a peer without checksums sends it: with one no mutation would get past the reader."""
+    made = pb.Frame.FromString(frame)
+    made.ClearField("check")
+    return made.SerializeToString()
+
+
+PAYLOAD = bytes(range(90))
+FRAMES = value_frames(PAYLOAD, 40)
+TAIL = value_frames(b"", 40)[0].removeprefix(PACKED_HEADER)
+
+
+class BulkLane:
+    """The receiving end of the bulk lane, from raw frames to messages; what it would wait for never comes."""
+
+    def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+        self.partials = Partials(payload_bytes_max, 60.0)
+        self.assembly = Assembly(payload_bytes_max, self.partials)
+        self.reader = wire.Reader(HEADER, tuple(type(example) for example in (*EXAMPLES, *COMMANDS)))
+        self.came: list[tuple[Message, bytes]] = []
+
+    def feed(self, raw: bytes) -> wire.Goodbye | wire.Ready | None:
+        event = self.reader.read(raw)
+        if not isinstance(event, wire.Incoming):
+            return event
+        if not self.assembly.has_room(event.chunk, event.data.nbytes):
+            raise wire.WireError("no room")
+        self.assembly.add(event)
+        self.assembly.deliver(lambda message, payload: self.came.append((message, bytes(payload))))
+        return None
+
+
+def run_split(data: bytes) -> None:
+    with contextlib.suppress(wire.WireError):
+        head, rest = wire.split(data)
+        assert len(head) + len(rest) <= len(data)
+
+
+def run_lane(data: bytes) -> None:
+    """One connection: what it makes a reader keep is bounded, and what comes out keeps its promises."""
+    lane = BulkLane()
+    with contextlib.suppress(wire.WireError):
+        for frame in unframed(data):
+            event = lane.feed(frame)
+            assert lane.assembly.claimed_bytes <= 2 * PAYLOAD_BYTES_MAX
+            if isinstance(event, wire.Goodbye):
+                assert len(event.reason) <= wire.REASON_LENGTH_MAX
+    for message, payload in lane.came:
+        assert len(payload) <= PAYLOAD_BYTES_MAX
+        assert getattr(message, "learner_id", "a") == "a", "a message in somebody else's name"
+        wire.pack_body(message)
+    lane.assembly.close()
+    assert lane.assembly.claimed_bytes == 0 and lane.partials.held_bytes <= PAYLOAD_BYTES_MAX
+
+
+def run_forged_chunk(data: bytes) -> None:
+    """Change bytes of the payload or of its checksum, anywhere: it must not be taken for whole."""
+    number = random.Random(data)
+    frames, forged = [bytearray(frame) for frame in FRAMES], False
+    for _ in range(number.randint(1, 3)):
+        frame = number.choice(frames)
+        position = len(frame) - 1 - number.randrange(10 if frame is frames[-1] else 40)
+        frame[position] ^= number.randint(1, 255)
+    forged = [bytes(frame) for frame in frames] != FRAMES
+    lane = BulkLane()
+    try:
+        for frame in frames:
+            lane.feed(bytes(frame))
+    except wire.WireError as error:
+        assert "crc32c" in str(error), error
+        return
+    assert [payload for _, payload in lane.came] == [PAYLOAD] and not forged, "a forged payload was accepted"
+
+
+def run_forged_header(data: bytes) -> None:
+    """Change the header of a frame, byte by byte or field by field: nothing of it must be believed."""
+    number = random.Random(data)
+    if number.random() < 0.5:
+        header = bytearray(PACKED_HEADER)
+        header[number.randrange(len(header))] ^= number.randint(1, 255)
+        forged = bytes(header) + TAIL
+    else:
+        header = pb.Header()
+        header.CopyFrom(HEADER)
+        field = number.choice(HEADER.DESCRIPTOR.fields)
+        old = getattr(header, field.name)
+        new: Any = data.decode("utf-8", "replace") if isinstance(old, str) else number.choice((0, old + 1, 1 << 30))
+        if field.name == "lane":
+            new = number.choice((0, 1, 3, 77))
+        if new == old:
+            return
+        setattr(header, field.name, new)
+        forged = wire.pack_header(header) + TAIL
+    try:
+        event = BulkLane().feed(forged)
+    except wire.WireError:
+        return
+    raise AssertionError(f"a frame of another session was accepted: {event}")
+
+
+def run_message(data: bytes) -> None:
+    """Whatever is accepted as a message can be sent again, and is the same then."""
+    try:
+        frame = pb.Frame.FromString(data)
+        name = frame.WhichOneof("body")
+        if name is None or name == "goodbye":
+            return
+        message = wire.unpack_body(frame, name)
+    except (wire.WireError, DecodeError):
+        return
+    again = wire.unpack_body(pb.Frame.FromString(wire.pack_body(message)), name)
+    assert repr(again) == repr(message)  # NaN is not equal to itself
+
+
+def run_metadata(data: bytes) -> None:
+    with contextlib.suppress(Refused):
+        header = calls.read_header({calls.HEADER_KEY: data})
+        assert header.stripe < header.stripes <= STRIPES_MAX and len(data) <= calls.HEADER_BYTES_MAX
+        assert header.host < max(1, header.hosts) <= HOSTS_MAX
+        with contextlib.suppress(ValueError):
+            assert check_name(header.sender).isascii() and "/" not in header.sender
+
+
+def run_holdings(data: bytes) -> None:
+    """Check that what a peer says it has of a payload is within the payload, or is refused."""
+    with contextlib.suppress(Refused):
+        held = calls.read_holdings({calls.HOLDINGS_KEY: data})
+        for each in pb.Holdings.FromString(data).partials:
+            ranges = held.claim((each.key, each.payload_bytes))
+            holes = [] if ranges is None else ranges.holes(each.payload_bytes)
+            missing = sum(stop - start for start, stop in holes)
+            assert ranges is None or missing + ranges.filled == each.payload_bytes
+
+
+def run_shards(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        shards = calls.read_shards(data.decode("latin-1"), "host:1")
+        assert len(shards) <= calls.SHARDS_MAX and all(split_address(shard)[0] for shard in shards)
+
+
+def run_token(data: bytes) -> None:
+    gate = Gate(encrypted=False, token=TOKEN)
+    for sent in (data, data.decode("latin-1")):
+        try:
+            gate.check({TOKEN_KEY: sent})
+        except Denied:
+            assert data != TOKEN
+        else:
+            assert data == TOKEN, "a wrong token was accepted"
+
+
+def run_identity(data: bytes) -> None:
+    """Names of a certificate, as gRPC hands them over: lines of DNS names, a blank line, URIs, a blank line, the CN."""
+    dns, uris, common = (part.split(b"\n") for part in (*data.split(b"\n\n", 2), b"", b"", b"")[:3])
+    context = {"peer_dns": dns, "peer_uri": uris, "x509_common_name": common}
+    texts = [[value.decode("utf-8", "replace") for value in values] for values in (dns, uris, common)]
+    speaks = "a" in learner_names(texts[2][0], texts[0], texts[1])
+    assert speaks <= any(b"a" in value for value in (*dns, *uris, *common))
+    for or_syncer in (False, True):
+        try:
+            Gate(encrypted=True, token=b"").check_speaks_for("a", context, or_syncer=or_syncer)
+        except Denied as error:
+            assert not speaks and len(str(error)) < 1000
+        else:
+            assert speaks or (or_syncer and SYNCER_HOST.encode() in dns)
+
+
+def run_drain_request(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert len(calls.read_drain_request(data)) <= 100
+
+
+LAYOUT = [("a", (300,)), ("b", (3, 5)), ("empty", (0, 4)), ("scalar", ())]
+VALUES = {
+    key: np.linspace(-1, 1, max(1, int(np.prod(shape))), dtype=np.float32)[: int(np.prod(shape))].reshape(shape)
+    for key, shape in LAYOUT
+}
+FORMATS: tuple[codec.Format, ...] = ("float32", "bfloat16", "int8", "int4")
+STATE = {"params/w": np.arange(20, dtype=np.float32).reshape(4, 5), "opt/count": np.int32(7)}
+STATE_LAYOUT = StateLayout(STATE)
+
+
+def state_bytes(state: dict[str, Any]) -> bytes:
+    layout = StateLayout(state)
+    return b"".join(layout.slices(0, layout.num_bytes, lambda name: np.asarray(state[name])))
+
+
+def run_codec(data: bytes) -> None:
+    """A payload has the right size, or is refused; nothing is allocated for what it claims."""
+    format = FORMATS[data[0] % 4] if data else "int4"
+    payload = data[1:]
+    with contextlib.suppress(ValueError), np.errstate(all="ignore"):
+        values = codec.decode(payload, LAYOUT, format)
+        assert [(key, value.shape) for key, value in values.items()] == LAYOUT
+        assert all(value.dtype == np.float32 for value in values.values())
+        assert len(payload) == codec.encoded_size([shape for _, shape in LAYOUT], format)
+
+
+def run_state(data: bytes) -> None:
+    """Bytes of a donor's state are this layout's, or are refused."""
+    with contextlib.suppress(ValueError):
+        state = STATE_LAYOUT.decode(data)
+        assert {name: (value.dtype, value.shape) for name, value in state.items()} == {
+            name: (value.dtype, value.shape) for name, value in STATE.items()
+        }
+        assert len(data) == STATE_LAYOUT.num_bytes
+
+
+PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
+ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
+COMMANDS = (
+    c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
+    c.HostPutBatch((c.SampleRange(0, 8), c.SampleRange(16, 24)), (c.SampleRange(24, 40),)),
+    c.HostStep(5),
+    c.HostArrival(7, ARRIVED),
+    c.HostAdopt(7, ARRIVED),
+    c.HostLeaf(8, -1, "params/w"),
+    c.HostLoadState(9),
+    c.HostSave(10, "[1, 2, 3, [4]]", -1),
+    c.HostRestore(11, (0, 1)),
+    c.HostAnswer(9, "no"),
+    c.HostStop(),
+)
+
+
+def run_parts(data: bytes) -> None:
+    """Parts of a payload: each byte of the data once in the whole, or refused; a part that is cut stays within it."""
+    parts = list(unframed(data))
+    with contextlib.suppress(ValueError):
+        whole = join_parts(parts, PAYLOAD_BYTES_MAX)
+        heads = [8 + 32 * int.from_bytes(part[:8], "little") for part in parts]
+        data_bytes = b"".join(part[head:] for part, head in zip(parts, heads, strict=True))
+        assert all(parts) or not whole
+        assert not all(parts) or sorted(whole) == sorted(data_bytes)
+    for part in parts:
+        with contextlib.suppress(ValueError):
+            cut = cut_part(part, [(0, 10), (20, 50)])
+            assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
+
+
+def run_tape(data: bytes) -> None:
+    """Lines of a tape: replayed or refused with the number of the line."""
+    lines = data.decode("utf-8", "replace").splitlines()
+    with contextlib.suppress(ValueError):
+        for _ in replay(lines, machines.new_syncer()):
+            pass
+
+
+def run_snapshot(data: bytes) -> None:
+    """The state of a machine in a snapshot: taken over, or refused by an ordinary error."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
+        machines.new_syncer().restore(json.loads(data))
+
+
+def with_chunk(body: bytes) -> bytes:
+    return PACKED_HEADER + body + pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
+
+
+BODIES = tuple(wire.pack_body(example) for example in (*EXAMPLES, *COMMANDS))
+TARGETS = {
+    "split": Target((*FRAMES, b""), run_split),
+    "lane": Target(
+        (
+            framed(*FRAMES),
+            framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300, 2)),
+            framed(*value_frames(bytes(900), 300, 2)[::-1], *value_frames(PAYLOAD, 40)),
+            framed(*(with_chunk(body) for body in BODIES), wire.goodbye_frame(PACKED_HEADER, "done")),
+            *(framed(with_chunk(body)) for body in BODIES),
+        ),
+        run_lane,
+    ),
+    "forged_chunk": Target((b"0",), run_forged_chunk),
+    "forged_header": Target((b"0", b"run", b"\xff"), run_forged_header),
+    "message": Target(BODIES, run_message),
+    "metadata": Target((HEADER.SerializeToString(), HOST_HEADER.SerializeToString(), b""), run_metadata),
+    "holdings": Target((HOLDINGS.SerializeToString(), b""), run_holdings),
+    "shards": Target((b"a:1,:2,[::1]:3", b""), run_shards),
+    "token": Target((TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
+    "identity": Target(
+        (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),
+        run_identity,
+    ),
+    "drain_request": Target((pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
+    "codec": Target(
+        tuple(bytes([i]) + codec.encode(VALUES, format) for i, format in enumerate(FORMATS)),
+        run_codec,
+    ),
+    "state": Target((state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
+    "parts": Target((framed(*PARTS), framed(*PARTS[:2], b"")), run_parts),
+    "syncer_machine": Target(machines.SYNCER_SEEDS, machines.run_syncer),
+    "learner_machine": Target(machines.LEARNER_SEEDS, machines.run_learner),
+    "tape": Target(machines.TAPE_SEEDS, run_tape),
+    "snapshot": Target(machines.SNAPSHOT_SEEDS, run_snapshot),
+}

@@ -1,0 +1,96 @@
+"""Whatever arrives from the network: refused or harmless, never a crash, never believed when it was forged."""
+
+import random
+import unittest.mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_jax.transport import wire
+from diloco_jax.transport.session import assembly
+from diloco_jax.transport.trust import security
+from tests.fuzz import targets
+from tests.fuzz.inputs import framed, mutate
+from tests.fuzz.targets import FRAMES, TARGETS, value_frames
+
+INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}  # the others are fast
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_and_their_mutations(name: str) -> None:
+    target, number = TARGETS[name], random.Random(0)
+    for data in target.seeds:
+        target.run(data)
+    for _ in range(INPUTS.get(name, 500)):
+        target.run(mutate(number, target.seeds))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_bytes(name: str, data: st.DataObject) -> None:
+    TARGETS[name].run(data.draw(st.binary(max_size=120)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_frames_cut_swapped_and_repeated(data: st.DataObject) -> None:
+    """Frames that are each valid, in an order that is not: nothing but the right payload ever comes out."""
+    TARGETS["lane"].run(framed(*data.draw(st.lists(st.sampled_from(FRAMES), max_size=8))))
+
+
+def finds(name: str) -> bool:
+    number = random.Random(0)
+    try:
+        for _ in range(300):
+            TARGETS[name].run(mutate(number, TARGETS[name].seeds))
+    except Exception:
+        return True
+    return False
+
+
+def test_a_reader_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not finds("forged_chunk")
+
+    class Anything:
+        def value(self, data: object) -> object:
+            del data
+            return unittest.mock.ANY
+
+    monkeypatch.setattr(assembly, "google_crc32c", Anything())
+    assert finds("forged_chunk")
+
+
+def test_a_reader_that_believes_any_header_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not finds("forged_header")
+
+    class Anything:
+        sender, incarnation = "a", 1
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    right = wire.Reader.__init__
+
+    def init(self: wire.Reader, *arguments: object) -> None:
+        right(self, *arguments)  # type: ignore[arg-type]
+        self._header = Anything()  # type: ignore[assignment]
+
+    monkeypatch.setattr(wire.Reader, "__init__", init)
+    assert finds("forged_header")
+
+
+def test_a_gate_that_compares_only_the_beginning_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not finds("token")
+    monkeypatch.setattr(security.hmac, "compare_digest", lambda sent, right: right.startswith(sent) or sent == right)
+    assert finds("token")
+
+
+def test_a_reader_that_takes_any_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = framed(*value_frames(bytes(2000), 300))
+    TARGETS["lane"].run(large)
+    right = targets.BulkLane
+    monkeypatch.setattr(targets, "BulkLane", lambda: right(1 << 20))
+    with pytest.raises(AssertionError):
+        TARGETS["lane"].run(large)
