@@ -215,7 +215,7 @@ class SyncerProcess:
             merge_s = scenario.merge_s * (0.5 + engine.random.random())
             engine.at(engine.now_s + merge_s, self._merged, effect)
         elif isinstance(effect, Restore):
-            assert isinstance(message, AnchorValue), f"{effect} without an anchor that came"
+            assert isinstance(message, AnchorValue), f"{effect} without an anchor that arrived"
             self.values[effect.fragment_id] = (effect.version, message.digest)
         elif isinstance(effect, SaveSnapshot) and not self._saving:
             self._saving = True

@@ -247,5 +247,5 @@ def test_stop_leaves_the_rest_for_the_next_run() -> None:
 def test_the_past_is_over() -> None:
     engine = Engine(0)
     engine.at(5.0, lambda _: engine.at(4.0, lambda _: None))
-    with pytest.raises(AssertionError, match=r"an event for 4.0 s was asked for at 5.0 s"):
+    with pytest.raises(AssertionError, match=r"an event for 4.0 s was planned at 5.0 s"):
         engine.run(NEVER_S)
