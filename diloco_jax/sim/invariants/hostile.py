@@ -14,7 +14,7 @@ CARRIED_MAX = 1 << 62
 class HostileIsHarmless(Checker):
     """For any message of a learner, the syncer sends only valid messages, and no impossible counter shows in a merge.
 
-    Others' rounds close meanwhile, and the run ends where it should.
+    Rounds of the other learners close meanwhile, and the run ends at its last step.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -125,7 +125,7 @@ class MergedOnce(Checker):
 class SharesAreTold(Checker):
     """A learner that adopts a version gets to know whether its own value is merged there.
 
-    Of a version that goes on for a lost one the syncer does not know any more whose values it holds.
+    The rule excludes a version that replaces a lost one, because the syncer has lost which values it holds.
     """
 
     def __init__(self, cluster: Cluster) -> None:
