@@ -17,6 +17,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S, Engine
 from diloco_jax.sim.holdings import Holdings, Steps, Value
 from diloco_jax.sim.network import Network, SimulatedLink
+from diloco_jax.sim.norms import DrawnNorms
 from diloco_jax.sim.scenario import Scenario
 
 NO_BATCH = Batch((), 0)
@@ -182,3 +183,6 @@ class World:
         self.observers: list[Observer] = []
         self.steps: Steps = {}
         self.useless: set[tuple[str, int]] = set()  # learner and round of values that cannot be used
+        self.norms: DrawnNorms | None = None
+        if scenario.norms is not None:
+            self.norms = DrawnNorms(scenario.norms, scenario.seed, scenario.config.num_fragments)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.norms import NormSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,8 @@ class Scenario:
     """Seconds that a supervisor takes to start a process again, over and above the time that the simulation draws."""
     bad_states: float = 0.0
     """Probability that a whole state turns out to be of no use."""
+    norms: NormSettings | None = None
+    """The norms of the learners' values; None draws none, and merges exclude nobody because of a norm."""
     seed: int = 0
     """Of everything that is drawn during the run."""
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.exclusion import Evidence
 from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
@@ -71,12 +72,17 @@ class SyncerProcess:
         left_out: tuple[str, ...] = ()
         if useless:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)
+        evidence: Evidence | None = None
+        if self._world.norms is not None:
+            left_out, evidence = self._world.norms.merge(merge, left_out, now_s)
         if len(left_out) < len(names):
             before, epoch, version = self.values[fragment_id], self.machine.epoch, merge.global_step
             self._renew(fragment_id, (version, digest_of(before, epoch, fragment_id, version, names, left_out)))
         for observer in self._observers:
             observer.on_merged(merge.global_step, left_out, now_s)
-        self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
+        outcome = (merge.global_step, self.values[fragment_id][1], left_out, now_s)
+        taped = self.inputs is self.taped
+        self.execute(self.taped.on_merged(*outcome, evidence) if taped else self.machine.on_merged(*outcome))
 
     def _renew(self, fragment_id: int, value: Value) -> None:
         self.values[fragment_id] = value

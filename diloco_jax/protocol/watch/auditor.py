@@ -1,4 +1,4 @@
-"""The keeper of a run's book of samples: it reads the inputs of the syncer's tape and their effects."""
+"""The auditor of a run: it keeps the book of samples and repeats exclusions, from the syncer's tape and its effects."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -8,6 +8,7 @@ from diloco_jax.protocol.effects import Drop, Effect, Merge, Note, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, captured, without_stamp
+from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
 from diloco_jax.protocol.watch.sample_book import Book, Findings, Life, SampleShare
 
 
@@ -17,6 +18,7 @@ class Auditor:
     def __init__(self, num_fragments: int, uses: Mapping[Moment, int] | None = None) -> None:
         self.findings = Findings()
         self.book = Book(num_fragments)
+        self.exclusions = ExclusionAuditor(num_fragments, self.findings.add, uses)
         self.rounds = 0
         self.void = 0  # handed out in a history that the run went back behind
         self._lives: dict[str, Life] = {}  # the newest of each learner
@@ -32,6 +34,7 @@ class Auditor:
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
         self._number += 1
+        self.exclusions.take(line, effects)
         kind = line[0]
         dropped = len(line) > 2 and any(isinstance(e, Drop) and e.peer == line[2] for e in effects)
         if kind == "Hello" and not dropped:

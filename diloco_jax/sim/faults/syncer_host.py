@@ -90,6 +90,8 @@ class MortalSyncerHost(SyncerHost):
             states[Moment(snapshot.global_step)] = snapshot.state()
             machine.restore(dict(snapshot.state()))
             values, start, loaded = list(snapshot.values), snapshot.tape_lines, snapshot.global_step
+        if self._world.norms is not None:
+            self._world.norms.begin(snapshot.histories if snapshot is not None else None)
         for _ in replay(self.tape[start:], machine, states):
             pass
         process = self.process = self._new_process(machine, values)
@@ -126,6 +128,8 @@ class MortalSyncerHost(SyncerHost):
             self._on_death()
         # what is later must not be taken for the newest
         self.disk.snapshots = [each for each in self.disk.snapshots if each.global_step <= snapshot.global_step]
+        if self._world.norms is not None:
+            self._world.norms.begin(snapshot.histories)
         epoch = lives(self.tape) + 1
         process = self.process = self._new_process(self.new_syncer(), snapshot.values)
         for observer in self._world.observers:

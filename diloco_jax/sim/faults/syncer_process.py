@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Drop, Effect
+from diloco_jax.protocol.exclusion import RateHistory
 from diloco_jax.protocol.messages import LearnerMessage, Refuse
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
@@ -27,6 +28,7 @@ class SyncerSnapshot(NamedTuple):
     machine: str  # JSON of the machine's state
     values: tuple[Value, ...]
     tape_lines: int  # where on the tape the inputs begin that came later
+    histories: tuple[RateHistory, ...] | None  # of the fragments' rates, if norms are drawn
 
     def state(self) -> Mapping[str, Any]:
         """Return the machine's state."""
@@ -134,7 +136,9 @@ class MortalSyncer(SyncerProcess):
 
     def _take_snapshot(self, global_step: int) -> SyncerSnapshot:
         super()._take_snapshot(global_step)
-        return SyncerSnapshot(global_step, json.dumps(self.machine.state()), tuple(self.values), len(self._tape))
+        norms, state = self._world.norms, json.dumps(self.machine.state())
+        histories = norms.histories if norms is not None else None
+        return SyncerSnapshot(global_step, state, tuple(self.values), len(self._tape), histories)
 
     def _written(self, snapshot: SyncerSnapshot) -> None:
         if self.alive and self.finished_s == NEVER_S:  # else it is half-written, or was written before the last one

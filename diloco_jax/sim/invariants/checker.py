@@ -59,6 +59,8 @@ class HealthyChecker(Checker):
         super().__init__(cluster)
         scenario, network, config = cluster.scenario, cluster.scenario.network, self.config
         self.healed_s = max([network.heals_s, *(fault.over_s for fault in scenario.faults)])
+        if scenario.norms is not None:
+            self.healed_s = max(self.healed_s, scenario.norms.ends_s)
         self.lossless = not network.loss or network.heals_s > 0
         steps = config.groups.gap_max + 2 if config.lockstep else config.overlap_steps + 3
         transfer_s = 0.0

@@ -12,6 +12,7 @@ from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.faults.faults import ARMED, ARMED_S, Fault
 from diloco_jax.sim.faults.network import TroubledOptions
 from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.norms import NormEvent, NormSettings
 
 LEARNERS_MAX = 8
 WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
@@ -82,6 +83,31 @@ def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
     at_s = own.uniform(0.0, 0.7 * until_s)
     fault = Fault(at_s, "hostile", (own.choice(others),), own.uniform(0.3, 1.0) * (until_s - at_s))
     return replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
+
+
+def with_norms(scenario: FaultyScenario) -> FaultyScenario:
+    """Draw norms for the learners' values of a scenario, with learners that diverge, are damaged or are hostile."""
+    random, names = Random(f"norms of {scenario.seed}"), scenario.names
+    # Up to 1,000 times the usual rate a lasting change moves no fragment by its own length in one step.
+    rate, louder = random.choice((1e-6, 1e-5, 1e-4)), random.choice((50.0, 101.0, 300.0, 1000.0))
+    events = [_norm_event(random, random.choice(names)) for _ in range(random.choice((0, 1, 2, 3)))]
+    if random.random() < 0.3:
+        first, steps = random.randint(1, 40), random.choice((20, 200))
+        events += [NormEvent(name, "louder", first, steps, louder) for name in random.choice((names, names[:1]))]
+    if random.random() < 0.2:
+        events.append(NormEvent(names[-1], "hostile", 1, 1))
+    return replace(scenario, norms=NormSettings(rate=rate, events=tuple(events), ends_s=random.uniform(20.0, 80.0)))
+
+
+def _norm_event(random: Random, name: str) -> NormEvent:
+    first = random.randint(1, 40)
+    return random.choice(
+        (
+            NormEvent(name, "damage", first, 1, 10.0 ** random.uniform(2.5, 44.0)),
+            NormEvent(name, "nan", first, random.choice((1, 10))),
+            NormEvent(name, "diverge", first, random.choice((20, 60)), random.choice((1.2, 2.0, 10.0))),
+        )
+    )
 
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:
