@@ -117,9 +117,7 @@ class Evidence(NamedTuple):
     reasons: dict[str, str]
 
 
-def decide(
-    values: Sequence[MeasuredValue], history: RateHistory, length: float, outlier_factor: float
-) -> Decision:
+def decide(values: Sequence[MeasuredValue], history: RateHistory, length: float, outlier_factor: float) -> Decision:
     """Decide which values of a round are merged.
 
     Args:

@@ -1,8 +1,8 @@
 """Drawn norms of the learners' values, and the syncer's side of them: the rule that excludes values from a merge.
 
-A simulated value has no bytes, so its norm is drawn. An inner step moves a fragment by about the usual rate, and the norm
-of a value is the sum over its inner steps. Events change the rate of single steps; so damage shows in each value that
-covers its step, until its learner adopts a newer version. Norms depend on learner, local step, round and seed only.
+A simulated value has no bytes, so its norm is drawn. An inner step moves a fragment by about the usual rate, and the
+norm of a value is the sum over its inner steps. Events change the rate of single steps; so damage shows in each value
+that covers its step, until its learner adopts a newer version. Norms depend on learner, local step, round and seed only.
 """
 
 import math
@@ -100,9 +100,7 @@ class DrawnNorms:
         elsewhere = usual_elsewhere(after, (1,) * len(after), fragment_id)
         after[fragment_id] = next_history(history, decision, values)._replace(elsewhere=elsewhere)
         self.histories = tuple(after)
-        evidence = evidence_of(
-            values, history, settings.length, settings.outlier_factor, overflows, decision.excluded
-        )
+        evidence = evidence_of(values, history, settings.length, settings.outlier_factor, overflows, decision.excluded)
         return tuple(sorted(decision.excluded)), evidence
 
     def events_of(self, learner_id: str) -> tuple[NormEvent, ...]:
@@ -135,12 +133,13 @@ class DrawnNorms:
         random = self._random.setdefault(learner_id, Random(f"norms of {learner_id} in {self._seed}"))
         drawn = self._rates.setdefault(learner_id, [])
         while len(drawn) < local_step:
-            drawn.append(SPREAD ** random.uniform(-1.0, 1.0))
+            drawn.append(math.pow(SPREAD, random.uniform(-1.0, 1.0)))
         return drawn[local_step - 1]
 
     def _arbitrary(self, part: Part, global_step: int) -> float:
         random = Random(f"norm of {part.learner_id} in {global_step} of {self._seed}")
         usual = self.settings.rate * part.steps
         if random.random() < 0.5:
-            return usual * 10.0 ** random.uniform(-12.0, 12.0)
-        return random.choice((0.0, 5e-324, usual, 99.0 * usual, 1e30, 1e300, math.inf, math.nan))
+            return usual * math.pow(10.0, random.uniform(-12.0, 12.0))
+        numbers: tuple[float, ...] = (0.0, 5e-324, usual, 99.0 * usual, 1e30, 1e300, math.inf, math.nan)
+        return random.choice(numbers)

@@ -26,10 +26,10 @@ class ExclusionAuditor:
         # Decisions that were repeated.
         self.repeated = 0
         self._report = report
-        self._initial: tuple[RateHistory | None, ...] = (RateHistory(),) * num_fragments
-        self._histories = list(self._initial)
+        # Of each fragment; None if it is unknown.
+        self._histories: list[RateHistory | None] = [RateHistory()] * num_fragments
         self._orders: dict[int, Merge] = {}
-        self._snapshots: Moments[tuple[RateHistory | None, ...]] = Moments(uses)
+        self._snapshots: Moments[list[RateHistory | None]] = Moments(uses)
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
         """Read one input of the tape and its effects."""
@@ -42,17 +42,17 @@ class ExclusionAuditor:
             if isinstance(effect, Merge):
                 self._orders[effect.global_step] = effect
         for moment in captured(kind, line[2:], effects):
-            self._snapshots.keep(moment, lambda: tuple(self._histories))
+            self._snapshots.keep(moment, self._histories.copy)
 
     def _go_back(self, moment: Moment) -> None:
         """Restore the histories of a snapshot: the model goes back to it in a restart and in a rewind."""
         self._orders.clear()
         if moment == BEGINNING:
-            self._histories = list(self._initial)
+            self._histories = [RateHistory()] * len(self._histories)
         elif moment in self._snapshots:
-            self._histories = list(self._snapshots.at(moment))
+            self._histories = self._snapshots.at(moment).copy()
         else:
-            self._histories = [None] * len(self._initial)
+            self._histories = [None] * len(self._histories)
 
     def _check(self, order: Merge, excluded: list[str], recorded: dict[str, Any] | None) -> None:
         if recorded is None:

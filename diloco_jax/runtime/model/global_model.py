@@ -250,13 +250,9 @@ class GlobalModel:
             arithmetic.forget(fragment_id)
             return Merged(fragment_id, None, left_out, history, evidence)
         base = mark.version if self.step_bytes(fragment_id) else NO_VERSION
-        return Merged(
-            fragment_id, Mark(order.global_step, digest, history, base), left_out, history, evidence
-        )
+        return Merged(fragment_id, Mark(order.global_step, digest, history, base), left_out, history, evidence)
 
-    def _measure(
-        self, fragment_id: int, parts: Sequence[Part], payloads: Mapping[str, Any]
-    ) -> list[MeasuredValue]:
+    def _measure(self, fragment_id: int, parts: Sequence[Part], payloads: Mapping[str, Any]) -> list[MeasuredValue]:
         """Return the learners' parts with the norms of their values, which the arithmetic keeps for `_update`."""
         if not parts:
             return []
@@ -270,9 +266,7 @@ class GlobalModel:
             return None
         parts = [values[i].part for i in decision.merged]
         weights = token_weights([part.tokens for part in parts], [part.steps for part in parts], self._weights)
-        finite, digest = self._arithmetic.update(
-            order.fragment_id, order.global_step, list(decision.merged), weights
-        )
+        finite, digest = self._arithmetic.update(order.fragment_id, order.global_step, list(decision.merged), weights)
         return digest if finite else None
 
     def pieces(self, capture: Capture, *, value_only: bool = False) -> Iterator[SavedPart]:

@@ -19,7 +19,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.faults.cluster import FaultyCluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects
-from diloco_jax.sim.norms import NORM_MAX, DrawnNorms
+from diloco_jax.sim.norms import NORM_MAX, DrawnNorms, NormSettings
 
 # A value is of a lasting change if this fraction of its inner steps is.
 LASTING_SHARE = 0.5
@@ -34,9 +34,9 @@ class ExclusionsHold(Checker):
 
     def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
-        self._norms: DrawnNorms | None = cluster.world.norms
-        events = self._norms.settings.events if self._norms is not None else ()
-        self._any_hostile = any(event.kind == "hostile" for event in events)
+        self._drawn = cluster.world.norms is not None
+        self._norms = cluster.world.norms or DrawnNorms(NormSettings(), 0, self.config.num_fragments)
+        self._any_hostile = any(event.kind == "hostile" for event in self._norms.settings.events)
         self._orders: dict[int, Merge] = {}
         # The highest rate that was ever merged, in all fragments and histories of the run.
         self._highest = 0.0
@@ -50,14 +50,14 @@ class ExclusionsHold(Checker):
         self._in_a_row.clear()
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if self._norms is not None:
+        if self._drawn:
             self._orders |= {effect.global_step: effect for effect in effects if isinstance(effect, Merge)}
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        if self._norms is None:
+        if not self._drawn:
             return
         order = self._orders.pop(global_step)
-        useless = {part.learner_id for part in order.parts if (part.learner_id, global_step) in self._useless}
+        useless = {name for name, number in self.cluster.world.useless if number == global_step}
         values = self._norms.measure(order, useless, now_s)
         for value in values:
             unmergeable = not value.norm <= NORM_MAX
@@ -71,13 +71,8 @@ class ExclusionsHold(Checker):
             bounded = len(history.rates) <= RATES_KEPT and len(history.peaks) <= EARLIER_MIN
             self.check(bounded and len(history.outliers) <= OUTLIERS_KEPT, f"the memory has grown to {history}")
 
-    @property
-    def _useless(self) -> set[tuple[str, int]]:
-        return self.cluster.world.useless
-
     def _check_outliers(self, global_step: int, finite: Sequence[MeasuredValue], left_out: tuple[str, ...]) -> None:
         """Check that a value far above all others, of this round and before, is excluded if others can outvote it."""
-        assert self._norms is not None, "no norms are drawn"
         settings = self._norms.settings
         if sum(value.rate > 0 for value in finite) < VOTERS_MIN or not settings.outlier_factor:
             return
@@ -114,12 +109,10 @@ class ExclusionsHold(Checker):
                 self._others[fragment_id, name] += sum(value.part.learner_id != name for value in finite)
 
     def _is_usual(self, learner_id: str, now_s: float) -> bool:
-        assert self._norms is not None, "no norms are drawn"
         return now_s >= self._norms.settings.ends_s or not self._norms.events_of(learner_id)
 
     def _is_lasting(self, value: MeasuredValue, now_s: float) -> bool:
-        """Return whether at least half of the value's inner steps are of a lasting change, and nothing else happened."""
-        assert self._norms is not None, "no norms are drawn"
+        """Return whether at least LASTING_SHARE of the value's steps are of a lasting change, without other events."""
         part, events = value.part, self._norms.events_of(value.part.learner_id)
         if len(events) != 1 or events[0].kind != "louder" or now_s >= self._norms.settings.ends_s:
             return False

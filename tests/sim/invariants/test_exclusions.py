@@ -1,4 +1,4 @@
-"""Runs with drawn norms: the rule that excludes values keeps its promises, and the checker catches rules that do not."""
+"""Runs with drawn norms: the rule of exclusion keeps its promises, and the checker catches rules that do not."""
 
 import json
 import math
