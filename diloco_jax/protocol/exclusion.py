@@ -3,8 +3,8 @@
 The rule decides from norms, counters and the fragment's history alone. The driver measures the norms and computes the
 merge; the tape records both, so that `diloco audit` and `diloco replay` can repeat each decision.
 
-The *rate* of a value is its norm, divided by the inner steps that it covers. A finite value is an outlier if its rate is
-above a limit, the largest of these three:
+The *rate* of a value is its norm, divided by the inner steps that it covers. A finite value is an outlier if its rate
+is above a limit, which is the largest of:
 
   * `outlier_factor` times the usual rate,
   * HARMLESS times the fragment's length,
@@ -15,8 +15,8 @@ The usual rate is the largest of three medians:
   * The median of the rates that the fragment accepted last.
   * The median of this round, if at least VOTERS_MIN learners moved. A change that concerns everybody, such as the end
     of a long warm-up, must exclude nobody.
-  * The median of the model's liveliest other fragment, for an equal number of parameters. Rows of an embedding rest
-    for hundreds of steps, until their token occurs.
+  * The median of the model's liveliest other fragment, scaled to an equal number of parameters. Rows of an embedding
+    rest for hundreds of steps, until their token occurs.
 
 If at least VOTERS_MIN learners moved, every outlier is excluded: the others outvote it. With fewer voters the rule
 compares an outlier with earlier outliers of its learner. Damage is one jump and does not move on. A divergence grows
@@ -40,7 +40,7 @@ HARMLESS = 1e-3
 VOTERS_MIN = 3
 # Outliers that a fragment remembers.
 OUTLIERS_KEPT = 16
-# An outlier is merged after this many earlier ones of about its size, so honest work is excluded at most twice in a row.
+# Earlier outliers of about the same size, after which one is merged: honest work is excluded at most twice in a row.
 EARLIER_MIN = 2
 # An earlier outlier is about as large if the rate has grown by at most this factor: a ramp grows so from its first
 # round to its third, and a divergence grows more.
@@ -235,7 +235,7 @@ def anchor_problem(distance: float, steps: int, history: RateHistory, length: fl
     The limit is that of a learner's value, for the way of the global model: once for each global step.
 
     Args:
-        distance: norm of the difference between the value and the snapshot's; NaN or infinite if the value is not finite.
+        distance: norm of the difference between the value and the snapshot's; not finite if the value is not.
         steps: global steps from the snapshot's version to the value's.
         history: of the fragment, from the snapshot.
         length: as of `decide`.

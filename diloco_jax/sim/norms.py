@@ -2,7 +2,8 @@
 
 A simulated value has no bytes, so its norm is drawn. An inner step moves a fragment by about the usual rate, and the
 norm of a value is the sum over its inner steps. Events change the rate of single steps; so damage shows in each value
-that covers its step, until its learner adopts a newer version. Norms depend on learner, local step, round and seed only.
+that covers its step, until its learner adopts a newer version. Norms depend on
+learner, local step, round, time and seed only.
 """
 
 import math
