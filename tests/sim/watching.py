@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 
 from diloco_jax.protocol.effects import Adopt, Merge, Note, Send
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.invariants.verdict import Verdict, judge
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
+from diloco_jax.sim.scenario import Scenario
 
 
 class Watch(Observer):
@@ -59,14 +59,14 @@ class Watch(Observer):
         return [after - before for before, after in zip(self.ended[name], self.ended[name][1:], strict=False)]
 
 
-def judged(scenario: FaultyScenario, watch: Watch | None = None) -> Verdict:
+def judged(scenario: Scenario, watch: Watch | None = None) -> Verdict:
     """Simulate; every rule must hold, whatever else a test looks at: so the run is complete, too."""
     verdict = judge(scenario, observers=[watch] if watch is not None else [])
     assert not verdict.problem, verdict
     return verdict
 
 
-def watched(scenario: FaultyScenario) -> Watch:
+def watched(scenario: Scenario) -> Watch:
     """Simulate likewise, and return what was seen."""
     judged(scenario, watch := Watch())
     return watch

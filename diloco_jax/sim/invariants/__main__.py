@@ -9,7 +9,6 @@ from pathlib import Path
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.invariants.draw import random_scenario, with_norms
 from diloco_jax.sim.invariants.verdict import Timeline, judge
 from diloco_jax.sim.scenario import Scenario
@@ -41,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
 
-def _drawn(seed: int, hostile: bool, norms: bool) -> FaultyScenario:
+def _drawn(seed: int, hostile: bool, norms: bool) -> Scenario:
     scenario = random_scenario(seed, hostile=hostile)
     return with_norms(scenario) if norms else scenario
 
 
-def _show(scenario: FaultyScenario, *, quiet: bool, tapes: Path | None) -> int:
+def _show(scenario: Scenario, *, quiet: bool, tapes: Path | None) -> int:
     timeline = Timeline()
     verdict = judge(scenario, observers=[timeline], tapes=tapes)
     if not quiet:

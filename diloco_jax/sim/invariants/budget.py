@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from diloco_jax.protocol.effects import Drop, Finish, Note, SaveSnapshot
 from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -29,7 +29,7 @@ class Counted:
 class BudgetHolds(Checker):
     """No token counts twice, the end is where they reach the budget, and no schedule is further than they are."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._budget, self._step_tokens = cluster.scenario.budget
         # in lockstep a learner counts on by itself

@@ -9,10 +9,10 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.faults import ARMED, ARMED_S, Fault
-from diloco_jax.sim.faults.network import TroubledOptions
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.fault import ARMED, ARMED_S, Fault
+from diloco_jax.sim.network import LinkFaults, NetworkOptions
 from diloco_jax.sim.norms import SPREAD, NormEvent, NormSettings
+from diloco_jax.sim.scenario import Scenario
 
 LEARNERS_MAX = 8
 WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
@@ -32,11 +32,11 @@ HOSTILE_SHARE = 0.15  # of seeds: a learner says anything for a while
 PERIODS_SHARE = 0.3  # of seeds: fragments differ in their periods, or these change on the way
 
 
-def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
+def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     """Draw a scenario with random settings and faults, the same for equal seeds; hostile: with a hostile learner."""
     random = Random(seed)
     learners = random.randint(1, LEARNERS_MAX)
-    names = FaultyScenario(learners=learners).names
+    names = Scenario(learners=learners).names
     joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]  # fewer than half come late
     stayers = [name for name in names if name not in joining]
     leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
@@ -48,7 +48,7 @@ def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
     faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]
     faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
     most_samples = random.choice((1, 1, 4, 8))
-    drawn = FaultyScenario(
+    drawn = Scenario(
         config=config,
         learners=learners,
         total_steps=random.choice((20, 50, 80)) + 2 * config.groups.gap_max,
@@ -85,7 +85,7 @@ def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
     return replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
 
 
-def with_norms(scenario: FaultyScenario) -> FaultyScenario:
+def with_norms(scenario: Scenario) -> Scenario:
     """Draw norms for the learners' values of a scenario, with learners that diverge, are damaged or are hostile.
 
     Half of the scenarios with one period get few fragments and many rounds, so that the rule remembers enough.
@@ -165,18 +165,20 @@ def _with_periods(random: Random, config: ProtocolConfig) -> ProtocolConfig:
             continue
 
 
-def _random_network(random: Random, until_s: float) -> TroubledOptions:
+def _random_network(random: Random, until_s: float) -> NetworkOptions:
     lossy = random.random() < 0.6
-    return TroubledOptions(
+    return NetworkOptions(
         delay_s=random.choice((0.001, 0.01, 0.1, 0.6)),
         jitter_s=random.choice((0.0, 0.01, 0.3)),
         bandwidth_bytes_per_s=random.choice((0.0, 1e7, 1e9)),
-        loss=random.uniform(0.0, 0.1) if lossy else 0.0,
-        duplication=random.uniform(0.0, 0.1) if lossy else 0.0,
-        reorder=random.uniform(0.0, 0.2) if lossy else 0.0,
-        reorder_s=random.choice((0.05, 0.5, 5.0)),
-        late=random.choice((0.0, 0.5)),
-        heals_s=random.choice((0.0, until_s)) if lossy else 0.0,
+        faults=LinkFaults(
+            loss=random.uniform(0.0, 0.1) if lossy else 0.0,
+            duplication=random.uniform(0.0, 0.1) if lossy else 0.0,
+            reorder=random.uniform(0.0, 0.2) if lossy else 0.0,
+            reorder_s=random.choice((0.05, 0.5, 5.0)),
+            late=random.choice((0.0, 0.5)),
+            heals_s=random.choice((0.0, until_s)) if lossy else 0.0,
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from diloco_jax.protocol.effects import Adopt, Evaluated, EvaluateModel, Finish, Note, Send
 from diloco_jax.protocol.messages import Evaluate, LearnerMessage, Score, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -16,7 +16,7 @@ class ScoresAreOfTheModel(Checker):
     At the end either the final model is told of, all of it, or that nobody could evaluate it.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._held: dict[tuple[str, int], dict[int, int]] = {}
         self._busy: dict[tuple[str, int], tuple[int, ...]] = {}  # versions that are being evaluated

@@ -16,7 +16,7 @@ from diloco_jax.protocol.exclusion import (
 )
 from diloco_jax.protocol.messages import LearnerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects
 from diloco_jax.sim.norms import NORM_MAX, DrawnNorms, NormSettings
@@ -32,7 +32,7 @@ class ExclusionsHold(Checker):
     is never excluded. What the rule remembers is bounded.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._drawn = cluster.world.norms is not None
         self._norms = cluster.world.norms or DrawnNorms(NormSettings(), 0, self.config.num_fragments)

@@ -9,9 +9,9 @@ from diloco_jax.protocol.effects import Adopt, Effect, Note, Restore, Send
 from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants.checker import Checker, HealthyChecker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -21,7 +21,7 @@ SHADOW_EVERY = 300  # inputs, on the mean, after which another machine takes ove
 class TapeReplays(Checker):
     """A fresh syncer that is fed the tape takes the same decisions, input by input, over all lives."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._effects: list[list[Effect]] = [[]]  # of the beginning, which nobody watched
 
@@ -47,7 +47,7 @@ class StateRoundTrip(Checker):
     what it was.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._random = Random(cluster.scenario.seed)
         self._shadow: Syncer | None = None
@@ -98,7 +98,7 @@ class StateRoundTrip(Checker):
 class AnchorsAgree(HealthyChecker):
     """A version of a fragment is one value, whoever holds it, and no value is lost that somebody can bring."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         values = enumerate(cluster.host.process.values)
         self._digests = {(0, fragment_id, version): digest for fragment_id, (version, digest) in values}
@@ -165,7 +165,7 @@ class AnchorsAgree(HealthyChecker):
         fragment_id, version = note.fragment_id, self.cluster.syncer.versions[note.fragment_id]
         made = max(v for (lineage, p, v) in self._digests if (lineage, p) == (self.lineage, fragment_id))
         self._forsaken |= {(self.lineage, fragment_id, v) for v in range(version + 1, made + 1)}
-        if not self.lossless or now_s < self.cluster.scenario.network.heals_s:
+        if not self.lossless or now_s < self.messages_heal_s:
             return
         for node in self.cluster.nodes.values():
             process = node.process

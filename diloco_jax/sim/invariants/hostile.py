@@ -3,7 +3,7 @@
 from diloco_jax.protocol.claims import OVERTAKES_MAX
 from diloco_jax.protocol.effects import Merge, Note, Send
 from diloco_jax.protocol.messages import LearnerMessage
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects
 
@@ -16,7 +16,7 @@ class HostileIsHarmless(Checker):
     Others' rounds close meanwhile, and the run ends where it should.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         most = max(node.step_samples for node in cluster.nodes.values())
         self._step_tokens_max = self.config.tokens_per_step_factor_max * most * cluster.scenario.sample_tokens

@@ -15,7 +15,7 @@ from diloco_jax.protocol.effects import (
 )
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import AnchorRequest, FragmentValue, PullRequest, StatePull, StepReport, SyncerMessage
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -29,7 +29,7 @@ class NeverWaits(Checker):
     for an evaluation of the global model alone.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._ended: dict[tuple[str, int], float] = {}
 
@@ -60,7 +60,7 @@ class StepsUndisturbed(Checker):
     ANSWERED = (PullRequest, AnchorRequest, StatePull)
     DONE = (Send, Drop, Unstage, UnstageState, Finish)  # the rest touches the training state, or is of a recovery
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._began: dict[tuple[str, int], tuple[object, ...]] = {}
 
@@ -88,7 +88,7 @@ def _depended_on(machine: Learner) -> tuple[object, ...]:
 class FreshLearnersKeepQuiet(Checker):
     """A learner neither steps, reports nor contributes before it holds a global value of every fragment."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._held: dict[tuple[str, int], set[int]] = defaultdict(set)
 
@@ -111,7 +111,7 @@ class FreshLearnersKeepQuiet(Checker):
 class CopiesBounded(Checker):
     """Staged copies are few, each is freed once, and a value is sent only from a copy that is there."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._staged: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
 

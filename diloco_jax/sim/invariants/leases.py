@@ -7,7 +7,7 @@ from diloco_jax.protocol.leases import BOOK
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.protocol.watch.auditor import Auditor
 from diloco_jax.protocol.watch.sample_book import Life, RangeMap, joined
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -17,7 +17,7 @@ COMPARED_EVERY = 20  # inputs of the syncer
 class LeasesAccount(Checker):
     """Every index that was handed out has exactly one fate, and nobody reads what was not leased to it."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._auditor = Auditor(self.config.num_fragments)
         self._lines = 1  # of the tape that were taken; the first one, of the beginning, leases nothing

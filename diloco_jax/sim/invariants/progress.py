@@ -2,8 +2,8 @@
 
 from diloco_jax.protocol.effects import Adopt, Note
 from diloco_jax.protocol.messages import LearnerMessage, SyncerMessage
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.cluster import FaultyCluster
 from diloco_jax.sim.invariants.checker import HealthyChecker, longest_step_s
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -11,7 +11,7 @@ from diloco_jax.sim.node import Effects, LearnerProcess
 class RoundsAdvance(HealthyChecker):
     """Rounds close within a bound, the run completes, and every learner hears of it."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._progress_s = 0.0
 
@@ -38,7 +38,7 @@ class RoundsAdvance(HealthyChecker):
 class EverybodyTrains(HealthyChecker):
     """Whoever is connected begins to train within a bound, with a state of somebody else or without."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._trained: set[tuple[str, int]] = set()
 
@@ -58,7 +58,7 @@ class EverybodyTrains(HealthyChecker):
 class VersionsConverge(HealthyChecker):
     """Whoever is connected adopts every new version, or a newer one, within a bound."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._made: list[tuple[float, int, int, dict[str, int]]] = []  # when, fragment, version, who must get it
         self._held: dict[tuple[str, int, int], int] = {}

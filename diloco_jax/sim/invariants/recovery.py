@@ -6,7 +6,7 @@ from typing import NamedTuple
 from diloco_jax.protocol.effects import AdoptState, Finish, Send, StageState, UnstageState
 from diloco_jax.protocol.messages import Advance, GlobalFragment, StateRequest, Stop, SyncerMessage, Welcome
 from diloco_jax.protocol.watch.sample_book import Life
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
@@ -27,7 +27,7 @@ class RecoveryIsWhole(Checker):
     The donor had heard of everything that its receiver had, keeps few copies, and frees each.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._heard: dict[Life, int] = defaultdict(int)  # newest global step
         self._decided: dict[Life, int] = {}  # the clock when a state was chosen

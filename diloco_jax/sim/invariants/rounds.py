@@ -16,7 +16,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.sample_book import Life
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -24,7 +24,7 @@ from diloco_jax.sim.node import Effects, LearnerProcess
 class VersionsGrow(Checker):
     """Adopted versions grow with the syncer's lives, per incarnation and fragment, and some life has made each."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._held: dict[tuple[str, int, int], tuple[int, int]] = {}  # newest (life, version)
         self._made = {(0, fragment_id, 0) for fragment_id in range(self.config.num_fragments)}  # with the lineage
@@ -63,7 +63,7 @@ class MergedOnce(Checker):
     That holds over all lives of the syncer: none merges a round again, but one that the run went back from.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._payloads: dict[int, dict[str, FragmentValue]] = defaultdict(dict)  # as a driver holds them
         self._merged: set[tuple[str, int, int, int]] = set()
@@ -121,7 +121,7 @@ class SharesAreTold(Checker):
     Of a version that goes on for a lost one the syncer does not know any more whose values it holds.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._given: dict[tuple[int, str], Life] = {}  # round, learner -> whose value the syncer keeps
         self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}  # round -> fragment, learners
@@ -161,7 +161,7 @@ class SharesAreTold(Checker):
 class QuorumHolds(Checker):
     """A round closes with at least K learners, each with a step that no round has counted, and merges only them."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._reported: dict[str, tuple[int, int]] = {}  # learner -> newest (incarnation, local_step)
         self._counted: dict[str, tuple[int, int]] = {}
@@ -200,7 +200,7 @@ class QuorumHolds(Checker):
 class RoundsBounded(Checker):
     """At most max(1, tau) rounds are in flight, never two of one fragment, and every one ends."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._flying: dict[int, int] = {}  # round -> fragment
         self._cut_short: set[int] = set()  # those of a life before, of which there may be an end to tell
@@ -239,7 +239,7 @@ class RoundsBounded(Checker):
 class QuarantineHolds(Checker):
     """A value that could not be used never counts; strikes_max of them in a row end its incarnation for good."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._connected: dict[str, int] = {}  # learner -> incarnation that the syncer knows
         self._values: dict[tuple[str, int], int] = {}  # learner and round -> incarnation of the value

@@ -14,7 +14,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import STEPS_MAX
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
@@ -25,7 +25,7 @@ Fragment = tuple[str, int, int]  # a learner's name and incarnation, and the num
 class StepsApply(Checker):
     """A step is applied to its base only and leads to the value that the syncer made; nothing else is ever adopted."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._values = list(self.values)  # before the newest merge
         self._made = {(0, fragment_id, version): digest for fragment_id, (version, digest) in enumerate(self._values)}
@@ -75,7 +75,7 @@ class WholeWhereNeeded(Checker):
     has to be repeated is a step to whoever reports to hold its base.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._values = list(self.values)  # before the newest merge
         self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer

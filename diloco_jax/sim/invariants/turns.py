@@ -4,7 +4,7 @@ from itertools import chain, repeat
 
 from diloco_jax.protocol.effects import Merge, Note, Send, Stage
 from diloco_jax.protocol.messages import FragmentValue, LearnerMessage, SyncerMessage
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -15,7 +15,7 @@ class TurnsAreKept(Checker):
     Rounds are of no other fragment than that, and learners copy none whose turn is not among the next rounds.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         config = self.config
         later = sorted(config.sync_later.items())

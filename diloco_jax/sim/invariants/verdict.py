@@ -8,12 +8,12 @@ from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, No
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants.all import CHECKERS
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess, MakeLearner, MakeSyncer, Observer
+from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 
 UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
@@ -22,7 +22,7 @@ UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
 class Verdict(NamedTuple):
     """Outcome of a run."""
 
-    scenario: FaultyScenario
+    scenario: Scenario
     problem: str  # empty when every rule held
     events: int
     simulated_s: float
@@ -91,7 +91,7 @@ def _text(effect: Effect) -> str:
 
 
 def judge(
-    scenario: FaultyScenario,
+    scenario: Scenario,
     *,
     checkers: Sequence[type[Checker]] = CHECKERS,
     observers: Sequence[Observer] = (),
@@ -113,7 +113,7 @@ def judge(
         ValueError: `tapes` holds some already.
         OSError: `tapes` cannot be written.
     """
-    cluster = FaultyCluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
+    cluster = Cluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
     recorder = LearnerTapes(cluster, list(map(str, scenario.faults))) if tapes is not None else None
     cluster.watch(*observers, *([recorder] if recorder is not None else []), *(make(cluster) for make in checkers))
     problem = ""

@@ -13,23 +13,23 @@ from diloco_jax.protocol import exclusion
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.exclusion import Decision, MeasuredValue, RateHistory
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.invariants import __main__ as cli
 from diloco_jax.sim.invariants.draw import random_scenario, with_norms
 from diloco_jax.sim.invariants.exclusions import ExclusionsHold
 from diloco_jax.sim.invariants.verdict import judge
 from diloco_jax.sim.norms import SPREAD, DrawnNorms, NormEvent, NormSettings
+from diloco_jax.sim.scenario import Scenario
 from diloco_jax.tools.replay.audit import audit
 
 CONFIG = ProtocolConfig(
     sync_every=1, num_fragments=1, overlap_steps=1, strikes_max=1000, unmerged_rounds_max=1000, recover_from_peers=False
 )
-ALONE = FaultyScenario(config=CONFIG, learners=1, total_steps=80, norms=NormSettings())
+ALONE = Scenario(config=CONFIG, learners=1, total_steps=80, norms=NormSettings())
 CROWD = replace(ALONE, learners=4, config=replace(CONFIG, quorum=4))
 PAIR = replace(ALONE, learners=2, config=replace(CONFIG, quorum=2))
 
 
-def having(scenario: FaultyScenario, *events: NormEvent, rate: float = 1e-4) -> FaultyScenario:
+def having(scenario: Scenario, *events: NormEvent, rate: float = 1e-4) -> Scenario:
     return replace(scenario, norms=NormSettings(rate=rate, events=events))
 
 
@@ -75,7 +75,7 @@ def hoards_outliers(values: Sequence[MeasuredValue], history: RateHistory, lengt
         (hoards_outliers, having(ALONE, DIVERGING), "the memory has grown"),
     ],
 )
-def test_a_broken_rule_is_caught(rule: Rule, scenario: FaultyScenario, text: str) -> None:
+def test_a_broken_rule_is_caught(rule: Rule, scenario: Scenario, text: str) -> None:
     assert not judge(scenario).problem
     with patch("diloco_jax.sim.norms.decide", rule):
         verdict = judge(scenario, checkers=[ExclusionsHold])
