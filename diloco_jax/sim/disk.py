@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.exclusion import RateHistory
 from diloco_jax.sim.holdings import Value
 
 SNAPSHOTS_KEPT = 3
@@ -13,12 +14,14 @@ class SyncerSnapshot(NamedTuple):
     """The run at one moment.
 
     `machine` is the JSON of the machine's state. `tape_lines` is the number of inputs on the tape before this moment.
+    `histories` has the rates of each fragment; None if no norms are drawn.
     """
 
     global_step: int
     machine: str
     values: tuple[Value, ...]
     tape_lines: int
+    histories: tuple[RateHistory, ...] | None
 
     def state(self) -> Mapping[str, Any]:
         """Return the machine's state."""

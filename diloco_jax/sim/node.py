@@ -18,6 +18,7 @@ from diloco_jax.sim.engine import NEVER_S, Engine
 from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.holdings import Holdings, Steps, Value
 from diloco_jax.sim.network import Garbled, Network, SimulatedLink
+from diloco_jax.sim.norms import DrawnNorms
 from diloco_jax.sim.scenario import Scenario
 
 NO_BATCH = Batch((), 0)
@@ -214,3 +215,6 @@ class World:
         self.observers: list[Observer] = []
         self.steps: Steps = {}
         self.useless: set[tuple[str, int]] = set()
+        self.norms: DrawnNorms | None = None
+        if scenario.norms is not None:
+            self.norms = DrawnNorms(scenario.norms, scenario.seed, scenario.config.num_fragments)

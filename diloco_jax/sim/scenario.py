@@ -8,6 +8,7 @@ from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.norms import NormSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,8 @@ class Scenario:
     """An evaluation takes 0.5 to 1.5 times this, in seconds."""
     bad_scores: float = 0.0
     """Probability that an evaluation gives no finite loss."""
+    norms: NormSettings | None = None
+    """The norms of the learners' values; None draws none, and merges exclude nobody because of a norm."""
     seed: int = 0
     """Seed of everything that is drawn during the run."""
 

@@ -132,6 +132,8 @@ class SyncerHost:
             states[Moment(snapshot.global_step)] = snapshot.state()
             machine.restore(dict(snapshot.state()))
             values, start, loaded = list(snapshot.values), snapshot.tape_lines, snapshot.global_step
+        if self._world.norms is not None:
+            self._world.norms.begin(snapshot.histories if snapshot is not None else None)
         for _ in replay(self.tape[start:], machine, states):
             pass
         process = self.process = self._new_process(machine, values)
@@ -168,6 +170,8 @@ class SyncerHost:
                 return
             self._on_death()
         self.disk.drop_after(snapshot.global_step)
+        if self._world.norms is not None:
+            self._world.norms.begin(snapshot.histories)
         epoch = lives(self.tape) + 1
         process = self.process = self._new_process(self.new_syncer(), snapshot.values)
         for observer in self._world.observers:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Drop, Effect, Merge, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.exclusion import Evidence
 from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Refuse, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
@@ -137,6 +138,9 @@ class SyncerProcess:
         left_out: tuple[str, ...] = ()
         if useless:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)
+        evidence: Evidence | None = None
+        if self._world.norms is not None:
+            left_out, evidence = self._world.norms.merge(merge, left_out, now_s)
         if len(left_out) < len(names):
             before, epoch, version = self.values[fragment_id], self.machine.epoch, merge.global_step
             digest = digest_of(before, epoch, fragment_id, version, names, left_out)
@@ -146,7 +150,9 @@ class SyncerProcess:
             self.values[fragment_id] = (version, digest)
         for observer in self._observers:
             observer.on_merged(merge.global_step, left_out, now_s)
-        self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
+        outcome = (merge.global_step, self.values[fragment_id][1], left_out, now_s)
+        taped = self.inputs is self.taped
+        self.execute(self.taped.on_merged(*outcome, evidence) if taped else self.machine.on_merged(*outcome))
 
     def _tick(self, tick_s: float) -> None:
         # An earlier tick may have replaced this one.
@@ -230,7 +236,9 @@ class SyncerProcess:
         if self.inputs is not self.taped:
             return None
         self.taped.on_snapshot(global_step, self._engine.now_s)
-        return SyncerSnapshot(global_step, json.dumps(self.machine.state()), tuple(self.values), len(self._tape))
+        histories = self._world.norms.histories if self._world.norms is not None else None
+        state = json.dumps(self.machine.state())
+        return SyncerSnapshot(global_step, state, tuple(self.values), len(self._tape), histories)
 
     def _written(self, snapshot: SyncerSnapshot | None) -> None:
         # A dead process leaves an incomplete file. After the end of the run, the final snapshot must stay the newest.

@@ -66,6 +66,8 @@ class HealthyChecker(Checker):
         link_faults = network.faults or LinkFaults()
         self.messages_heal_s = link_faults.heals_s
         self.healed_s = max([link_faults.heals_s, *(fault.over_s for fault in scenario.faults)])
+        if scenario.norms is not None:
+            self.healed_s = max(self.healed_s, scenario.norms.ends_s)
         self.lossless = not link_faults.loss or link_faults.heals_s > 0
         steps = config.groups.gap_max + 2 if config.lockstep else config.overlap_steps + 3
         transfer_s = 0.0

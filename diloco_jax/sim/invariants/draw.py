@@ -11,6 +11,7 @@ from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import ARMED, ARMED_S, Fault
 from diloco_jax.sim.network import LinkFaults, NetworkOptions
+from diloco_jax.sim.norms import SPREAD, NormEvent, NormSettings
 from diloco_jax.sim.scenario import Scenario
 
 LEARNERS_MAX = 8
@@ -89,6 +90,38 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     at_s = own.uniform(0.0, 0.7 * until_s)
     fault = Fault(at_s, "hostile", (own.choice(others),), own.uniform(0.3, 1.0) * (until_s - at_s))
     return replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
+
+
+def with_norms(scenario: Scenario) -> Scenario:
+    """Draw norms for the learners' values of a scenario, with learners that diverge, are damaged or are hostile.
+
+    Half of the scenarios with one period get few fragments and many rounds, so that the rule remembers enough.
+    """
+    random, names, config = Random(f"norms of {scenario.seed}"), scenario.names, scenario.config
+    if not config.by_class and not config.sync_later and random.random() < 0.5:
+        config = replace(config, sync_every=random.choice((2, 4)), num_fragments=random.randint(1, 2))
+        scenario = replace(scenario, config=config, total_steps=scenario.total_steps + 100)
+    rate = random.choice((1e-5, 1e-4, 5e-3))
+    # No lasting change moves a fragment by its own length in one step.
+    louder = random.choice([factor for factor in (50.0, 110.0, 150.0, 1000.0) if SPREAD * factor * rate < 1.0])
+    events = [_norm_event(random, random.choice(names)) for _ in range(random.choice((0, 1, 2, 3)))]
+    if random.random() < 0.4:
+        first, steps = random.randint(10, 60), random.choice((20, 200))
+        events += [NormEvent(name, "louder", first, steps, louder) for name in random.choice((names, names[:1]))]
+    if random.random() < 0.2:
+        events.append(NormEvent(names[-1], "hostile", 1, 1))
+    return replace(scenario, norms=NormSettings(rate=rate, events=tuple(events), ends_s=random.uniform(20.0, 200.0)))
+
+
+def _norm_event(random: Random, name: str) -> NormEvent:
+    first = random.randint(1, 60)
+    return random.choice(
+        (
+            NormEvent(name, "damage", first, 1, 10.0 ** random.uniform(2.5, 44.0)),
+            NormEvent(name, "nan", first, random.choice((1, 10))),
+            NormEvent(name, "diverge", first, random.choice((20, 60)), random.choice((1.2, 2.0, 10.0))),
+        )
+    )
 
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:

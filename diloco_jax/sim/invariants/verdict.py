@@ -43,7 +43,8 @@ class Verdict(NamedTuple):
         return self.local_steps / self.scenario.learners / self.scenario.total_steps
 
     def __str__(self) -> str:
-        what = f"FAILED: {self.problem}; rerun with {command(self.scenario.seed)}" if self.problem else "ok"
+        norms = " --norms" if self.scenario.norms is not None else ""
+        what = f"FAILED: {self.problem}; rerun with {command(self.scenario.seed)}{norms}" if self.problem else "ok"
         return (
             f"seed {self.scenario.seed}: {self.events} events, {self.simulated_s:.1f} s, {self.merged_rounds} rounds "
             f"merged with {self.contributors_per_round:.2f} of {self.scenario.learners} learners: {what}"

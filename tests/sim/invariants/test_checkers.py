@@ -383,4 +383,5 @@ def test_the_real_machines_pass(scenario: Scenario) -> None:
 
 
 def test_every_checker_has_a_broken_machine() -> None:
-    assert {checker for checker, _, _ in BROKEN} == set(CHECKERS)
+    # test_exclusions.py has the broken rules of exclusion, which are in no machine.
+    assert {checker for checker, _, _ in BROKEN} == set(CHECKERS) - {checkers.ExclusionsHold}
