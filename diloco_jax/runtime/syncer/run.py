@@ -169,7 +169,8 @@ class SyncerDriver:
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
-        requests = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        left_out = tuple(sorted(merged.left_out))
+        requests = self._taped.on_merged(order.global_step, digest, left_out, self._now_s(), merged.evidence)
         self.parts.tape.flush()
         self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
         self._execute(requests)

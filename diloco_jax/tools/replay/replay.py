@@ -66,7 +66,8 @@ class Replay:
         arithmetic = local_arithmetic(make_setup(config, plan))
         self.model = make_model(config, plan, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
-        self.difference = ""  # the first one between the run and its repetition
+        # The first difference between the run and its repetition.
+        self.difference = next(iter(self.script.wrong_exclusions), "")
         self.step_difference = ""
         self.captures: Moments[Capture] = Moments(self.script.returns + _on_disk(folder))
         self._initial = self.model.capture()
