@@ -26,7 +26,6 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
@@ -44,7 +43,6 @@ log = logging.getLogger(__name__)
 class Follower:
     """One host that follows, from its first message to its last; whoever steps it calls `next_step` and `leave`."""
 
-    config: RunConfig
     host: Host
     dialler: Dialler
     group: GroupMember
@@ -56,7 +54,7 @@ class Follower:
         self.status: int | None = None  # exit status that the leader said in the end; None before
         self._stepped_s = 0.0
         self._told_stop = False
-        self._values = GlobalValues(self.host.fragments, self.config.wire.down)  # the link thread's
+        self._values = GlobalValues(self.host.fragments, self.host.run.config.wire.down)  # the link thread's
         self._arrived: dict[tuple[int, int], Values] = {}  # fragment, arrival -> value that may be adopted
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
-from diloco_jax.settings.cutting import cut
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
@@ -34,6 +33,7 @@ class Host:
     """One process's devices, and what they have in flight. One thread at a time, where nothing else is said.
 
     Args:
+        run: resolved for the model of `island`.
         island: that is exchanged, or this process's part of it.
         compile_step: compiles what its owner runs; None if nobody here can.
         evaluate: evaluates the global model; None if nobody here can.
@@ -42,19 +42,19 @@ class Host:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         island: ExchangedState,
         compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
         saves: SavedStates | None = None,
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
-        self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
+        self.run = run
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
         self._compile_step = compile_step
         self._evaluate = evaluate
-        self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
-        self.moving = MovingLayout(island.state_layout, config.wire.states)  # how moments travel to another island
+        self._adoptions = Adoptions(island, run.fragments, run.config.adopt)
+        self.moving = MovingLayout(island.state_layout, run.config.wire.states)  # how moments travel to another island
         self.states: dict[int, StagedState] = {}  # copies that were queued, by name
         self._moving: dict[tuple[int, str], MovingState] = {}  # by receiver: each is at a leaf of its own
         self._saves = saves
@@ -64,7 +64,7 @@ class Host:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        return self.plan.fragments
+        return self.run.fragments
 
     @property
     def evaluates(self) -> bool:

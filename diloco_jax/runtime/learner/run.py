@@ -90,7 +90,7 @@ def follow(joining: Joining, stop: threading.Event) -> int:
     """Make the steps of a host that does not lead, until its leader ends; returns the exit status."""
     joining.pulse.phase(LOADING)
     loop = BuiltInLoop(joining.config, joining.learner_id)
-    host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
+    host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
     follower = joining.follower(host, stop, loop.put_batch)
     while (clock := follower.next_step()) is not None:
         loop.step(clock)

@@ -16,7 +16,7 @@ from diloco_jax.runtime.local.machine import check, look
 from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
-from diloco_jax.settings.cutting import cut
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import OF_TOKENS, RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
@@ -49,7 +49,7 @@ def check_input(config: RunConfig) -> None:
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
     check_tokenizer(config)
     blueprint = _check_model(config)
-    make_setup(config, cut(config, blueprint.shapes, blueprint.kinds))
+    make_setup(resolve(config, blueprint.shapes, blueprint.kinds))
     Scorer(config.evaluation)
 
 

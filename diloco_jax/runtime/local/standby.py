@@ -23,6 +23,7 @@ from diloco_jax.runtime.island.host import Host, Told
 from diloco_jax.runtime.local.machine import Machine, emulated_devices
 from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import HEALTH, LOGS
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 
 LOW_PRIORITY = 19  # nice value of a spare that loads
@@ -91,7 +92,7 @@ def compiled_loop(config: RunConfig, island: str, told: Told = lambda words: Non
     """Return the loop of an island with all that it runs compiled, and kept where `keep_programs` said."""
     told(LOADING)
     loop = BuiltInLoop(config, island)
-    host = Host(config, loop.island, loop.warm_up, loop.evaluate)
+    host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up, loop.evaluate)
     host.warm_up(told)
     told("compiling the evaluation")
     host.warm_up_evaluation()

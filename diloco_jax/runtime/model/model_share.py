@@ -35,7 +35,7 @@ from diloco_jax.core.passes import (
 )
 from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.named import make_transformation
 
 PATIENCE_S = 120.0  # for a disk from which nothing is heard
@@ -157,8 +157,9 @@ class Setup(NamedTuple):
         return State(value, outer, residual)
 
 
-def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
-    return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
+def make_shares(run: ResolvedRun) -> Shares:
+    config = run.config
+    return share(run.plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
 
 
 def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
@@ -170,10 +171,11 @@ def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
     return Optax(make_transformation("outer", config.module, config.args, params))
 
 
-def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
-    """Return what a run's processes compute, in so many shares. Raises as `outer_of`."""
-    shares, outer = make_shares(config, plan), outer_of(config.outer, plan)
-    return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
+def make_setup(run: ResolvedRun) -> Setup:
+    """Return the settings of the processes that merge. Raises as `outer_of`."""
+    config = run.config
+    outer = outer_of(config.outer, run.plan)
+    return Setup(make_shares(run), outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
 class FragmentState(NamedTuple):

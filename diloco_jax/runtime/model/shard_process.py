@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, make_setup
 from diloco_jax.runtime.records.signals import be_killed_with_parent
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Traffic
@@ -205,9 +205,9 @@ class ShardRun:
             words = f"{type(error).__name__}: {error}"
         self._pipe.send(ShardAnswer(number, error=words))
 
-    def begin(self, plan: FragmentPlan, threads: int) -> None:
-        """First command: make your share of this plan, for merges with so many threads."""
-        self._share = ModelShare(make_setup(self._config, plan), self._shard, threads)
+    def begin(self, run: ResolvedRun, threads: int) -> None:
+        """Make this shard's share of the model; its merges use `threads` threads. This is the first command."""
+        self._share = ModelShare(make_setup(run), self._shard, threads)
 
     def listen(self, address: str, epoch: int) -> Future[str]:
         """Listen to learners in this life of the syncer; answer with the address and its real port."""

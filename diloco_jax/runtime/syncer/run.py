@@ -11,7 +11,6 @@ and goes on (begin.py). A disk that takes nothing delays inputs, snapshots and t
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 from dataclasses import dataclass
@@ -42,8 +41,7 @@ from diloco_jax.runtime.syncer.parts import Merges, Parts, Results, RunClock
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Listener, control_of, open_listener
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
-from diloco_jax.settings.cutting import cut, settle
-from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.link import Delivery
 
@@ -256,24 +254,24 @@ class SyncerRun:
     ) -> None:
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("drawing the initial model")
-        plan = cut(config, model.shapes, model.kinds)
-        self._config = config = settle(config, plan)
+        resolved = resolve(config, model.shapes, model.kinds)
+        self._config = config = resolved.config
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
         threads = config.syncer.merge_threads or os.cpu_count() or 1
-        setup = make_setup(config, plan)
+        setup = make_setup(resolved)
         self._shards = None
         if setup.shares.count > 1:
             path, death = run_dir / CONFIG_FILE, self._results.put
-            self._shards = MergeShards(setup, plan, path, threads, self._events.put, death)
+            self._shards = MergeShards(setup, resolved, path, threads, self._events.put, death)
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
         self._initial = model.initial_parameters
-        self._model = make_model(config, plan, self._initial(), arithmetic)
+        self._model = make_model(resolved, self._initial(), arithmetic)
         corpus = "" if config.data.remote else model.corpus  # what has to be fetched only islands need
-        self._fingerprint = fingerprint(config, plan.fingerprint, corpus)
-        numbers = range(len(plan.fragments))
+        self._fingerprint = resolved.fingerprint(corpus)
+        numbers = range(len(resolved.fragments))
         self._machine = Syncer(
             config.protocol,
             config.train.steps,
@@ -283,7 +281,7 @@ class SyncerRun:
             budget=config.budget,
             plan=config.evaluations,
         )
-        self._num_parameters = sum(map(math.prod, model.shapes.values()))
+        self._num_parameters = resolved.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
         self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
 
