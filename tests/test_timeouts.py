@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import config_schema, setting_names
+from diloco_jax.settings.schema import config_schema, setting_names
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "diloco_jax"

@@ -28,7 +28,7 @@ def _init_options(parser: Parser) -> None:
 def init(arguments: argparse.Namespace) -> int:
     """Write a config to begin with, and the schema beside it."""
     from diloco_jax.settings.packed import SCHEMA_FILE, copy_config
-    from diloco_jax.settings.text import config_schema
+    from diloco_jax.settings.schema import config_schema
 
     folder = Path(arguments.dir)
     target = copy_config(arguments.config, folder)
@@ -39,7 +39,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 @command("schema", "Print the JSON Schema of a config, for editors.")
 def schema(_: argparse.Namespace) -> int:
-    from diloco_jax.settings.text import config_schema
+    from diloco_jax.settings.schema import config_schema
 
     print(json.dumps(config_schema(), indent=1))
     return 0
@@ -54,7 +54,7 @@ def completion(arguments: argparse.Namespace) -> int:
     """Print a script that completes commands, options, settings and configs."""
     import shtab
 
-    from diloco_jax.settings.text import config_schema, setting_names
+    from diloco_jax.settings.schema import config_schema, setting_names
 
     completers: dict[str, Any] = {"config": dict.fromkeys(CONFIGS, "_diloco_configs") | {"fish": "(_diloco_configs)"}}
     completers |= dict.fromkeys(("run", "run_dir", "folder", "dir", "out"), shtab.DIRECTORY)

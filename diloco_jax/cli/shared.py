@@ -21,13 +21,15 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     """Load the config that the command line names, with the settings that follow it; its path is known from then on."""
     from diloco_jax.settings.packed import find_config
     from diloco_jax.settings.run import RunConfig
-    from diloco_jax.settings.text import load, show_settings
+    from diloco_jax.settings.text import load
 
     command = f"diloco {arguments.name} {arguments.way}" if arguments.name == "launch" else f"diloco {arguments.name}"
     word = arguments.config
     arguments.config = find_config(word)
     if arguments.settings:
-        show_settings(arguments.config, f"{command} {word}")
+        from diloco_jax.settings.schema import show_settings
+
+        show_settings(load(arguments.config), f"{command} {word}")
         raise SystemExit(0)
     _check_content(Path(arguments.config))
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]

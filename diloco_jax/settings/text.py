@@ -3,7 +3,6 @@
 config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
 """
 
-import contextlib
 import copy
 import dataclasses
 import difflib
@@ -15,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import TypeAdapter, ValidationError
 from yaml.composer import ComposerError
 
 from diloco_jax.protocol.releases import RELEASE
@@ -40,7 +38,6 @@ _BRIEF = reprlib.Repr()  # of values in messages: a line, however large or deep 
 _BRIEF.maxstring = _BRIEF.maxother = 200
 _BRIEF.maxlevel = 2
 _ADAPTER = TypeAdapter(RunConfig)
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -93,12 +90,6 @@ def as_begun(config: RunConfig, began: RunConfig) -> RunConfig:
             kept = dataclasses.replace(ours, **{key: getattr(theirs, key)})
             config = dataclasses.replace(config, **{section: kept})
     return config
-
-
-def show_settings(path: str | Path, prog: str) -> None:
-    """Print every setting with its meaning and its value in a config file; `prog` is the command that takes them."""
-    with contextlib.suppress(SystemExit):
-        tyro.cli(RunConfig, default=load(path), args=["--help"], prog=prog, config=(tyro.conf.FlagConversionOff,))
 
 
 def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
@@ -184,9 +175,14 @@ def parse_text(text: str, source: str) -> RunConfig:
     return parse(_mapping(text, source), source)
 
 
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """Return the config as nested dicts of plain values, every setting in full."""
+    return typing.cast(dict[str, Any], _ADAPTER.dump_python(config, mode="json"))
+
+
 def dump(config: RunConfig) -> str:
     """Write the config as YAML, every setting in full; `parse` reads it back to an equal RunConfig."""
-    return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def dump_chosen(config: RunConfig) -> str:
@@ -194,7 +190,7 @@ def dump_chosen(config: RunConfig) -> str:
 
     So a reader of another release needs to know only the settings that were changed.
     """
-    chosen = _differences(_ADAPTER.dump_python(config, mode="json"), _ADAPTER.dump_python(RunConfig(), mode="json"))
+    chosen = _differences(as_plain(config), as_plain(RunConfig()))
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 
@@ -310,28 +306,3 @@ def section_of(hint: Any) -> type | None:
     """Return the dataclass that a setting holds, alone or by name, or may hold; None if it holds none."""
     found = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
     return typing.cast(type | None, found)
-
-
-def config_schema() -> dict[str, Any]:
-    """Return the schema; it refuses every key that `load` refuses as unknown."""
-    for section in {*_sections(RunConfig)}:
-        with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True))(section)
-    return {"$schema": DIALECT, **TypeAdapter(RunConfig).json_schema()}
-
-
-def setting_names(schema: Mapping[str, Any], section: str = "RunConfig", prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every setting that has a name of its own as section.name, with its help text."""
-    properties = schema["$defs"].get(section, schema)["properties"]
-    for name, facts in properties.items():
-        if "$ref" in facts:
-            yield from setting_names(schema, facts["$ref"].rpartition("/")[2], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", facts["description"]
-
-
-def _sections(section: type) -> Iterator[type]:
-    yield section
-    for hint in typing.get_type_hints(section).values():
-        inner = section_of(hint)
-        if inner is not None:
-            yield from _sections(inner)

@@ -5,15 +5,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-UNITS = {
-    "_s": "seconds",
-    "_bytes": "bytes",
-    "_bytes_max": "bytes",
-    "_gb": "GB",
-    "_tflops": "TFLOP/s",
-    "_steps": "steps",
-}
-UNITS |= {"_gb_per_s": "GB/s", "_fraction": "share", "_rate": "rate"}
+from diloco_jax.settings.schema import Section, Setting, sections
+
 ENDS = re.compile(r"\b(Low|High): ")
 
 HEAD = """# Every setting
@@ -38,55 +31,28 @@ def cell(text: str) -> str:
     return ENDS.sub(r"<br>**\1:** ", plain)
 
 
-def kind(name: str, facts: Mapping[str, Any]) -> str:
-    """Tell the unit of a number, or the values that there are."""
-    if "enum" in facts:
-        return ", ".join(f"`{each}`" for each in facts["enum"])
-    if "const" in facts:
-        return f"`{facts['const']}`"
-    if "anyOf" in facts:
-        return " or ".join(dict.fromkeys(kind(name, each) for each in facts["anyOf"] if each.get("type") != "null"))
-    if facts.get("type") in ("integer", "number"):
-        unit = next((UNITS[end] for end in sorted(UNITS, key=len, reverse=True) if name.endswith(end)), "")
-        return unit or ("whole number" if facts["type"] == "integer" else "number")
-    if "$ref" in facts:
-        return "section"
-    words = {"string": "text", "boolean": "true, false", "array": "list", "object": "mapping"}
-    return words[facts["type"]]
-
-
-def default(facts: Mapping[str, Any], required: bool) -> str:
+def default(setting: Setting) -> str:
     """Write a default as YAML has it; empty where none is set."""
-    if required:
+    if setting.required:
         return "must be set"
-    value = facts.get("default")
-    if value in (None, "", [], {}):
+    if setting.default in (None, "", [], {}):
         return "none"
-    return f"`{json.dumps(value) if not isinstance(value, str) else value}`"
+    return f"`{setting.default if isinstance(setting.default, str) else json.dumps(setting.default)}`"
 
 
-def table(schema: Mapping[str, Any], name: str, prefix: str) -> Iterator[str]:
-    """Yield the lines of one section, and of those below it."""
-    section = schema["$defs"].get(name, schema)
-    below = [(key, facts) for key, facts in section["properties"].items() if "$ref" in facts]
-    plain = [(key, facts) for key, facts in section["properties"].items() if "$ref" not in facts]
-    yield f"\n## {prefix.rstrip('.') or 'The run'}\n"
-    yield cell(section["description"]).replace("<br>", "") + "\n"
+def table(section: Section) -> Iterator[str]:
+    """Yield the lines of one section."""
+    yield f"\n## {section.name or 'The run'}\n"
+    yield cell(section.help).replace("<br>", "") + "\n"
     yield "| key | unit or values | default | meaning |\n|---|---|---|---|"
-    for key, facts in plain:
-        asked = key in section.get("required", ())
-        row = (f"`{prefix}{key}`", kind(key, facts), default(facts, asked), cell(facts["description"]))
+    for setting in section.settings:
+        row = (f"`{setting.name}`", setting.kind, default(setting), cell(setting.help))
         yield f"| {' | '.join(row)} |"
-    for key, facts in plain:
-        held = facts.get("additionalProperties")
-        if isinstance(held, dict) and "$ref" in held:
-            yield from table(schema, held["$ref"].rpartition("/")[2], f"{prefix}{key}.NAME.")
-    for key, facts in below:
-        yield from table(schema, facts["$ref"].rpartition("/")[2], f"{prefix}{key}.")
 
 
 def config_page(schema: Mapping[str, Any]) -> str:
     """Return the page, from what `diloco schema` prints."""
-    sections = [(key, facts) for key, facts in schema["properties"].items() if "$ref" in facts]
-    rows = [f"| [{key}](#{key}) | {cell(facts['description'])} |\n" for key, facts in sections]
-    return HEAD + "".join(rows) + "\n".join(table(schema, "RunConfig", "")) + "\n"
+    named = [(key, facts) for key, facts in schema["properties"].items() if "$ref" in facts]
+    rows = [f"| [{key}](#{key}) | {cell(facts['description'])} |\n" for key, facts in named]
+    lines = [line for section in sections(schema) for line in table(section)]
+    return HEAD + "".join(rows) + "\n".join(lines) + "\n"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from manual.__main__ import DOCS, made
-from manual.config_page import cell, config_page, kind
+from manual.config_page import cell, config_page
 
-from diloco_jax.settings.text import config_schema
+from diloco_jax.settings.schema import config_schema, kind_of
 
 MADE = made()
 # Facts about the world and names that happen to be numbers: no end of them is better or worse.
@@ -47,5 +47,5 @@ def test_every_setting_has_its_row_once() -> None:
 
 def test_a_row_is_readable() -> None:
     assert cell("a | b\n  <c> *d*. Low: e. High: f.") == r"a \| b &lt;c> \*d\*. <br>**Low:** e. <br>**High:** f."
-    assert kind("lease_s", {"type": "number"}) == "seconds"
-    assert kind("devices", {"anyOf": [{"type": "integer"}, {"const": "auto"}]}) == "whole number or `auto`"
+    assert kind_of("lease_s", {"type": "number"}) == "seconds"
+    assert kind_of("devices", {"anyOf": [{"type": "integer"}, {"const": "auto"}]}) == "whole number or `auto`"
