@@ -36,17 +36,22 @@ ANY_NAME = "NAME"
 class Setting(NamedTuple):
     """One setting of a config."""
 
-    name: str  # dotted, such as train.steps
-    kind: str  # unit of a number, or the values to choose from
-    default: Any  # as JSON has it
-    required: bool  # whether its section needs it
+    # Dotted, such as train.steps.
+    name: str
+    # Unit of a number, or the values to choose from.
+    kind: str
+    # A plain value, as in JSON.
+    default: Any
+    # A section is invalid without its required settings.
+    required: bool
     help: str
 
 
 class Section(NamedTuple):
     """The settings that share a dataclass."""
 
-    name: str  # dotted, such as islands.mesh; "" for the run itself
+    # Dotted, such as islands.mesh; "" for the run itself.
+    name: str
     help: str
     settings: tuple[Setting, ...]
 

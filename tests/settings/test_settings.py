@@ -111,7 +111,7 @@ def test_a_generation_of_a_config_is_used_like_those_of_the_table() -> None:
     island = _on("v9:1x2").island("island-0")
     assert island.slice is not None
     assert (island.hosts, island.slice.host_bytes, island.slice.peak_flops) == (1, 40e9, 200e12)
-    with pytest.raises(ValueError, match="6 chips, which is no number of whole hosts"):
+    with pytest.raises(ValueError, match="6 chips, which do not fill whole hosts"):
         _on("v9:2x3")
 
 
