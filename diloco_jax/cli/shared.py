@@ -1,4 +1,4 @@
-"""The beginning of several subcommands: the config, and the folder of the run."""
+"""What several subcommands do first: load the config and find the folder of the run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], object]) -> None:
-    """Print a result: one JSON object with --json, else as `describe` writes it for people."""
+    """Print a result: one JSON object with --json, else the text of `describe`."""
     print(json.dumps(result) if arguments.json else describe(result))
 
 
 def load_config(arguments: argparse.Namespace) -> RunConfig:
-    """Load the config that the command line names, with the settings that follow it; its path is known from then on."""
+    """Load the config of a command line with the settings after it, and replace `arguments.config` by its path."""
     from diloco_jax.settings.packed import find_config
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import load
@@ -34,7 +34,7 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     _check_content(Path(arguments.config))
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
     if files and not Path(arguments.config).exists():
-        raise ValueError(f"the config comes first, settings follow it: {command} {files[0]} --section.name value")
+        raise ValueError(f"the config comes first, then settings: {command} {files[0]} --section.name value")
     for given in (each for each in arguments.overrides if each.startswith("--")):
         name = given.partition("=")[0].removeprefix("--").replace("-", "_")
         if "." not in name and name not in RunConfig.__slots__ and (near := arguments.sub.near_option(given)):
@@ -58,7 +58,7 @@ def run_config(run: str) -> Path:
 
 
 def _check_content(path: Path) -> None:
-    """Check that a config in the folder of a run that has begun is not empty, which would mean the defaults."""
+    """Refuse an empty config in the folder of a run that has started: it would mean the defaults."""
     from diloco_jax.runtime.records.files import CONFIG_FILE, TAPE_FILE
 
     if path.name == CONFIG_FILE and (path.parent / TAPE_FILE).exists():
@@ -68,7 +68,7 @@ def _check_content(path: Path) -> None:
 
 
 def learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
-    """Return the run's folder, the same at every start of a learner: it finds its own saved state there."""
+    """Return the run's folder. It is the same at every start of a learner, which finds its saved state there."""
     from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
 
     path = Path(arguments.config)
