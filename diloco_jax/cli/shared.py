@@ -1,15 +1,18 @@
-"""What several subcommands do first: load the config and find the folder of the run."""
+"""Steps that several subcommands share: load the config, find the folder of the run, print the result."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
+
+WIDTH_MAX = 100
 
 
 def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], object]) -> None:
@@ -27,14 +30,15 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     word = arguments.config
     arguments.config = find_config(word)
     if arguments.settings:
-        from diloco_jax.settings.schema import show_settings
+        from diloco_jax.settings.schema import describe_settings
 
-        show_settings(load(arguments.config), f"{command} {word}")
+        width = min(WIDTH_MAX, shutil.get_terminal_size().columns)
+        print(describe_settings(load(arguments.config), f"{command} {word}", width))
         raise SystemExit(0)
     _check_content(Path(arguments.config))
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
     if files and not Path(arguments.config).exists():
-        raise ValueError(f"the config comes first, then settings: {command} {files[0]} --section.name value")
+        raise ValueError(f"the config comes first, settings follow it: {command} {files[0]} --section.name value")
     for given in (each for each in arguments.overrides if each.startswith("--")):
         name = given.partition("=")[0].removeprefix("--").replace("-", "_")
         if "." not in name and name not in RunConfig.__slots__ and (near := arguments.sub.near_option(given)):

@@ -22,7 +22,7 @@ NAMES = {"env": r"[A-Za-z_][A-Za-z0-9_]*", "xla_flags": r"xla_[a-z0-9_]+"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudConfig:
-    """Where on Google Cloud the run's machines are created. An island's zone and slice are islands.zone and
+    """The place of the run's machines on Google Cloud. An island's zone and slice are islands.zone and
     islands.topology."""
 
     project: str = ""

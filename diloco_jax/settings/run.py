@@ -168,7 +168,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptConfig:
-    """How a learner takes in a global fragment that arrives."""
+    """The learner's way to take in a global fragment."""
 
     mode: Literal["overwrite", "blend", "rebase"] = "overwrite"
     """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: local
@@ -198,7 +198,7 @@ class WireConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """When a process counts as hung and ends itself, so that its supervisor restarts it."""
+    """The time after which a process counts as hung and ends itself, so that its supervisor restarts it."""
 
     least_s: float = 300.0
     """Seconds that a step of an island, or a turn of the syncer's loop, may always take. A process ends if a step takes

@@ -1,7 +1,6 @@
 """Every setting of a config in words: the JSON Schema for editors, the manual, and `diloco train CONFIG --settings`."""
 
 import json
-import shutil
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,6 @@ UNITS = {
     "_rate": "rate",
 }
 KINDS = {"string": "text", "boolean": "true, false", "array": "list", "object": "mapping"}
-WIDTH_MAX = 100
 # Stands in a setting's name for a name that the user chooses, such as that of an island.
 ANY_NAME = "NAME"
 
@@ -92,13 +90,12 @@ def setting_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((setting.name, setting.help) for setting in section.settings)
 
 
-def show_settings(config: RunConfig, command: str) -> None:
-    """Print every setting with its value in this config and its meaning; `command` takes them."""
-    print(describe_settings(config, command, min(WIDTH_MAX, shutil.get_terminal_size().columns)))
-
-
 def describe_settings(config: RunConfig, command: str, width: int) -> str:
-    """Return the text that `show_settings` prints, in lines of at most `width` characters."""
+    """List every setting with its value in this config and its meaning, in lines of about `width` characters.
+
+    Args:
+        command: the command line that takes the settings, up to the config.
+    """
     values = as_plain(config)
     lines = [
         *textwrap.wrap(

@@ -23,7 +23,7 @@ def test_a_unit_or_zero_is_not_left_to_guess() -> None:
     assert len(found) > 150
     zero = [name for name, each in found.items() if each.default == 0 and each.kind not in ("true, false", "text")]
     unsaid = [name for name in zero if not re.search(r"\b0\b", found[name].help)]
-    assert unsaid == ["seed", "data.shuffle_seed", "fragments.split_axis"], f"say what 0 means below {', '.join(unsaid)}"
+    assert unsaid == ["seed", "data.shuffle_seed", "fragments.split_axis"], f"say what 0 means: {unsaid}"
 
 
 def test_every_setting_has_its_row_once() -> None:

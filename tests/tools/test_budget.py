@@ -134,6 +134,6 @@ def test_launch_tells_what_machines_need(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["launch", "gke", small, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["needs"]["syncer"]["memory"]["values"] > 0
     assert main(["launch", "gke", small, "--model.module", "only.in.the.image:Net"]) == 0
-    assert "not known here" in capsys.readouterr().out
+    assert "unknown here" in capsys.readouterr().out
     assert main(["launch", "gke", small, "--model.module", "only.in.the.image:Net", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["needs"] is None

@@ -120,7 +120,7 @@ class IslandsRun:
         self._reasons: dict[str, str] = {}
 
     def run(self) -> None:
-        """Train until all islands have left, or until stopped; ValueError with the reasons if too many failed for good."""
+        """Train until all islands have left, or until stopped; ValueError with reasons if too many failed for good."""
         threads = [threading.Thread(target=self._run_island, args=(name,), name=name) for name in self._devices]
         for thread in threads:
             thread.start()
