@@ -112,7 +112,7 @@ class OwnIsland:
             self._side = joining.follower(self._host, stop, self._take_ranges)
         else:
             signals, flops_per_token = Signals(stop), flops_per_step / size.tokens
-            metrics = own_metrics(config, self.name, state.devices, flops_per_token)
+            metrics = own_metrics(self._host.run.config, self.name, state.devices, flops_per_token)
             self._side = Joined(joining, self._host, size, signals, PayloadSender(signals.fail), metrics)
 
     def state(self) -> dict[str, Any]:
