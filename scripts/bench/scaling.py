@@ -44,9 +44,9 @@ from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, co
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.transport.greeting import Description
-from diloco_jax.transport.grpc_link import GrpcListener
-from diloco_jax.transport.sharded import Dialler
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints.sharded import Dialler
 
 FRAGMENTS = 2
 WAIT_S = 30.0

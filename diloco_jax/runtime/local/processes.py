@@ -31,7 +31,7 @@ class Process:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def obituary(self) -> str:
+    def describe_exit(self) -> str:
         """Describe how the process ended, with its last line."""
         code = self.process.returncode
         killed = code is not None and code < 0
@@ -135,8 +135,8 @@ class Child:
                 self.signal(signal.SIGKILL)
                 each.process.wait()
 
-    def obituary(self) -> str:
-        return (self.first or self.hosts[0]).obituary()
+    def describe_exit(self) -> str:
+        return (self.first or self.hosts[0]).describe_exit()
 
 
 def pause_s(delay_s: float, brief: int) -> float:

@@ -1,6 +1,6 @@
-"""The status of a run: what the syncer says of itself, and how to ask for it.
+"""The status of a run: how the syncer composes it, and how other processes read it.
 
-live.py describes the keys, liveness.py checks a file that nobody may write any more.
+tools/live/words.py describes the keys; liveness.py checks whether the status file is still updated.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
-from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.session.calls import ask_status
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
     from diloco_jax.settings.run import RunConfig
 
 ANSWER_TIMEOUT_S = 5.0
-EVALUATING = "evaluating"  # state of a run: every round is done, an island evaluates the final model
-STARVED_MAX = 4  # names of islands that are told to wait for data
+# The state of a run whose rounds are done, while an island evaluates the final model.
+EVALUATING = "evaluating"
+# The status names at most this many islands that wait for data.
+STARVED_MAX = 4
 
 
 def compose_status(
@@ -42,15 +44,15 @@ def compose_status(
     left_s: float | None,
     **told: Any,
 ) -> dict[str, Any]:
-    """Return what the run does now, for `diloco status` and the live view.
+    """Compose the present state of the run, for `diloco status` and the live view.
 
     Args:
-        stopped: whether somebody has ended it.
-        blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
-        metrics: what each island measured last.
-        left_s: seconds until the last global step, None while unknown.
-        told: said as it is: `alarms` that stand, each with its remedy, `episodes`, all that ever stood, `wire`, and
-            what the newest evaluation found.
+        stopped: Whether a person or a signal has ended the run.
+        blocked: Condition that blocks the run, such as the syncer's full disk; "" if the run waits for islands.
+        metrics: Newest metrics of each island.
+        left_s: Seconds until the last global step, None while unknown.
+        told: Further keys, copied: present `alarms` with their remedies, `episodes` with all earlier alarms, `wire`,
+            and the results of the newest evaluation.
     """
     learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "running" if stats.tokens else "starting"
@@ -78,14 +80,14 @@ def compose_status(
 
 
 def starved(learners: Sequence[Mapping[str, Any]]) -> str:
-    """Name the islands that notably wait for their data, as a part of what everybody waits for."""
+    """Name the islands that wait notably for their data, as an addition to `waiting_for`."""
     shares = {row["learner"]: row.get("metrics", {}).get(WAITING, 0.0) for row in learners if row["state"] == "active"}
     found = [f"{name} {share:.0%} of its time" for name, share in shares.items() if share >= STARVED]
     return f"; data: {', '.join(found[:STARVED_MAX])}" + ", ..." * (len(found) > STARVED_MAX) if found else ""
 
 
 class Earlier(NamedTuple):
-    """Facts that only the status of an earlier process tells: up to half a second old, good enough for people."""
+    """Facts from the status of an earlier process, up to half a second old, which is exact enough for people."""
 
     wire: dict[str, int]
     eval_loss: float | None
@@ -96,7 +98,7 @@ NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
 
 
 def _last_words(run_dir: Path) -> dict[str, Any]:
-    """Return what the file of the status says; nothing when it cannot be read."""
+    """Return the content of the status file; empty if it cannot be read."""
     try:
         said = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -105,7 +107,7 @@ def _last_words(run_dir: Path) -> dict[str, Any]:
 
 
 def read_earlier(run_dir: Path) -> Earlier:
-    """Return what the last process that wrote this folder's status had counted; zeros when that cannot be read."""
+    """Return the counts of the last process that wrote this folder's status; zeros if they cannot be read."""
     said = _last_words(run_dir)
     try:
         wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
@@ -115,7 +117,7 @@ def read_earlier(run_dir: Path) -> Earlier:
 
 
 def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
-    """Remove what processes that are gone said of a run; return a function that puts it back.
+    """Remove address, summary and status of earlier processes; return a function that restores them.
 
     Only the process that holds the folder's lock may call it.
     """
@@ -137,7 +139,7 @@ def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
 
 
 def start_again(run_dir: Path) -> None:
-    """Say that the run of this folder starts again: its last status is of processes that are gone."""
+    """Mark the run as starting, because its last status is from earlier processes."""
     if said := _last_words(run_dir):
         told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
         told["left_s"] = None
@@ -146,30 +148,34 @@ def start_again(run_dir: Path) -> None:
 
 
 def last_state(run_dir: Path) -> str:
-    """Return the last state that the syncer told: one of those in `compose_status`; "" if it told nothing."""
+    """Return the last state that the syncer wrote, one of those in `compose_status`; "" if there is none."""
     return str(_last_words(run_dir).get("state", ""))
 
 
 def complete(run_dir: Path) -> bool:
-    """Tell if the syncer has said that every round is done; an island may still evaluate the final model."""
+    """Tell whether every round is done; an island may still evaluate the final model."""
     return last_state(run_dir) in (EVALUATING, "complete")
 
 
 def known_address(run_dir: Path, config: RunConfig) -> str:
-    """Return where a run's syncer listens: as its folder says, if it is on this machine, else as the config does."""
+    """Return the address of a run's syncer: from its folder if it is on this machine, else from the config."""
     told = run_dir / ADDRESS_FILE
     return told.read_text(encoding="utf-8").strip() if told.exists() else config.transport.address
 
 
 def is_address(run: str) -> bool:
-    """Return whether people mean the address of a syncer, rather than the folder of a run."""
+    """Tell whether an argument is the address of a syncer, rather than the folder of a run."""
     return ":" in run and not Path(run).exists()
 
 
 def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
-    """Return how to ask the syncer of a run, a folder or host:port; ValueError if the folder holds no address.
+    """Return the connection to the syncer of a run, a folder or host:port.
 
-    With `allow_plaintext` an address other than loopback is asked although nothing is encrypted.
+    Args:
+        allow_plaintext: Allow an address other than loopback although nothing is encrypted.
+
+    Raises:
+        ValueError: The folder holds no address.
     """
     plain = allow_plaintext or known.allow_plaintext
     path = Path(run) / ADDRESS_FILE
@@ -183,11 +189,15 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
 def read_status(
     run: str, *, allow_plaintext: bool = False, transport: Callable[[], TransportConfig] = TransportConfig
 ) -> dict[str, Any]:
-    """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
+    """Return the status of a run, a folder or host:port; for a folder, `liveness.judge` checks its processes.
 
-    ValueError if there is no such run, it has not begun, or the address is not allowed; TransportError if nobody
-    answered there. `transport` returns certificates and token, for a syncer that asks for them; it is not
-    called for a file that is fresh, since a config takes a second to load.
+    Args:
+        transport: Returns certificates and token for the syncer. It is not called for a fresh file, because loading a
+            config takes a second.
+
+    Raises:
+        ValueError: There is no such run, it has not started, or the address is not allowed.
+        TransportError: Nobody answered at the address.
     """
 
     def ask() -> dict[str, Any]:
@@ -196,14 +206,14 @@ def read_status(
         return answer
 
     def ask_if_there() -> dict[str, Any] | None:
-        with contextlib.suppress(ValueError, OSError):  # TransportError is an OSError
+        with contextlib.suppress(ValueError, OSError):  # includes TransportError
             return ask() or None
         return None
 
     if is_address(run):
         status = ask()
         if not status:
-            raise ValueError(f"the syncer at {run} has just started and knows nothing yet; try again")
+            raise ValueError(f"the syncer at {run} has just started and has no status yet; try again")
         return status
     folder = Path(run)
     path = folder / STATUS_FILE
@@ -212,7 +222,7 @@ def read_status(
     except OSError as error:
         if (folder / CONFIG_FILE).exists():
             raise ValueError(
-                f"the run in {run} has said nothing yet: it is starting, or ended before it began; see {folder / LOGS}"
+                f"the run in {run} has no status yet: it is starting, or ended before it started; see {folder / LOGS}"
             ) from error
         raise ValueError(f"{run} has no {STATUS_FILE} ({error.strerror}); give a run's folder or host:port") from error
     return judge(folder, status, ask_if_there)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.watch.alarms import REMEDIES
-from diloco_jax.runtime.records.liveness import ENDED
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.records.liveness import ENDED, StartPhase
 from diloco_jax.runtime.records.status import EVALUATING
 from diloco_jax.tools.live.words import (
     alarm_line,

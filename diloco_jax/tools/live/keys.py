@@ -17,8 +17,8 @@ from typing import Any, TextIO
 from diloco_jax.runtime.records.files import LOGS
 from diloco_jax.runtime.records.signals import PARENT_ENV
 from diloco_jax.runtime.records.status import syncer_at
-from diloco_jax.transport.calls import ask_drain
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.session.calls import ask_drain
 
 LEGEND = "d: drain an island   o: open the page in a browser   "
 STOP = {"q": "q: end this view   ", "": "Ctrl-C: stop the run   "}

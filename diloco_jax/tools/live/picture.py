@@ -13,8 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_jax.runtime.records.liveness import SILENT
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.records.liveness import SILENT, StartPhase
 from diloco_jax.tools.live.words import (
     FINISHED,
     NO_VALUE,

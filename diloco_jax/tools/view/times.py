@@ -96,7 +96,7 @@ class IslandTimes:
         island.used[DATA] += moved_s
         island.told_s = busy_s
 
-    def told(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
+    def as_dict(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
         """Return the seconds since the first step, and their uses by island, until the run ended if that is known.
 
         The syncer counts `goodput` of a run that ended more exactly than its records tell. The little in which they
