@@ -317,7 +317,7 @@ class StateEnd(NamedTuple):
 
 
 class StateUnavailable(NamedTuple):
-    """No parts will come from this donor; without a name, no learner can give a state, and the receiver starts without."""
+    """No parts will come from this donor; without a name, no learner can give a state, so the receiver has none."""
 
     donor: str
     reason: str

@@ -198,7 +198,7 @@ class WireConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """The time after which a process counts as hung and ends itself, so that its supervisor restarts it."""
+    """Limits on the time of a step. A process that exceeds them ends itself, and its supervisor restarts it."""
 
     least_s: float = 300.0
     """Seconds that a step of an island, or a turn of the syncer's loop, may always take. A process ends if a step takes

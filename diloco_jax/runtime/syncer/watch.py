@@ -77,7 +77,7 @@ class Watch:
         self._telemetry = Telemetry(self.parts.run_dir, Outlets(self.parts.config, self.parts.run_dir))
 
     def begins(self, how: str) -> None:
-        """Record that a process of the syncer starts, how (begin.py) and on which machine."""
+        """Record the start of a process of the syncer, its mode (begin.py) and its machine."""
         machine = self.parts.machine
         record = {"kind": "life", "t": self.parts.clock.now_s(), "global_step": machine.global_step, "members": []}
         record |= {"epoch": machine.epoch, "reason": f"of the syncer, number {machine.epoch}: {LIVES[how]}"}
