@@ -1,7 +1,7 @@
 """The baseline: plain SPMD data parallel in one process, gradients summed in every step, no outer loop.
 
-Same island code, model, data order, batch per step and schedule as the decoupled run, so that the two differ in
-nothing but the algorithm. Writes the same files.
+It has the island code, model, data order, batch per step and schedule of the decoupled run, so that only the algorithm
+differs. It writes the same files.
 """
 
 import threading
@@ -54,7 +54,7 @@ class DataParallelRun:
         self._time_left = TimeLeft()
 
     def run(self) -> dict[str, Any]:
-        """Train, evaluate and write the summary, which is returned."""
+        """Train, evaluate, write the summary and return it."""
         config, loop = self._config, self._loop
         size, prefetch, steps = loop.batch_size, loop.prefetch, config.planned_steps
         loop.put_batch([(0, size)], [(size, (1 + prefetch) * size)])

@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus, over HTTP; docs/metrics.md has the table.
 
-The syncer's loop hands over what its status says, and durations as they end. A scrape makes its text of that in a
-thread of its own, so the loop never waits for one. Labels are bounded: islands are those that the config names.
+The syncer's loop hands over its status, and each duration when it ends. A separate thread answers scrapes from that, so
+the loop never waits for a scrape. Labels are bounded: islands are the islands that the config names.
 """
 
 import logging
@@ -31,9 +31,11 @@ from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.session.calls import cannot_listen
 
-ISLANDS_MAX = 256  # that have metrics of their own
+# Only so many islands have separate metrics.
+ISLANDS_MAX = 256
 STATES = ("starting", "running", EVALUATING, "complete", "stopped")
-ABSENT = "absent"  # condition of an island that nobody has seen yet
+# The condition of an island before its first hello.
+ABSENT = "absent"
 PHASES = ("quorum", "grace", "pull", "merge")
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)  # in seconds
 ROUND = ("diloco_round_phase_seconds", "a round's wait for its quorum, its grace window, and its pull and merge")
@@ -58,7 +60,7 @@ def _if_known(key: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda row: row.get(key)
 
 
-# Each reads what the loop reported and what `Exposition._found` adds to it.
+# Each getter reads the newest status of the loop with the additions of `Exposition._found`.
 RUN_METRICS = (
     MetricRow(
         "diloco_run_state", "gauge", "", "1 for the state that the run is in, else 0", itemgetter("states"), "state"
@@ -170,7 +172,7 @@ RUN_METRICS = (
         "certificate",
     ),
 )
-# Each reads an island's row of the status, with what the island measures. The label `island` is added to all of them.
+# Each getter reads an island's row of the status with the island's own metrics. All of them have the label `island`.
 ISLAND_METRICS = (
     MetricRow(
         "diloco_island_condition",
@@ -197,7 +199,7 @@ ISLAND_METRICS = (
         "diloco_island_participation_ratio",
         "gauge",
         "ratio",
-        "rounds in which it was merged, over rounds merged",
+        "rounds that merged it, over rounds merged",
         _if_known("participation"),
     ),
     MetricRow(
@@ -231,7 +233,7 @@ ISLAND_METRICS = (
         "diloco_island_data_wait_ratio",
         "gauge",
         "ratio",
-        "share of the time in steps for which it waited for data",
+        "share of the time in steps that it waited for data",
         _if_known("waiting_for_data"),
     ),
     MetricRow(
@@ -259,16 +261,18 @@ ISLAND_METRICS = (
 
 
 class Exposition(Collector):
-    """Metrics of one process of a syncer, and the server that tells them at `url`; empty if nowhere."""
+    """Metrics of one process of a syncer, and their server at `url`; "" without a server."""
 
     def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
         self._parts = parts
         self._writer = writer
         self._names = parts.config.islands.names[:ISLANDS_MAX]
-        self._told: dict[str, Any] = {}  # what the loop said last
+        # The newest status of the loop.
+        self._told: dict[str, Any] = {}
         self._abandoned = 0
         self._rejected: Counter[str] = Counter()
-        prometheus.disable_created_metrics()  # series that nobody asks for
+        # The series of creation times are not used.
+        prometheus.disable_created_metrics()
         self._registry = registry = prometheus.CollectorRegistry()
         for collector in (prometheus.ProcessCollector, prometheus.PlatformCollector, prometheus.GCCollector):
             collector(registry=registry)
@@ -280,9 +284,9 @@ class Exposition(Collector):
         self.url = ""
 
     def open(self, patience_s: float, stop: threading.Event) -> None:
-        """Listen at `syncer.metrics`, if it is set, once a process before this one has left the port.
+        """Listen at `syncer.metrics`, if it is set, as soon as an earlier process has freed the port.
 
-        ValueError if that takes longer than `patience_s`, or this machine has no such address.
+        ValueError if that takes longer than `patience_s`, or if this machine does not have the address.
         """
         if address := self._parts.config.syncer.metrics:
             self._server = patiently(lambda: self._listen(address), patience_s, stop)
@@ -302,7 +306,7 @@ class Exposition(Collector):
             self._server.server_close()
 
     def on_report(self, report: StepReport, now_s: float) -> list[tuple[int, float]]:
-        """Take the durations of broadcasts from a report that its member is about to get; return versions with them."""
+        """Measure broadcasts from a report before the machine gets it; return (version, seconds) of each."""
         took = []
         sent = self._parts.machine.membership.members[report.learner_id].down.sent
         for fragment_id, version, ago_s in report.arrived:
@@ -319,7 +323,7 @@ class Exposition(Collector):
         self._abandoned += note.kind == "abandoned"
 
     def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
-        """Take what came out of a merge that the machine is about to hear of."""
+        """Measure a merge before the machine gets its result."""
         this = self._parts.machine.rounds.flying[global_step]
         self._observe(2, this.closed_s, this.pulled_s, now_s)
         self._rejected.update(list(left_out))
@@ -359,7 +363,7 @@ class Exposition(Collector):
                 yield _metric(row, ["island"], {(each,): value for each, value in found.items()})
 
     def _found(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the loop need not tell: from its words, the settings, the disk, and who writes snapshots."""
+        """Return further values: derived from the status, the settings, the disk and the writer of snapshots."""
         config, writer = self._parts.config, self._writer
         disk, snapshot = shutil.disk_usage(self._parts.run_dir), newest_snapshot(self._parts.run_dir)
         newest, newest_s = snapshot[:2] if snapshot is not None else (None, None)
@@ -381,7 +385,7 @@ class Exposition(Collector):
 
 
 def _metric(row: MetricRow, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:
-    """Return a metric with a sample for each value that is known; the keys are tuples of the labels' values."""
+    """Return a metric with a sample for each known value; keys are tuples of the labels' values."""
     metric = Metric(row.name.removesuffix("_total"), row.help, row.kind)
     for key, value in values.items():
         if value is not None:
