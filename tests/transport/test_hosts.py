@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing.inputs import parts_of
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
@@ -20,6 +19,7 @@ from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Delivery, Rejected, TransportError
 from diloco_jax.transport.sharded import INCOMPLETE_MAX, Dialler, ShardedLink
 from diloco_jax.transport.trust import certificates
+from tests.fuzz.inputs import parts_of
 from tests.transport.ends import CONFIG, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net

@@ -21,7 +21,16 @@ from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
-from tests.runtime.helpers import SLOW_STEP_S, STEP_S, kill_processes, processes_of, start, status, wait_for, write_config
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    STEP_S,
+    kill_processes,
+    processes_of,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(500)]
 

@@ -13,9 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from fuzzing import machines
-from fuzzing.inputs import PAYLOAD_BYTES_MAX, framed, parts_of, unframed
-from fuzzing.machines import EXAMPLES
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
@@ -32,6 +29,9 @@ from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.trust.certificates import learner_names
 from diloco_jax.transport.trust.security import TOKEN_KEY, Denied, Gate
+from tests.fuzz import machines
+from tests.fuzz.inputs import PAYLOAD_BYTES_MAX, framed, parts_of, unframed
+from tests.fuzz.machines import EXAMPLES
 
 HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK, stripes=1)
 HOLDINGS = pb.Holdings(

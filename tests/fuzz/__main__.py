@@ -1,8 +1,9 @@
 """Feed changed and random bytes to everything that parses bytes from the network, at full speed; one JSON line out.
 
-The targets are those of fuzzing/targets.py. An input is a finding when its target fails, takes longer
-than ten seconds, or when a target's memory grows by more than 256 MiB. Findings are printed in hexadecimal, with the
-name of their target, so that each can become a test. `value` is the number of inputs; the status is 1 with findings.
+Run it as `python -m tests.fuzz [--inputs N] [--seed S] [--guided]`. The targets are those of targets.py. An input is a
+finding when its target fails, takes longer than ten seconds, or when a target's memory grows by more than 256 MiB.
+Findings are printed in hexadecimal, with the name of their target, so that each can become a test. `value` is the
+number of inputs; the status is 1 with findings.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 INPUT_TIMEOUT_S = 10
 MEMORY_GROWTH_MAX_MIB = 256
-FINDINGS_MAX = 10  # per target; more of them say nothing new
+# A target with more findings than this has one cause, which the first ones show.
+FINDINGS_MAX = 10
 
 
 class TooSlow(Exception):
@@ -38,7 +40,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.guided_child:
         return guide(arguments.guided_child, arguments.inputs, arguments.seed)
-    from fuzzing.targets import TARGETS
+    from tests.fuzz.targets import TARGETS
 
     names = arguments.targets or list(TARGETS)
     unknown = sorted(set(names) - set(TARGETS))
@@ -66,8 +68,8 @@ def main() -> int:
 
 def mutated(name: str, inputs: int, seed: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Try seeds and changed seeds in this process."""
-    from fuzzing.inputs import mutate
-    from fuzzing.targets import TARGETS
+    from tests.fuzz.inputs import mutate
+    from tests.fuzz.targets import TARGETS
 
     target, number, findings = TARGETS[name], random.Random(f"{name} {seed}"), []
     signal.signal(signal.SIGALRM, _give_up)
@@ -100,7 +102,7 @@ def _memory_mib() -> float:
 
 def guided(name: str, inputs: int, seed: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Run one target under atheris in a child."""
-    command = [sys.executable, __file__, "--guided-child", name, "--inputs", str(inputs), "--seed", str(seed)]
+    command = [sys.executable, "-m", "tests.fuzz", "--guided-child", name, "--inputs", str(inputs), "--seed", str(seed)]
     began_s = time.monotonic()
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     row = {"inputs": inputs, "inputs_per_s": round(inputs / (time.monotonic() - began_s))}
@@ -117,7 +119,7 @@ def guide(name: str, inputs: int, seed: int) -> int:
         sys.stderr.write("atheris is missing: .venv/bin/pip install -c constraints-py311.txt atheris\n")
         return 2
     with atheris.instrument_imports(include=["diloco_jax.transport", "diloco_jax.protocol", "diloco_jax.training"]):
-        from fuzzing.targets import TARGETS
+        from tests.fuzz.targets import TARGETS
     with tempfile.TemporaryDirectory(prefix="diloco-fuzz-") as folder:
         corpus = Path(folder) / "corpus"
         corpus.mkdir()

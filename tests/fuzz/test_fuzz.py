@@ -4,15 +4,15 @@ import random
 import unittest.mock
 
 import pytest
-from fuzzing import targets
-from fuzzing.inputs import framed, mutate
-from fuzzing.targets import FRAMES, TARGETS, value_frames
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.transport import wire
 from diloco_jax.transport.session import assembly
 from diloco_jax.transport.trust import security
+from tests.fuzz import targets
+from tests.fuzz.inputs import framed, mutate
+from tests.fuzz.targets import FRAMES, TARGETS, value_frames
 
 INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}  # the others are fast
 
