@@ -40,14 +40,15 @@ LAYERS: dict[str, set[str]] = {
 ROOMS: dict[str, dict[str, set[str]]] = {
     "protocol": {"": set(), "learner": {""}, "syncer": {""}, "watch": {"", "syncer"}},
     "runtime": {
-        "trackers": set(),
-        "records": {"trackers"},
+        "figures": set(),
+        "trackers": {"figures"},
+        "records": {"trackers", "figures"},
         "model": {"records"},
         "island": {"model", "records"},
         "learner": {"island", "records", "trackers"},
-        "syncer": {"model", "records", "trackers"},
+        "syncer": {"model", "records", "trackers", "figures"},
         "own_loop": {"learner", "island", "model", "records", "trackers"},
-        "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers"},
+        "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers", "figures"},
     },
     "sim": {"": set(), "goodput": {""}, "faults": {""}, "invariants": {"", "faults"}},
     "tools": {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 
-from diloco_jax.tools.live.words import format_count
+from diloco_jax.runtime.figures.forms import format_count
 from diloco_jax.tools.view.page import FOLDER
 
 NUM_COLOURS = 8

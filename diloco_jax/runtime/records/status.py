@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
+from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
@@ -52,29 +53,55 @@ def compose_status(
         told: said as it is: `alarms` that stand, each with its remedy, `episodes`, all that ever stood, `wire`, and
             what the newest evaluation found.
     """
-    learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "running" if stats.tokens else "starting"
     if syncer.finished:
         state = "complete" if stopped or syncer.over else EVALUATING
     elif stopped:
         state = "stopped"
-    return {
-        "run": run,
-        "state": state,
-        "global_step": syncer.global_step,
-        "total_steps": syncer.progress.expected_steps,
-        "left_s": None if left_s is None or state != "running" else round(left_s, 1),
-        "epoch": syncer.epoch,
-        "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
-        "wall_s": round(now_s, 1),
-        "tokens": stats.tokens,
-        "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
-        "contributors_per_round": round(stats.contributors_per_round, 3),
-        "samples": syncer.leases.fates._asdict(),
-        "learners": learners,
-        "said": signature(),
+    return status_of(
+        run=run,
+        state=state,
+        global_step=syncer.global_step,
+        total_steps=syncer.progress.expected_steps,
+        left_s=left_s,
+        epoch=syncer.epoch,
+        waiting_for=blocked or syncer.waiting_for(now_s),
+        wall_s=now_s,
+        tokens=stats.tokens,
+        contributors_per_round=round(stats.contributors_per_round, 3),
+        samples=syncer.leases.fates._asdict(),
+        learners=[row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)],
         **told,
-    }
+    )
+
+
+def status_of(
+    *,
+    state: str,
+    left_s: float | None,
+    wall_s: float,
+    waiting_for: str,
+    learners: Sequence[Mapping[str, Any]],
+    **told: Any,
+) -> dict[str, Any]:
+    """Return a status from facts about a run, with the figures that are computed from them, signed by this process.
+
+    Args:
+        waiting_for: what the run waits for; islands that wait for data are added.
+        told: facts that the status holds as they are.
+    """
+    return with_figures(
+        "status",
+        {
+            "state": state,
+            "left_s": None if left_s is None or state != "running" else round(left_s, 1),
+            "wall_s": round(wall_s, 1),
+            "waiting_for": waiting_for + starved(learners),
+            "learners": list(learners),
+            "said": signature(),
+            **told,
+        },
+    )
 
 
 def starved(learners: Sequence[Mapping[str, Any]]) -> str:

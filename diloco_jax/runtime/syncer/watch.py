@@ -14,6 +14,8 @@ from diloco_jax.protocol.messages import OWN_TIME, FragmentValue, MetricsReport,
 from diloco_jax.protocol.watch.alarms import CALM, Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
+from diloco_jax.runtime.figures import table
+from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
@@ -226,7 +228,9 @@ class Watch:
             values = merged_metrics(self._metrics[name] for name in together)
             self._telemetry.write({"kind": "merged_metrics", **when, "islands": sorted(together), "values": values})
         self._news = False
-        self._telemetry.write({"kind": "wire", **when, **status["wire"]})
+        facts = RunFacts.of(status)
+        tracked = {figure.name: figure.value(facts) for figure in table.RUN_FIGURES if figure.tracked}
+        self._telemetry.write({"kind": "wire", **when, **tracked})
         self._telemetry.flush()
 
     def close(self) -> None:

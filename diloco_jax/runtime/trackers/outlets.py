@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.releases import install_hint
+from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.trackers import built_in
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.named import load_named
@@ -145,7 +146,8 @@ class Outlets:
         elif kind == "merged_metrics":
             self._log(step, record["values"], MERGED)
         elif kind == "wire":
-            self._log(step, {key: record[key] for key in ("up_bytes", "down_bytes")}, MERGED)
+            names = [figure.name for figure in table.RUN_FIGURES if figure.tracked]
+            self._log(step, {name: record[name] for name in names if name in record}, MERGED)
         elif kind == "eval":
             values = {f"eval_{key}": record[key] for key in ("loss", "bits_per_byte")} | {"tokens": record["tokens"]}
             values |= {f"eval_{name}": value for name, value in record.get("scores", {}).items()}

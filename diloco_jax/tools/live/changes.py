@@ -5,18 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.watch.alarms import REMEDIES
+from diloco_jax.runtime.figures import table
+from diloco_jax.runtime.figures.facts import RunFacts
+from diloco_jax.runtime.figures.forms import format_duration
 from diloco_jax.runtime.records.liveness import ENDED
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.runtime.records.status import EVALUATING
-from diloco_jax.tools.live.words import (
-    alarm_line,
-    ended_line,
-    format_count,
-    format_duration,
-    share_done,
-    stands,
-    time_left,
-)
+from diloco_jax.tools.live.words import alarm_line, ended_line, share_done, stands, time_left
 
 LINE_EVERY_S = 1.0  # at most one line so often
 FLAP_S = 30.0  # what was said of something is not said of it again so soon
@@ -117,12 +112,10 @@ class Changes:
 def _progress(status: Mapping[str, Any]) -> str:
     active = sum(row["state"] == "active" for row in status["learners"])
     over = status["state"] in (*ENDED, EVALUATING)
-    rate = "" if over else f" at {format_count(status['tokens_per_s'])}/s"
     parts = [
         f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}",
         "" if over else f"{active} of {len(status['learners'])} islands active",
-        f"{format_count(status['tokens'])} tokens{rate}",
-        f"{status['contributors_per_round']:.2f} contributors per round",
+        *table.texts(table.RUN_FIGURES, RunFacts.of(status), lambda figure: figure.change, over=over),
         time_left(status),
     ]
     return ", ".join(part for part in parts if part)

@@ -13,12 +13,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from diloco_jax.runtime.figures.forms import format_duration
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT
 from diloco_jax.runtime.records.phases import StartPhase, read_phases
 from diloco_jax.tools.live.changes import Changes
 from diloco_jax.tools.live.picture import History, draw_phases, render
-from diloco_jax.tools.live.words import format_duration
 
 REFRESHES_PER_S = 4
 # Time between two readings of a run's files.

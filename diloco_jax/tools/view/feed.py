@@ -8,9 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.runtime.figures import table
+from diloco_jax.runtime.figures.facts import RunFacts
+from diloco_jax.runtime.figures.table import Figure
 from diloco_jax.runtime.records.files import CLOCK_FILE, CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import AWAY, DEAD
-from diloco_jax.runtime.records.status import read_status
+from diloco_jax.runtime.records.status import EVALUATING, read_status
 from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
@@ -24,6 +27,8 @@ LINES_MAX = 50_000  # records that are read between two news
 EVENTS_KEPT = 300
 POINTS_SENT, METRIC_POINTS = 240, 120  # of a curve
 METRICS_FIRST = ("grad_norm", "learning_rate", "mfu", "model_flops_per_s", "step_s", "tokens_per_s", "waiting_for_data")
+# States of a run whose processes work.
+LIVE = ("starting", "running", EVALUATING)
 METRICS_MAX = 24  # that are shown
 CURVES_EVERY = 5  # news with curves, one in so many
 JUDGED_EVERY = 5  # looks after which a status that has not changed is held against the run's processes again
@@ -41,6 +46,10 @@ def alarms_ended(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[
     """List the alarms of a run that ended, the newest last."""
     known = summary["alarms"] if "alarms" in summary else status.get("episodes", ())
     return sorted((each for each in known if not stands(each)), key=lambda each: each["until_s"])
+
+
+def _described(figure: Figure[Any]) -> dict[str, str]:
+    return {"name": figure.name, "words": figure.words, "form": figure.form.name}
 
 
 class RunFeed:
@@ -133,14 +142,21 @@ class RunFeed:
             del self._new_events[:-EVENTS_KEPT]
         self._finished = self._finished or kind == "finished"
 
-    def whole(self) -> dict[str, Any]:
-        """Return all that the page shows of this run."""
+    def whole(self, *, still: bool = False) -> dict[str, Any]:
+        """Return everything that the page shows of this run; `still` for a report, which nobody brings up to date."""
         names = sorted(self.story.metrics, key=lambda name: (name not in METRICS_FIRST, name))[:METRICS_MAX]
         known = ((name, self.story.metrics[name]) for name in names)
         metrics = {name: {who: few(curve.points, METRIC_POINTS) for who, curve in each.items()} for name, each in known}
-        facts = {"name": self.name, "rounds": self._rounds.whole(), "events": [*self._events], "metrics": metrics}
+        columns = [_described(figure) for figure in table.on_page(table.ISLAND_FIGURES)]
+        facts = {
+            "name": self.name,
+            "columns": columns,
+            "rounds": self._rounds.whole(),
+            "events": [*self._events],
+            "metrics": metrics,
+        }
         curves = self.story.curves(POINTS_SENT)
-        return finite({**self._now(), **facts, "curves": curves, "logs": self.logs(), **self._about()})
+        return finite({**self._now(still=still), **facts, "curves": curves, "logs": self.logs(), **self._about()})
 
     def news(self) -> dict[str, Any]:
         """Return what has changed since the news before."""
@@ -151,7 +167,7 @@ class RunFeed:
             told |= {"curves": self.story.curves(POINTS_SENT), "logs": self.logs()}
         return finite(told)
 
-    def _now(self) -> dict[str, Any]:
+    def _now(self, *, still: bool = False) -> dict[str, Any]:
         story, status = self.story, self._status
         summary = story.summary(self._summary)
         summary["samples"] = self._summary.get("samples") or status.get("samples")
@@ -163,7 +179,26 @@ class RunFeed:
         times = self._times.told(self._summary.get("wall_s"), self._summary.get("goodput"))
         now = {"status": status, "summary": summary, "alarms": told, "ended": ended, "times": times}
         now["verdict"] = verdict(status, summary, (len(told), len(ended)), times["goodput"])
+        now |= self._figures(now, live=not still and status.get("state") in LIVE)
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate}
+
+    def _figures(self, now: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
+        """Return the figures of the run now, and those by which it is compared; each with its words and form."""
+        status, summary, times = now["status"], now["summary"], now["times"]
+        more = {"eval_loss": summary.get("eval_loss"), "goodput": times["goodput"], "round_s": self._rounds.pace_s()}
+        facts = RunFacts.of(summary, status, more, {} if live else {"span_s": times["span_s"]})
+        shown: list[dict[str, Any]] = []
+        for figure in table.on_page(table.RUN_FIGURES):
+            if live or not figure.momentary:
+                shown.append({**_described(figure), "value": figure.value(facts)})
+            if figure.name == "eval_bits_per_byte":
+                scores = summary.get("eval_scores") or {}
+                shown += [
+                    {"name": name, "words": name, "form": "score", "value": each} for name, each in scores.items()
+                ]
+        ended = RunFacts.of(summary, {"goodput": summary.get("goodput", times["goodput"])})
+        compared = [{**_described(figure), "value": figure.value(ended)} for figure in table.compared()]
+        return {"figures": shown, "compared": compared, "round_s": facts.round_s}
 
     def _about(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}

@@ -47,4 +47,4 @@ def _read(folder: Path) -> dict[str, Any]:
         pass
     if not feed.story.tracks and not feed.story.evals.last:
         raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
-    return {**feed.whole(), "plan": planned(feed.config), "logs": []}
+    return {**feed.whole(still=True), "plan": planned(feed.config), "logs": []}

@@ -7,9 +7,9 @@ from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.watch.stats import participation, step_overhead
+from diloco_jax.runtime.figures.forms import format_count, format_duration
 from diloco_jax.runtime.records.liveness import ENDED
 from diloco_jax.runtime.records.thinning import merged_counts, stands_for
-from diloco_jax.tools.live.words import format_count, format_duration
 
 STEPS_KEPT = 20_000  # points of a curve whose means are shown
 POINTS_KEPT = 500  # of others

@@ -11,6 +11,8 @@ from typing import Any
 from diloco_jax.protocol.watch.stats import WAITING
 
 ROUNDS_KEPT = 240
+# Newest rounds over which the time per round is a mean.
+PACE_ROUNDS = 40
 KINDS = ("closed", "merged", "abandoned", "round")
 TRAINING, DATA, BETWEEN, JOINING, AWAY = USES = ("training", "data", "between", "joining", "away")
 
@@ -192,6 +194,12 @@ class RoundTimes:
     def whole(self) -> list[dict[str, Any]]:
         """Return all rounds that are kept, the oldest first."""
         return [self._rounds[step] for step in sorted(self._rounds)]
+
+    def pace_s(self) -> float | None:
+        """Return the time from one merge to the next over the newest rounds; None before the second merge."""
+        merged = [this for this in self.whole() if this.get("merged_s")][-PACE_ROUNDS:]
+        steps = merged[-1]["step"] - merged[0]["step"] if merged else 0
+        return (merged[-1]["merged_s"] - merged[0]["merged_s"]) / steps if steps else None
 
     def news(self) -> list[dict[str, Any]]:
         """Return those that have changed since the news before."""
