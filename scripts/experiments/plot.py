@@ -1,18 +1,15 @@
 """Plots of an experiment as small SVG files, made from records alone."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 
-from plotting.charts import SVG_STYLE, Axis, Line, count_axis, line_chart, number_axis, settings_axis
+from plotting.figure import COLOURS, MAIN_COLOUR, Line, line_figure
 
 from experiments.records import Record
 from experiments.spec import Case
 from experiments.tables import Results, compared, value_of
 
-WIDTH, LEGEND, HEIGHT, HEAD = 620, 220, 360, 48
-BYTES_MAX = 40_000
-COLOURS = 8
+BYTES_MAX = 60_000
 
 
 def draw(results: Results) -> str | None:
@@ -36,13 +33,12 @@ def _curves(results: Results) -> str | None:
         for number, (arm, own) in enumerate(results.experiment.arms.items()):
             points = _mean_curve(results.seeds(case, arm))
             if points:
-                tail = points[len(points) // 6 :]  # what follows the first fall, which is the same for all
-                lines.append(Line(name=own.label or arm, points=tail, style=f"k{number % COLOURS}"))
+                # All arms share the first fall, which would hide their differences.
+                tail = points[len(points) // 6 :]
+                lines.append(Line(name=own.label or arm, points=tail, colour=COLOURS[number % len(COLOURS)]))
         if lines:
-            values = [loss for line in lines for _, loss in line.points]
-            x_axis = count_axis(max(x for line in lines for x, _ in line.points), "tokens")
             title = f"{results.experiment.title}: loss of the training, {case.name}"
-            return _drawing(title, lines, x_axis, number_axis(values, "loss"))
+            return line_figure(title, lines, "tokens", "loss")
     return None
 
 
@@ -60,17 +56,16 @@ def _gap(results: Results) -> str | None:
                 record = next(iter(results.seeds(cases[-1], arm).values()))
                 points.append((record["parameters"], statistics.fmean(behind.values())))
         if points:
-            lines.append(Line(name=own.label or arm, points=points, style=f"k{number % COLOURS}", dots=True))
+            colour = COLOURS[number % len(COLOURS)]
+            lines.append(Line(name=own.label or arm, points=points, colour=colour, dots=True))
     if not lines:
         return None
     if experiment.published:
         published = [(float(x), float(y)) for x, y in experiment.published["points"]]
-        lines.append(Line(name=experiment.published["name"], points=published, style="main dashed", dots=True))
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
-    x_axis = settings_axis(xs, "parameters")
+        name = experiment.published["name"]
+        lines.append(Line(name=name, points=published, colour=MAIN_COLOUR, dots=True, dashed=True))
     title = f"{experiment.title}: per cent behind the baseline"
-    return _drawing(title, lines, x_axis, number_axis([0.0, *ys], "per cent"))
+    return line_figure(title, lines, "parameters", "per cent", settings=True)
 
 
 def _arms(results: Results) -> str | None:
@@ -83,31 +78,9 @@ def _arms(results: Results) -> str | None:
         for place, arm in enumerate(arms):
             losses = [value_of(record, "loss") for record in results.seeds(case, arm).values()]
             points = [(float(place), loss) for loss in losses if loss is not None]
-            label = results.experiment.arms[arm].label or arm
-            lines.append(Line(name=f"{place}: {label}", points=points, style=f"k{place % COLOURS}", dots=True))
-        values = [loss for line in lines for _, loss in line.points]
-        if not values:
-            continue
-        ticks = tuple((float(place), str(place)) for place in range(len(arms)))
-        x_axis = Axis(low=-0.5, high=len(arms) - 0.5, ticks=ticks, label="arm", kind="count")
-        return _drawing(
-            f"{results.experiment.title}: final loss, {case.name}", lines, x_axis, number_axis(values, "loss")
-        )
+            name, colour = f"{place}: {results.experiment.arms[arm].label or arm}", COLOURS[place % len(COLOURS)]
+            if points:
+                lines.append(Line(name=name, points=points, colour=colour, dots=True, joined=False))
+        if lines:
+            return line_figure(f"{results.experiment.title}: final loss, {case.name}", lines, "arm", "loss")
     return None
-
-
-def _drawing(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis) -> str:
-    """Return a file of its own: chart, legend and title; it follows the viewer into the dark."""
-    width, height = WIDTH + LEGEND, HEIGHT + HEAD
-    keys = []
-    for index, line in enumerate(lines):
-        y, left = HEAD + 24 + 22 * index, WIDTH + 8
-        keys.append(f'<path class="line {line.style}" d="M{left} {y}h24"/>')
-        keys.append(f'<text class="key" x="{left + 32}" y="{y}" dy="0.32em">{escape(line.name[:34])}</text>')
-    chart = line_chart(title, lines, x_axis, y_axis, width=WIDTH, height=HEIGHT)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-        f'<style>{SVG_STYLE}</style><rect class="page" width="{width}" height="{height}"/>'
-        f'<text class="title" x="18" y="28">{escape(title)}</text>'
-        f'<svg y="{HEAD}" width="{WIDTH}" height="{HEIGHT}">{chart}</svg>{"".join(keys)}</svg>\n'
-    )

@@ -151,7 +151,7 @@ def test_plots_are_small(kind: str) -> None:
     results = collect(replace(UNTUNED, plot=kind, published=published), losses_with({}))
     drawing = draw(results)
     assert drawing is not None and len(drawing) < BYTES_MAX
-    assert ("theirs" in drawing) == (kind == "gap") and drawing.startswith("<svg")
+    assert ("theirs" in drawing) == (kind == "gap") and "<svg" in drawing
     assert draw(collect(UNTUNED, [])) is None
 
 

@@ -1,0 +1,30 @@
+"""Figures show each curve once, with its name, and equal input gives equal bytes."""
+
+from xml.etree import ElementTree
+
+from plotting.figure import COLOURS, Line, line_figure
+
+SVG = "{http://www.w3.org/2000/svg}"
+LINES = [
+    Line(name="one", points=[(1000.0, 0.5), (2000.0, 0.7), (1e6, 0.9)], colour=COLOURS[0]),
+    Line(name="two", points=[(1000.0, 0.4), (1010.0, 0.4), (1e6, 0.2)], colour=COLOURS[1], dots=True, dashed=True),
+]
+
+
+def texts(drawing: str) -> list[str]:
+    return [(text.text or "").strip() for text in ElementTree.fromstring(drawing).iter(f"{SVG}text")]
+
+
+def test_a_figure_names_its_curves_and_axes() -> None:
+    found = texts(line_figure("Title", LINES, "chips", "goodput", settings=True, share=True))
+    assert {"Title", "one", "two", "chips", "goodput", "1k", "2k", "1M", "0%", "100%"} <= set(found)
+
+
+def test_ticks_that_would_touch_are_left_out() -> None:
+    found = texts(line_figure("", LINES, "", "", settings=True))
+    assert "1k" in found and "1.01k" not in found
+
+
+def test_equal_input_gives_equal_bytes_and_no_date() -> None:
+    one, other = (line_figure("Title", LINES, "x", "y") for _ in range(2))
+    assert one == other and "dc:date" not in one
