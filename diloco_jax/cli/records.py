@@ -79,7 +79,8 @@ def _watch(
 
     if arguments.json:
         raise ValueError("--watch draws for people, --json is for machines; give one of them")
-    if folder is None:  # else the run may not have said anything yet
+    # An address must answer; the status of a folder may not be written yet.
+    if folder is None:
         read()
     console = Console()
     stop = stop_on_signals(lambda: show_cursor(console))
@@ -98,7 +99,7 @@ def _drain_options(parser: Parser) -> None:
     parser.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
 
 
-@command("drain", "Let one learner leave after its current step; the others go on.", _drain_options)
+@command("drain", "Let one learner leave after its current step; the others continue.", _drain_options)
 def drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.status import is_address, syncer_at
     from diloco_jax.transport.calls import ask_drain
@@ -207,7 +208,7 @@ def _compare_options(parser: Parser) -> None:
     parser.add_argument("run", nargs="+", help="folder of a run")
 
 
-@command("compare", "What came of several runs, and the settings in which they differ.", _compare_options)
+@command("compare", "The results of several runs, and the settings that differ.", _compare_options)
 def compare(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.view.compare import compare as compare_runs
     from diloco_jax.tools.view.compare import describe

@@ -22,9 +22,12 @@ ALARMS_SHOWN = 8
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
-    """Run syncer and islands to the end, or go on with a run that ended early (`resume`), then write the report.
+    """Run syncer and islands to the end, or continue a run that ended early (`resume`), and write the report.
 
-    Returns the summary; empty when the run failed, after a message that says why. ValueError if a setting is wrong.
+    Returns the summary; {} after a message if the run failed.
+
+    Raises:
+        ValueError: a setting is wrong.
     """
     console = Console(stderr=quiet)
     stop = stop_on_signals(lambda: show_cursor(console))
@@ -50,24 +53,26 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     summary_file = run_dir / SUMMARY_FILE
     if not summary_file.exists():
         say(
-            "stopped while the syncer was away; --resume goes on"
+            "stopped while the syncer was away; --resume continues the run"
             if has_begun(run_dir)
             else "stopped before training began"
         )
         return {"complete": False}
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
+    # A run that stopped before its first step has no report.
     try:
         report = f"report {write_report(run_dir)}"
-    except ValueError as error:  # stopped before the first step
+    except ValueError as error:
         report = f"no report: {error}"
     say(ending(summary, config))
-    from diloco_jax.cli.inference import written  # with what computes, of which this process had no need
+    # The import is late because it loads JAX, which this process did not need.
+    from diloco_jax.cli.inference import written
 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)
     if not summary["complete"] and has_begun(run_dir):
-        say(f"go on: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
+        say(f"continue with: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
     told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
     if more := told[ALARMS_SHOWN:]:
         told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
@@ -77,7 +82,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
 
 
 def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
-    """Say how a run ended: how far it came, and what its newest evaluation found."""
+    """Return how a run ended: its global steps, tokens and time, and the result of its newest evaluation."""
     loss, scores = summary["eval_loss"], scores_text(summary["eval_scores"])
     own = config.model.own
     if loss is not None:

@@ -1,4 +1,4 @@
-"""The facts from which figures are computed: those of one island, and those of a run.
+"""The facts that figures are computed from: those of one island, and those of a run.
 
 They come from `status.json`, from `summary.json`, or straight from the syncer. All of these are mappings with the names
 of the fields below. A fact that a mapping lacks is None, so that files of older versions can be read.
@@ -20,7 +20,7 @@ class IslandFacts:
         condition: a word of protocol/watch/health.py, with `reason` and the seconds since it began.
         finished: whether the island trained until the end of a complete run.
         mean_tokens_per_s: speed over all its steps.
-        staleness: global steps by which the island is behind.
+        staleness: global steps that the island is behind.
         broadcast_s: time that a new version takes to the island.
         metrics: the newest values that the island measured itself, by name (docs/metrics.md).
     """

@@ -1,4 +1,4 @@
-"""The forms in which people read numbers: counts, sizes, durations and shares."""
+"""The forms of numbers for people: counts, sizes, durations and shares."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -321,7 +321,7 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
         always=Words("participation {}"),
         page=5,
         series=Series(
-            "diloco_island_participation_ratio", "gauge", "ratio", "rounds in which it was merged, over rounds merged"
+            "diloco_island_participation_ratio", "gauge", "ratio", "share of the merged rounds that merged it"
         ),
     ),
     Figure(
@@ -391,7 +391,10 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
         column="waits for\ndata",
         wide=True,
         series=Series(
-            "diloco_island_data_wait_ratio", "gauge", "ratio", "share of the time in steps for which it waited for data"
+            "diloco_island_data_wait_ratio",
+            "gauge",
+            "ratio",
+            "share of its time in steps that it spent waiting for data",
         ),
     ),
     Figure(
@@ -477,5 +480,5 @@ def on_page(figures: Sequence[Figure[Facts]]) -> list[Figure[Facts]]:
 
 
 def compared() -> list[Figure[RunFacts]]:
-    """Return the figures by which runs are compared, in their order."""
+    """Return the figures that runs are compared by, in their order."""
     return sorted((figure for figure in RUN_FIGURES if figure.compare), key=lambda figure: figure.compare)

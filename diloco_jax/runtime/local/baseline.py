@@ -1,7 +1,7 @@
-"""The baseline: plain SPMD data parallel in one process, gradients summed in every step, no outer loop.
+"""The baseline: plain data parallel training in one process, with gradients summed in every step and no outer loop.
 
-Same island code, model, data order, batch per step and schedule as the decoupled run, so that the two differ in
-nothing but the algorithm. Writes the same files.
+It has the island code, model, data order, batch per step and schedule of a run with islands, so that only the algorithm
+differs. It writes the same files.
 """
 
 import threading

@@ -37,7 +37,7 @@ from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.calls import cannot_listen
 from diloco_jax.transport.link import split_address
 
-# Number of islands that have metrics of their own.
+# Number of islands that have separate metrics.
 ISLANDS_MAX = 256
 STATES = ("starting", "running", EVALUATING, "complete", "stopped")
 # Condition of an island that has not connected yet.
@@ -60,9 +60,9 @@ class ProcessFacts:
         samples: samples that were leased, and their fates.
         rejected: values that merges of this process left out, by island.
         alarms: number of standing alarms, by kind.
-        unlisted: islands without metrics of their own.
+        unlisted: islands that have no separate metrics.
         snapshot_took_s: how long the newest snapshot took to write.
-        expiries: times at which certificates expire, in seconds since 1970.
+        expiries: ends of certificates, in seconds since 1970, by certificate.
     """
 
     unix_s: float
@@ -217,7 +217,7 @@ class Exposition(Collector):
         self._told: _Told | None = None
         self._abandoned = 0
         self._rejected: Counter[str] = Counter()
-        # Nobody scrapes the times at which series were created.
+        # Nobody scrapes the times when series were created.
         prometheus.disable_created_metrics()
         self._registry = registry = prometheus.CollectorRegistry()
         for collector in (prometheus.ProcessCollector, prometheus.PlatformCollector, prometheus.GCCollector):

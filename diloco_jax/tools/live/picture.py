@@ -1,4 +1,4 @@
-"""Pictures of a run for a terminal, as wide as it is: progress, curves of what was seen, a row per island, alarms."""
+"""The picture of a run for a terminal of any width: progress, curves, a row per island, alarms."""
 
 import math
 import re
@@ -21,19 +21,21 @@ from diloco_jax.runtime.records.liveness import SILENT
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.words import FINISHED, alarm_line, ended_lines, share_done, shown_rows, time_left
 
-POINTS_MAX = 512  # of a curve; then every second one goes
-FIRST_GAP_S = 0.5  # of run time between two points at first; twice as much each time that half of them go
+# A curve of more points loses every second one.
+POINTS_MAX = 512
+# Time of the run between two points at first. It doubles each time that a curve loses half of its points.
+FIRST_GAP_S = 0.5
 BARS = "▁▂▃▄▅▆▇█"
 TRAINING, EVALUATION, SPEED = "training loss", "evaluation loss", "tokens/s"
 
 
 class History:
-    """Curves of a run, from the statuses that came so far."""
+    """The curves of a run, from the statuses that were read so far."""
 
     def __init__(self) -> None:
-        self._begin_again()
+        self._restart()
 
-    def _begin_again(self) -> None:
+    def _restart(self) -> None:
         self._newest = (0.0, 0)  # wall_s, global_step
         self._curves: dict[str, list[float]] = {TRAINING: [], EVALUATION: [], SPEED: []}
         self._gap_s, self._next_s = FIRST_GAP_S, 0.0
@@ -41,8 +43,9 @@ class History:
     def add(self, status: Mapping[str, Any]) -> None:
         """Take the newest status."""
         now = (status["wall_s"], status["global_step"])
+        # A new run in the same folder starts at zero, and a run may return to a snapshot.
         if now < self._newest or now[1] < self._newest[1]:
-            self._begin_again()  # a new run in the same place, or back to a snapshot
+            self._restart()
         self._newest = now
         evaluations, loss = self._curves[EVALUATION], status["eval_loss"]
         if _known(loss) and evaluations[-1:] != [loss]:
@@ -54,11 +57,12 @@ class History:
             self._curves[SPEED].append(status["tokens_per_s"])
         for name, curve in self._curves.items():
             if len(curve) > POINTS_MAX:
-                del curve[-2::-2]  # the newest stays
+                # The newest point stays.
+                del curve[-2::-2]
                 self._gap_s *= 2 if name == TRAINING else 1
 
     def curves(self) -> dict[str, Sequence[float]]:
-        """Return the curves that have two points at least, oldest first."""
+        """Return the curves with at least two points, the oldest first."""
         return {name: tuple(curve) for name, curve in self._curves.items() if len(curve) >= 2}
 
 
@@ -67,7 +71,7 @@ def _known(loss: float | None) -> bool:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as at most so many bars, each the mean of its share of them, between the least and the greatest."""
+    """Return at most `width` bars, each for the mean of an equal share of the values, from least to greatest mean."""
     count = min(width, len(values))
     cuts = [len(values) * bar // count for bar in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
@@ -75,10 +79,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(7, int(8 * (mean - low) / span)) if span > 0 else 0] for mean in means)
 
 
-WIDE = 120  # columns from which a row says more
+# Columns of a terminal that shows more of each island.
+WIDE = 120
 NARROW_BARS, WIDE_BARS = 36, 24
-BAR = 16  # columns of the progress
-STYLES = {  # of conditions of islands, and of states of runs
+# Columns of the bar of progress.
+BAR = 16
+# Conditions of islands and states of runs, by the style that shows them.
+STYLES = {
     "cyan": ("joining", "recovering", "starting"),
     "green": ("training", "evaluating", "running", "complete", FINISHED),
     "yellow": ("slow", "unmerged", "striking", SILENT, "stopped"),
@@ -142,7 +149,7 @@ def _filled(column: Column, islands: Sequence[IslandFacts]) -> list[str | Text]:
 
 
 def _width(header: str, cells: Iterable[str | Text]) -> int:
-    """Return the cells that a column takes, with the space after it."""
+    """Return the width of a column in cells, with the space after it."""
     return 1 + max(cell_len(str(text)) for text in (*header.split("\n"), *cells))
 
 
@@ -170,18 +177,18 @@ def _island_table(islands: Sequence[IslandFacts], width: int) -> Table:
 
 
 def _packed(facts: Iterable[str], width: int) -> str:
-    """Put facts into lines that break between them, never within one unless it is longer than a line."""
+    """Join facts into lines that break between facts, or within a fact only if it is longer than a line."""
     return _wrapped(f"{BOUND}· ".join(fact.replace(" ", BOUND) for fact in facts), width)
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Break text into lines, but no number from its unit."""
+    """Break text into lines, but never between a number and its unit."""
     bound = re.sub(r"(?<=\d) (?=[A-Za-z%])", BOUND, text)
     return "\n".join(textwrap.wrap(bound, max(1, width), break_on_hyphens=False)).replace(BOUND, " ")
 
 
 def _curves(curves: Mapping[str, Sequence[float]], width: int) -> list[str]:
-    """Draw curves with their first and last value; tokens/s only where there is room."""
+    """Draw curves with their first and last value; the speed needs a wide terminal."""
     bars = WIDE_BARS if width >= WIDE else NARROW_BARS
     told = []
     for name, values in curves.items():
@@ -192,7 +199,7 @@ def _curves(curves: Mapping[str, Sequence[float]], width: int) -> list[str]:
 
 
 def _beyond(status: Mapping[str, Any]) -> str:
-    """Explain a count of inner steps that is above the run's global steps; "" where there is none."""
+    """Return an explanation if an island has made more inner steps than the run has global steps; else ""."""
     most = max(status["learners"], key=lambda row: row["local_step"], default=None)
     if most is None or most["local_step"] <= status["total_steps"]:
         return ""
@@ -205,7 +212,7 @@ def _beyond(status: Mapping[str, Any]) -> str:
 
 
 def draw_phases(phases: Sequence[StartPhase]) -> RenderableType:
-    """Draw what processes do that do not train yet, and for how long they have said nothing else."""
+    """Draw what processes do that do not train yet, and for how long they have done it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for phase in phases:
         style = STYLE_OF["joining"]
@@ -220,7 +227,7 @@ def render(
     curves: Mapping[str, Sequence[float]] | None = None,
     phases: Sequence[StartPhase] = (),
 ) -> RenderableType:
-    """Draw a run, so many columns wide; curves have the oldest value first."""
+    """Draw a run that is `width` columns wide; curves have the oldest value first."""
     state = Text(status["state"], style=f"bold {STYLE_OF.get(status['state'], '')}")
     steps = f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}"
     times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status))))

@@ -55,7 +55,7 @@ def show_cursor(console: Console) -> None:
 
 
 class LiveView:
-    """A view of a run that lasts as long as its context; it only reads, in a thread of its own.
+    """A view of a run that lasts as long as its context; it only reads, in a separate thread.
 
     When the context ends, the last picture stays on the terminal.
 

@@ -1,4 +1,4 @@
-"""Runs beside each other: their results, and the settings in which they differ."""
+"""Runs beside each other: their results, and the settings that differ."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from diloco_jax.tools.view.feed import RunFeed
 
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return a row per run, and the settings in which they differ, by name: a value per run, None where it has none."""
+    """Return a row per run, and the settings that differ, by name: a value per run; None if the run lacks it."""
     rows, settings = [], []
     for folder in folders:
         feed = RunFeed(folder)

@@ -1,8 +1,9 @@
 'use strict';
-// The page of one or several runs. All text goes in as text, never as HTML: logs and reasons come from outside.
+// The page of one or several runs. All text is inserted as text, never as HTML, because logs and reasons come from outside.
 const $ = id => document.getElementById(id);
 const token = location.hash.slice(1);
-const still = JSON.parse($('data').textContent);  // all there is, in a page without a server
+// The data of a report, which has no server; null on a served page.
+const still = JSON.parse($('data').textContent);
 const calm = matchMedia('(prefers-reduced-motion: reduce)');
 let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0, metric = 'loss';
 
@@ -24,7 +25,8 @@ function s(tag, props, ...children) {
 }
 function fill(place, ...children) { place.replaceChildren(...children.filter(child => child !== null)); }
 function text(place, words) { if (place.textContent !== words) place.textContent = words; }
-function once(place, key, make) {  // drawn again only when what it shows has changed, so that focus and scroll stay
+// Draws a place again only when its content has changed, so that focus and scroll position stay.
+function once(place, key, make) {
   const now = JSON.stringify(key);
   if (place.drawn !== now) { place.drawn = now; make(); }
 }
@@ -144,7 +146,8 @@ function drawFigures(run) {
 }
 
 // ---- islands: rows stay, so that focus on their buttons does
-function columnsOf(run) {  // pairs of a header and a function that writes the cell of an island
+// Pairs of a header and a function that writes the cell of an island.
+function columnsOf(run) {
   const condition = row => row.finished ? 'finished' : row.condition + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s));
   const mean = row => row.mean_tokens_per_s ? si(row.mean_tokens_per_s) + ' on average' : '';
   const figures = run.columns.map(({name, words, form}) => [words, row =>
@@ -155,7 +158,7 @@ function drawIslands(run) {
   const rows = (run.status.learners || []).length ? run.status.learners
     : Object.entries(run.summary.learners).map(([learner, row]) =>
       ({learner, condition: run.summary.complete ? 'finished' : 'left', local_step: row.local_steps, ...row}));
-  // statuses of older versions do not say who finished
+  // Statuses of older versions do not have the key.
   for (const row of rows) row.finished ??= row.condition === 'finished' || (run.status.state === 'complete' && row.condition === 'left' && row.since_s <= 5);
   const columns = columnsOf(run), table = $('island-table'), names = rows.map(row => row.learner);
   once(table, [run.name, names, run.logs], () => {
@@ -193,13 +196,14 @@ async function drain(learner) {
     const answer = await fetch('drain', {method: 'POST', headers: {'X-Token': token},
       body: JSON.stringify({run: shown, learner})});
     text($('drained'), answer.headers.get('Content-Type').includes('json') ? (await answer.json()).message : await answer.text());
-  } catch (error) { text($('drained'), 'nobody answered: ' + error.message); }
+  } catch (error) { text($('drained'), 'no answer: ' + error.message); }
 }
 
 // ---- rounds
 const PHASES = [['quorum', 'opened_s', 'met_s'], ['grace', 'met_s', 'closed_s'], ['pulls', 'closed_s', 'pulled_s'],
   ['merge', 'pulled_s', 'merged_s'], ['broadcast', 'merged_s', 'heard_s']];
-function timed(round) {  // with when the last island had it
+// Adds the time when the last island had the new version.
+function timed(round) {
   const took = Object.values(round.arrived);
   return {...round, heard_s: took.length && round.merged_s && round.state === 'merged' ? round.merged_s + Math.max(...took) : undefined};
 }
@@ -225,9 +229,10 @@ function lanes(rounds, now) {
   });
 }
 const nice = (from, most) => [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800].find(step => from / step <= most) || from;
-// the last broadcast of a run may wait for the final evaluation: it must not fill the timeline
+// The last broadcast of a run may wait for the final evaluation, and must not fill the timeline.
 const tail = (last, run) => known(last.merged_s) ? last.merged_s + 4 * (run.round_s || 1) : Infinity;
-let scene = null;  // what moves
+// The part of the timeline that moves.
+let scene = null;
 function drawRounds(run) {
   const rounds = run.rounds.map(timed).filter(round => known(begin(round))), box = $('timeline');
   const last = rounds[rounds.length - 1], now = live(run) ? run.end_s : last ? Math.min(end(last, run.end_s), tail(last, run)) : 0;
@@ -290,7 +295,8 @@ $('timeline').addEventListener('keydown', event => {
   if (event.key === 'Escape') pick(null);
   else if (to !== undefined && steps.length) { event.preventDefault(); pick(steps[Math.max(0, Math.min(steps.length - 1, to))]); }
 });
-function move() {  // the present goes on between two news
+// Moves the timeline between two news.
+function move() {
   if (scene && !calm.matches && !document.hidden) {
     scene.moving.setAttribute('transform', `translate(${-scene.perS * Math.min(3, (performance.now() - heardMs) / 1000)} 0)`);
   }
@@ -330,7 +336,8 @@ function chart(place, legend, lines, xForm, label) {
     h('li', {}, h('i', {class: line.style}), line.name))));
   const width = Math.max(240, place.clientWidth), height = Math.min(340, Math.max(200, width * 0.42)), left = 46, bottom = height - 22;
   if (!all.length) return fill(place, h('p', {class: 'soft'}, 'Nothing yet.'));
-  const late = Math.max(...all.map(point => point[0])) * 0.06;  // the steep begin may lie above the chart
+  // The steep start may be above the chart.
+  const late = Math.max(...all.map(point => point[0])) * 0.06;
   const settled = all.filter(point => point[0] >= late).map(point => point[1]), xs = all.map(point => point[0]);
   let [low, high] = [Math.min(...settled), Math.max(...settled)];
   if (low === high) [low, high] = [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)];
@@ -372,7 +379,8 @@ function drawLoss(run) {
   if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
   chart($('loss'), $('loss-legend'), lines, by ? si : time, metric);
 }
-async function refresh() {  // metrics come with the whole only
+// Reads the metrics again, because news do not have them.
+async function refresh() {
   if (metric === 'loss' || still || document.hidden || !runs.length || !live(runs[shown])) return;
   const answer = await fetch('state?token=' + encodeURIComponent(token)).catch(() => null);
   if (answer?.ok) (await answer.json()).runs.forEach((run, index) => { runs[index].metrics = run.metrics; });
@@ -381,7 +389,7 @@ setInterval(refresh, 10000);
 $('metric').addEventListener('change', event => { metric = event.target.value; draw(); });
 
 // ---- tables of shares
-const USES = [['away', 'away', ': not connected, or silent'], ['joining', 'joining', ': load, compile, take over a state'],
+const USES = [['away', 'away', ': not connected, or silent'], ['joining', 'joining', ': load, compile, recover a state'],
   ['between', 'between steps', ''], ['data', 'waiting for data', ''], ['training', 'training', ': goodput']];
 function bar(from, to, style, label) {
   return h('td', {class: 'bar'}, s('svg', {viewBox: '0 0 100 10', preserveAspectRatio: 'none', role: 'img', 'aria-label': label},
@@ -474,7 +482,7 @@ async function readLog(name, go) {
   try {
     text(place, await (await fetch('log?' + query)).text() || '(empty)');
     if (go || atEnd) place.scrollTop = place.scrollHeight;
-  } catch (error) { text(place, 'nobody answered: ' + error.message); }
+  } catch (error) { text(place, 'no answer: ' + error.message); }
 }
 $('log-get').addEventListener('click', () => readLog('', true));
 $('log-name').addEventListener('change', () => readLog(''));

@@ -119,7 +119,8 @@ def test_a_real_prometheus_answers_every_question(url: str, tmp_path: Path) -> N
     def ask(path: str, **asked: str) -> Any:
         try:
             return json.loads(get(f"http://{where}/api/v1/{path}?{urllib.parse.urlencode(asked)}"))["data"]
-        except OSError:  # it is not ready, or does not understand
+        # Prometheus is not ready yet, or refused the question.
+        except OSError:
             return {}
 
     def value(expression: str) -> Any:

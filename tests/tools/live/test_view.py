@@ -120,7 +120,8 @@ def test_a_watch_ends_with_the_run_and_says_how(
     assert cli.main(watch) == 0
     assert capsys.readouterr().out.splitlines()[0] == "[0 s] quickstart is complete"
     (tmp_path / "summary.json").unlink()
-    write_json(tmp_path / "status.json", status())  # of a process that is not there
+    # The process of this status does not exist.
+    write_json(tmp_path / "status.json", status())
     assert cli.main(watch) == FAILED
     assert capsys.readouterr().out.startswith("[0 s] quickstart is not running, waiting for: round 401")
     assert cli.main([*watch, "--json"]) == WRONG_INPUT
