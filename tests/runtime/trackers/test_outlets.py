@@ -107,7 +107,7 @@ def test_what_raises_is_told_once_and_others_go_on(tmp_path: Path, caplog: pytes
     calls.clear()
     told(tmp_path, trackers=(f"{__name__}:Raises", f"{__name__}:Tells"), callbacks=(f"{__name__}:Broken",))
     raised, broken = sorted((r.getMessage() for r in caplog.records), key=lambda text: "Broken" in text)
-    assert raised.endswith("Raises failed in log and is not called any more, the run continues: RuntimeError: no disk")
+    assert raised.endswith("Raises failed in log and is not called any more; the run continues: RuntimeError: no disk")
     assert "Broken failed in its constructor" in broken and "OSError: no key" in broken
     assert len([call for call in calls if call[0] == "log"]) == 6 and calls.count(("close",)) == 1
 
@@ -128,8 +128,8 @@ def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: py
         slow.call("log", number)
     close_all([slow], 0.2)
     assert [record.getMessage() for record in caplog.records] == [
-        "slow is too slow: 3 calls wait, what comes now is lost",
-        "slow did not get all: 2 calls were lost, 3 still waited",
+        "slow is too slow: 3 calls wait, later ones are lost",
+        "slow did not get every call: 2 were lost, 3 still waited",
     ]
     may_end.set()
 
