@@ -112,7 +112,7 @@ def _mean_tokens_per_s(run: RunFacts) -> float | None:
     return run.tokens / run.span_s if run.tokens is not None and run.span_s else None
 
 
-def _times(number: int) -> str:
+def _restarts(number: int) -> str:
     return f"{number} restart{'s' if number != 1 else ''}" if number else ""
 
 
@@ -330,7 +330,7 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
         PLAIN,
         lambda island: island.restarts,
         column="restarts",
-        always=Words(_times),
+        always=Words(_restarts),
         page=8,
         series=Series("diloco_island_restarts_total", "counter", "", "starts after the first one"),
     ),

@@ -201,7 +201,7 @@ class RunFeed:
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate}
 
     def _figures(self, now: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
-        """Return the figures of the run, and those for a comparison of runs; each has its words and its form."""
+        """Return the figures of the run, those for a comparison of runs, and those of each island by name."""
         status, summary, times = now["status"], now["summary"], now["times"]
         more = {"eval_loss": summary.get("eval_loss"), "goodput": times["goodput"], "round_s": self._rounds.pace_s()}
         facts = RunFacts.of(summary, status, more, {} if live else {"span_s": times["span_s"]})
@@ -216,7 +216,9 @@ class RunFeed:
                 ]
         ended = RunFacts.of(summary, {"goodput": summary.get("goodput", times["goodput"])})
         compared = [{**_described(figure), "value": figure.value(ended)} for figure in table.compared()]
-        return {"figures": shown, "compared": compared, "round_s": facts.round_s}
+        columns = table.on_page(table.ISLAND_FIGURES)
+        islands = {each.learner: {column.name: column.value(each) for column in columns} for each in facts.islands}
+        return {"figures": shown, "compared": compared, "islands": islands, "round_s": facts.round_s}
 
     def _about(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}

@@ -151,13 +151,12 @@ function columnsOf(run) {
   const condition = row => row.finished ? 'finished' : row.condition + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s));
   const mean = row => row.mean_tokens_per_s ? si(row.mean_tokens_per_s) + ' on average' : '';
   const figures = run.columns.map(({name, words, form}) => [words, row =>
-    name === 'tokens_per_s' && row.finished ? mean(row) : FORMS[form](row[name] ?? (row.metrics || {})[name])]);
+    name === 'tokens_per_s' && row.finished ? mean(row) : FORMS[form]((run.islands[row.learner] || {})[name])]);
   return [['condition', condition], ...figures, ['reason', row => row.finished ? '' : row.reason || '']];
 }
 function drawIslands(run) {
   const rows = (run.status.learners || []).length ? run.status.learners
-    : Object.entries(run.summary.learners).map(([learner, row]) =>
-      ({learner, condition: run.summary.complete ? 'finished' : 'left', local_step: row.local_steps, ...row}));
+    : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: run.summary.complete ? 'finished' : 'left', ...row}));
   // Statuses of older versions do not have the key.
   for (const row of rows) row.finished ??= row.condition === 'finished' || (run.status.state === 'complete' && row.condition === 'left' && row.since_s <= 5);
   const columns = columnsOf(run), table = $('island-table'), names = rows.map(row => row.learner);

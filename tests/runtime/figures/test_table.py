@@ -102,6 +102,7 @@ def test_page_report_and_comparison_have_the_rows(tmp_path: Path) -> None:
     figure = {"name": "tokens_per_round", "words": "tokens per round", "form": "count"}
     assert run["figures"][-1] == figure | {"value": 40}
     assert run["columns"][-1] == {"name": "tokens_per_step", "words": "tokens per step", "form": "mean"}
+    assert run["islands"]["a"]["tokens_per_step"] == 10
     found = compare([folder])
     assert found["rows"][0]["tokens_per_round"] == 30
     assert re.search(r"tokens per round +30", describe_comparison(found, 100))
