@@ -39,6 +39,14 @@ LAYERS: dict[str, set[str]] = {
 # Inside these layers every room lists the rooms that it may import; "" is the layer's own floor.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "protocol": {"": set(), "learner": {""}, "syncer": {""}, "watch": {"", "syncer"}},
+    "transport": {
+        "proto": set(),
+        "": {"proto"},
+        "trust": {""},
+        "session": {"", "proto", "trust"},
+        "group": {"", "proto", "trust", "session"},
+        "endpoints": {"", "proto", "trust", "session"},
+    },
     "runtime": {
         "figures": set(),
         "trackers": {"figures"},
@@ -267,6 +275,11 @@ BAD = {
     "core uses another library": ("core.codec", "import flax"),
     "sim uses core": ("sim.cluster", "import diloco_jax.core.merge"),
     "sim uses numpy": ("sim.engine", "import numpy"),
+    "the contract of connections uses their sessions": (
+        "transport.link",
+        "from diloco_jax.transport.session import calls",
+    ),
+    "sessions use the endpoints": ("transport.session.stream", "from diloco_jax.transport.endpoints import probe"),
     "transport uses training": ("transport.grpc", "from diloco_jax.training import island"),
     "runtime uses sim": ("runtime.local", "from diloco_jax import sim"),
     "runtime uses the root": ("runtime.local", "from diloco_jax import RunConfig"),

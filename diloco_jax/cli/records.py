@@ -73,7 +73,7 @@ def _watch(
     """Show the live view of a run until the run, Ctrl-C or SIGTERM ends it; return the last status."""
     from rich.console import Console
 
-    from diloco_jax.runtime.records.phases import read_phases
+    from diloco_jax.runtime.records.liveness import read_phases
     from diloco_jax.runtime.records.signals import stop_on_signals
     from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run, show_cursor
 
@@ -102,8 +102,8 @@ def _drain_options(parser: Parser) -> None:
 @command("drain", "Let one learner leave after its current step; the others continue.", _drain_options)
 def drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.status import is_address, syncer_at
-    from diloco_jax.transport.calls import ask_drain
     from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.transport.session.calls import ask_drain
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):
@@ -232,8 +232,7 @@ def _replay_options(parser: Parser) -> None:
     "replay", "Train a run again from its tapes, and compare the result bit for bit.", _replay_options, trains=True
 )
 def replay(arguments: argparse.Namespace) -> int:
-    from diloco_jax.runtime.records.files import new_run_dir
-    from diloco_jax.runtime.records.history import has_begun
+    from diloco_jax.runtime.records.files import has_begun, new_run_dir
     from diloco_jax.settings.text import save
     from diloco_jax.tools.replay.script import as_simulated
 

@@ -20,7 +20,7 @@ from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
-from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -54,11 +54,12 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
         SUPERVISOR_LOCK,
         SYNCER_LOCK,
         TAPE_FILE,
+        check_history,
+        has_begun,
         new_run_dir,
         newest_run_dir,
     )
     from diloco_jax.runtime.records.folder_lock import FolderLock, refuse_if_locked
-    from diloco_jax.runtime.records.history import check_history, has_begun
     from diloco_jax.runtime.records.signals import PARENT_ENV
     from diloco_jax.settings.text import as_begun, load, save
 
@@ -196,7 +197,7 @@ def _await_syncer(arguments: argparse.Namespace, run_dir: Path, config: RunConfi
 
     from diloco_jax.runtime.records.files import ADDRESS_FILE
     from diloco_jax.runtime.records.status import known_address
-    from diloco_jax.transport.reach import await_listener
+    from diloco_jax.transport.endpoints.reach import await_listener
 
     address = arguments.syncer or known_address(run_dir, config)
     told = run_dir / ADDRESS_FILE
@@ -437,9 +438,10 @@ def _begin_log() -> None:
 
 def _begin_process(run_dir: Path) -> Any:
     _begin_log()
-    from diloco_jax.runtime.records.programs import keep_programs
+    from diloco_jax.runtime.records.files import PROGRAMS
     from diloco_jax.runtime.records.signals import die_with_parent, stop_on_signals
+    from diloco_jax.settings.compiler import keep_programs
 
     die_with_parent()
-    keep_programs(run_dir)
+    keep_programs(run_dir / PROGRAMS)
     return stop_on_signals()

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from diloco_jax.runtime.local.check_input import memory_bytes, oversized
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE
-from diloco_jax.runtime.records.history import has_begun
+from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, has_begun
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.live.view import LiveView, run_in, show_cursor

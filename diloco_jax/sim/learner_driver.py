@@ -10,7 +10,6 @@ from typing import Any
 from diloco_jax.protocol.effects import AdoptState, Drop, Effect, Finish, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
-from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     AnchorValue,
     FragmentValue,
@@ -20,6 +19,7 @@ from diloco_jax.protocol.messages import (
     StatePart,
     SyncerMessage,
 )
+from diloco_jax.protocol.recovery import Saved
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import HELD, Holdings
 from diloco_jax.sim.network import Deliver, SimulatedLink

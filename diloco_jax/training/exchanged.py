@@ -1,9 +1,9 @@
 """The state of an island at its border to the host: fragments and whole states, out and in, between two inner steps.
 
-    staged = state.stage(fragment)                       queued behind the newest step, no host sync
-    staged.encode()                                      in any thread: anchor - local as it is sent
-    state.adopt(fragment, values, sent=staged)           between two steps
-    state.stage_state(), state.load_state(saved)         the same for everything, optimizer included
+    staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step, no host sync
+    staged.encode()                                                in any thread: anchor - local as it is sent
+    state.adopt(fragment, values, sent=staged)                     between two steps
+    state.stage_state(), state.load_state(saved)                   the same for everything, optimizer included
 
 Whoever steps puts the outcome of a step into `state`: the built-in `Island`, or a loop of the user's own. Call
 everything but `warm_up` and the methods of what was staged from one thread. Parameters live as a flat dict
@@ -46,11 +46,11 @@ PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"  # what the names of a 
 class ExchangedState:
     """A training state, as it is after the newest step, whose parameters are exchanged with other islands.
 
-    `lies` is a TrainState of the layouts of the leaves of `state`, `kinds` what every parameter is, by path.
+    `layouts` is a TrainState of the layouts of the leaves of `state`, `kinds` what every parameter is, by path.
     """
 
     state: TrainState  # as it is after the newest step
-    lies: Any
+    layouts: Any
     kinds: Mapping[str, Kind]
     state_layout: StateLayout  # how a whole state leaves the island
     exchange: Exchange  # of its fragments
@@ -59,15 +59,6 @@ class ExchangedState:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter, by path."""
         return {path: tuple(value.shape) for path, value in self.state.params.items()}
-
-    def stage(self, fragment: Fragment) -> StagedFragment:
-        """Queue a fragment's update, as it is after the newest step, to host memory; returns at once.
-
-        The update is what the fragment was when it was last adopted, minus what it is now, plus what rounding kept
-        back of earlier ones (outgoing.py).
-        """
-        with jax.transfer_guard("disallow"):
-            return self.exchange.stage(self.state.params, fragment)
 
     def adopt(
         self,
@@ -114,12 +105,12 @@ class ExchangedState:
 
     def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
         """Check that saved shards are all that `load_shards` needs; a ValueError says what differs."""
-        check_fits(leaves, by_name(self.lies), self.state_layout.by_name)
+        check_fits(leaves, by_name(self.layouts), self.state_layout.by_name)
 
     def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
         """Take over everything, as shards of an earlier process at the same place say it, exactly."""
         self.load_moments(leaves.__getitem__)
-        for path, to in self.lies.params.items():
+        for path, to in self.layouts.params.items():
             self.state = self.state._replace(params=self.state.params | {path: put_array(leaves[PARAMS + path], to)})
 
     def overwrite(self, fragment: Fragment, values: HostValues) -> None:
@@ -146,13 +137,13 @@ class ExchangedState:
             self.overwrite(fragment, take(params, fragment))
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:
-        """Take over everything but the parameters; `leaf` gives what lies under a name."""
+        """Take over everything but the parameters; `leaf` gives the leaf of a name."""
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None, other={})
-        lies = self.lies
-        moments = [put_array(leaf(name), to) for name, to in by_name(lies).items() if name.startswith(OPTIMIZER)]
-        opt_state = jax.tree.unflatten(jax.tree.structure(lies.opt_state), moments)
-        other = {path: put_array(leaf(OTHER + path), to) for path, to in lies.other.items()}
+        layouts = self.layouts
+        moments = [put_array(leaf(name), to) for name, to in by_name(layouts).items() if name.startswith(OPTIMIZER)]
+        opt_state = jax.tree.unflatten(jax.tree.structure(layouts.opt_state), moments)
+        other = {path: put_array(leaf(OTHER + path), to) for path, to in layouts.other.items()}
         self.state = self.state._replace(opt_state=opt_state, other=other)
 
     def parameters(self) -> HostValues:

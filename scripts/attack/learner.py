@@ -16,7 +16,7 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol import effects
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
@@ -26,9 +26,9 @@ from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
-from diloco_jax.transport.greeting import ask_description
+from diloco_jax.transport.endpoints.greeting import ask_description
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportConfig, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 PATIENCE_S = 60.0
 SHORT_S = 1.0
@@ -240,11 +240,11 @@ class StubLearner:
             self.merged += message.merged_round == message.version
         self._execute(self.machine.on_message(message, now_s))
 
-    def _execute(self, effects: list[asked.Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, asked.Send):
+    def _execute(self, requests: list[effects.Effect]) -> None:
+        for effect in requests:
+            if isinstance(effect, effects.Send):
                 self._send(effect.message)  # type: ignore[arg-type]
-            elif isinstance(effect, asked.Finish):
+            elif isinstance(effect, effects.Finish):
                 self.ended = effect.reason
 
     def _send(self, message: m.LearnerMessage) -> None:

@@ -36,9 +36,10 @@ from diloco_jax.runtime.syncer.run import SyncerRun
 from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig, TrainConfig
-from diloco_jax.transport import calls, wire
+from diloco_jax.transport import wire
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.stream import lane_header
 
 FRAGMENTS = 6

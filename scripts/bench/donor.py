@@ -53,7 +53,7 @@ def receive(pipe: Connection, cores: list[int]) -> None:
     """The syncer and the receiver in one: asks for one part after the other, for ever."""
     os.sched_setaffinity(0, cores)
     from diloco_jax.protocol.messages import StatePart, StatePull
-    from diloco_jax.transport.grpc_link import listen
+    from diloco_jax.transport.endpoints.grpc_link import listen
     from diloco_jax.transport.link import TransportConfig
 
     listener = listen(TransportConfig(), run_id=RUN)
@@ -85,7 +85,7 @@ class Donor:
         from diloco_jax.training.optimizers import OptimizerConfig
         from diloco_jax.training.sharding import MeshConfig
         from diloco_jax.training.whole_state.moving import MovingLayout
-        from diloco_jax.transport.grpc_link import connect
+        from diloco_jax.transport.endpoints.grpc_link import connect
         from diloco_jax.transport.link import TransportConfig
 
         self.island = Island(

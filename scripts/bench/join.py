@@ -95,8 +95,8 @@ class Loop:
         mesh = config.island(overhead.ISLAND).mesh
         blueprint = Blueprint(config.model, config.optimizer, mesh, jax.devices(), seed=config.seed)
         self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)
-        lies = blueprint.batch_sharding
-        self._put_batch = lambda batch: {name: put_array(x, lies(x.shape)) for name, x in batch.items()}
+        layout = blueprint.batch_sharding
+        self._put_batch = lambda batch: {name: put_array(x, layout(x.shape)) for name, x in batch.items()}
         self._program = blueprint.lower_step(self._order.batch([(0, arguments.batch_size)])).compile()
         self._rate = put_array(_rate(config), blueprint.layout.replicated)
         self._state = blueprint.create()

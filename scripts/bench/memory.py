@@ -48,8 +48,8 @@ from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.memory import payload_bytes
 from diloco_jax.tools.budget.needs import kinds_of, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Delivery, Link, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 ROOT = Path(__file__).resolve().parents[2]
 BARS = {"peak_bytes": 16 * 2**30, "plan": 0.10}

@@ -43,9 +43,9 @@ from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.transport.greeting import Description
-from diloco_jax.transport.grpc_link import GrpcListener
-from diloco_jax.transport.sharded import Dialler
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints.sharded import Dialler
 
 FRAGMENTS = 2
 WAIT_S = 30.0

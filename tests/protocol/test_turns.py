@@ -131,7 +131,7 @@ def test_a_class_without_tensors_has_no_fragment_and_the_number_of_all_is_kept()
         ({"sync_every": {"mlp": 2, "rest": 8}}, "overlap_steps is 2, but must be less than the shortest period, 2"),
         (MIXED | {"class_fragments": (4,)}, "2 numbers, for mlp, rest, which add up to num_fragments = 4"),
         (MIXED | {"class_fragments": (1, 2)}, "class_fragments is .1, 2.*add up to num_fragments = 4"),
-        (MIXED | {"class_fragments": (4, 1), "num_fragments": 5}, "leave each fragment a global step of its own"),
+        (MIXED | {"class_fragments": (4, 1), "num_fragments": 5}, "leave each fragment a separate global step"),
         ({"class_fragments": (20, 4)}, "1 numbers, for rest, which add up"),
     ],
 )

@@ -162,7 +162,7 @@ class DataParallelRun:
             "contributors_per_round": 1.0,
             "unmerged_fragments": [],
             "steps_per_round": 1.0,
-            "alarms": [Alarm("evaluation", "", text).told() for text in self._evaluator.scorer.alarms],
+            "alarms": [Alarm("evaluation", "", text).as_dict() for text in self._evaluator.scorer.alarms],
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
             "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
             "complete": step >= self._config.planned_steps,

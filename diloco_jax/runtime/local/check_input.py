@@ -27,8 +27,8 @@ from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.transport.calls import cannot_listen
 from diloco_jax.transport.link import check_free, split_address
+from diloco_jax.transport.session.calls import cannot_listen
 from diloco_jax.transport.trust.security import credentials
 
 

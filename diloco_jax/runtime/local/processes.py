@@ -27,7 +27,7 @@ class Process:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def obituary(self) -> str:
+    def describe_exit(self) -> str:
         """Say how it ended, and repeat its last line."""
         code = self.process.returncode
         killed = code is not None and code < 0
@@ -122,8 +122,8 @@ class Child:
                 self.signal(signal.SIGKILL)
                 each.process.wait()
 
-    def obituary(self) -> str:
-        return (self.first or self.hosts[0]).obituary()
+    def describe_exit(self) -> str:
+        return (self.first or self.hosts[0]).describe_exit()
 
 
 def pause_s(delay_s: float, brief: int) -> float:

@@ -12,8 +12,14 @@ from typing import Any
 
 from diloco_jax.protocol.syncer.progress import Limits
 from diloco_jax.protocol.syncer.tape import limits_after, limits_line
-from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.records.history import check_history, has_begun
+from diloco_jax.runtime.records.files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TAPE_FILE,
+    check_history,
+    has_begun,
+)
 from diloco_jax.runtime.records.tape_file import LineFile, last_time_s, read_lines
 from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.run import RunConfig

@@ -30,7 +30,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     SYNCER_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
-from diloco_jax.runtime.records.phases import forget_phases, tell_phase
+from diloco_jax.runtime.records.liveness import forget_phases, tell_phase
 from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
 from diloco_jax.settings.islands import IslandsConfig
@@ -185,7 +185,7 @@ class LocalRun:
             if text := _read(path):
                 return text
             if ended:
-                raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == WRONG_INPUT)
+                raise RunFailed(self._syncer.describe_exit(), wrong_input=self._syncer.poll() == WRONG_INPUT)
             if time.monotonic() > ends_s:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
@@ -239,14 +239,14 @@ class LocalRun:
         limit = self._config.syncer.restarts_max
         alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
         if asked_to_stop or alone or code == WRONG_INPUT:
-            raise RunFailed(syncer.obituary(), wrong_input=code == WRONG_INPUT)
+            raise RunFailed(syncer.describe_exit(), wrong_input=code == WRONG_INPUT)
         syncer.mourn(self._config.syncer.restart_delay_s)
         if syncer.failures > limit:
             raise RunFailed(
-                f"{syncer.obituary()}; given up after {count_of(syncer.starts, 'start')} (syncer.restarts_max)"
+                f"{syncer.describe_exit()}; given up after {count_of(syncer.starts, 'start')} (syncer.restarts_max)"
             )
         goes_on = ", islands train on" if last_state(self._run_dir) == "running" else ""
-        self._say(f"{syncer.obituary()}; starting it again{goes_on}")
+        self._say(f"{syncer.describe_exit()}; starting it again{goes_on}")
         return False
 
     def _tend_island(self, child: Child) -> None:
@@ -276,15 +276,15 @@ class LocalRun:
             child.left = True
         elif code == WRONG_INPUT or (child.unloadable and not self._joined(child.name)):  # wrong stays wrong
             child.failed = True
-            self._say(f"{child.obituary()}; not started again")
+            self._say(f"{child.describe_exit()}; not started again")
         else:
             child.mourn(self._config.islands.restart_delay_s)
             if child.failures > self._config.islands.restarts_max:
                 child.failed, child.again_at_s = True, None
-                self._say(f"{child.obituary()}; given up after {count_of(child.starts, 'start')}")
+                self._say(f"{child.describe_exit()}; given up after {count_of(child.starts, 'start')}")
                 return
             at_once = child.brief == 1 and self._spares.ready(child.name)
-            self._say(f"{child.obituary()}; {'its spare takes over' if at_once else 'starting it again'}")
+            self._say(f"{child.describe_exit()}; {'its spare takes over' if at_once else 'starting it again'}")
             if at_once:
                 child.again_at_s = 0.0
                 self._tend_island(child)
@@ -298,7 +298,7 @@ class LocalRun:
         left = sum(not (child.failed or child.left) for child in self._islands.values())
         quorum = self._config.protocol.quorum
         if failed and left < quorum and not complete(self._run_dir):
-            words = "; ".join(child.obituary() for child in failed)
+            words = "; ".join(child.describe_exit() for child in failed)
             refused = any(child.poll() == WRONG_INPUT for child in failed)
             remain = f"{count_of(left, 'island')} {'is' if left == 1 else 'are'} left"
             message = f"{remain}, fewer than protocol.quorum = {quorum}: {words}"

@@ -1,13 +1,13 @@
-"""The global model: newest version of every fragment, and the decisions of a merge that makes the next one.
+"""The global model: the newest version of every fragment, and the merge that makes the next one.
 
 It stands between the syncer machine, which decides who is merged, and an Arithmetic, which computes. What is left out
 of a merge is decided in usable.py, from norms alone; so no array need be in this process.
 
-Who publishes, restores and captures on one thread sees the model change there only, and what was captured stays as it
-was while the run goes on.
+The model changes only on the thread that publishes, restores and captures. A capture stays as it was while the run
+continues.
 
-A version comes about as the version before it plus what the encoded step says, exactly; so who has the one and gets
-the other has the same bits as this model.
+A version equals the previous version plus the decoded step, exactly. So a learner with the previous version that
+receives the step has the same bits as this model.
 """
 
 import math
@@ -41,8 +41,9 @@ from diloco_jax.settings.run import RunConfig
 Arrays = dict[str, np.ndarray]
 Parameters = Iterable[tuple[str, np.ndarray]]  # by path
 BLOCK = 1 << 20  # elements
-OUTER = "outer"  # group of a snapshot
-PLAIN = {"versions": "version", "digests": "digest"}  # key of a snapshot -> field of each fragment's mark
+OUTER = "outer"  # snapshot group
+# Key of a snapshot -> field of each fragment's mark.
+PLAIN = {"versions": "version", "digests": "digest"}
 PLAIN |= {name: name for name in ("rates", "peaks", "odd", "elsewhere")}
 
 
@@ -50,17 +51,18 @@ class Merged(NamedTuple):
     """The outcome of a merge."""
 
     fragment_id: int
-    state: Mark | None  # None: no part was usable, the fragment stays as it is
-    left_out: dict[str, str]  # learner -> why its part was not used
-    odd: tuple[Odd, ...] = ()  # the fragment's next Mark.odd
+    # None if no part was usable, and the fragment stays as it is.
+    state: Mark | None
+    left_out: dict[str, str]  # learner -> reason
+    odd: tuple[Odd, ...] = ()  # next Mark.odd
 
 
 class GlobalModel:
     """Newest version of every fragment, with the versions that learners may still refer to.
 
     Args:
-        parameters: paths and initial values, float32, unsharded; each is let go of before the next one is asked for.
-        arithmetic: holds the values; its own are replaced by the initial ones.
+        parameters: Paths and initial values, float32, unsharded; each value is freed before the next one is drawn.
+        arithmetic: Holds the values; its present ones are replaced by the initial ones.
         outlier_factor: how many times what is usual a value may be; 0 for no limit.
     """
 
@@ -82,7 +84,7 @@ class GlobalModel:
         self.begin(parameters)
 
     def begin(self, parameters: Parameters) -> None:
-        """Take initial values, of which nothing is kept beside the fragments that they become."""
+        """Start from initial values, which become the fragments and are not kept otherwise."""
         flats = self._flats(parameters)
         sizes, squares, self._marks = [flat.size for flat in flats], [], []
         flats.reverse()
@@ -90,7 +92,7 @@ class GlobalModel:
             flat, layout = flats.pop(), self.layout(number)
             self._arithmetic.load(number, 0, self.setup.first(number, flat))
             self._marks.append(Mark(0, self._digest(number, flat), ()))
-            # of the initial values, so that every process and every replay has the same
+            # The lengths come from the initial values, so that every process and every replay has the same.
             leaves = (flat[layout.where(leaf)].astype(float) for leaf in layout.leaves)
             squares.append(math.fsum(float(np.add.reduce(leaf**2)) for leaf in leaves))
         mean = math.fsum(squares) / max(1, sum(sizes))
@@ -109,7 +111,8 @@ class GlobalModel:
                 raise ValueError(f"parameter '{path}' has shape {value.shape}, the plan needs {self.plan.shapes[path]}")
             for piece, view in targets.pop(path, ()):
                 view[...] = value[piece.at]
-            del value  # before the next one is made
+            # This frees the value before the next one is made.
+            del value
         if targets:
             raise ValueError(f"there are no initial values of parameter '{next(iter(targets))}'")
         return flats
@@ -118,19 +121,19 @@ class GlobalModel:
         return combined(self.layout(fragment_id).leaf_digests(flat))
 
     def layout(self, fragment_id: int) -> Layout:
-        """Return how a fragment lies in flat arrays and payloads."""
+        """Return the layout of a fragment in flat arrays and payloads."""
         return self.setup.shares.wholes[fragment_id]
 
     def step_bytes(self, fragment_id: int) -> int:
-        """Return the size of an encoded step; 0 where whole values travel."""
+        """Return the size of an encoded step in bytes; 0 if whole values travel."""
         return self.layout(fragment_id).payload_bytes(self.setup.down) if self.setup.down != "float32" else 0
 
     def value_bytes(self, fragment_id: int) -> int:
-        """Return the size of a whole value as it travels."""
+        """Return the size of a whole value's payload in bytes."""
         return 4 * self.layout(fragment_id).size
 
     def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
-        """Return the newest version as it travels to learners: whole in float32, or the step from version `base`."""
+        """Return the newest version's payload for learners: whole in float32, or the step from version `base`."""
         return self._arithmetic.payload(fragment_id, base)
 
     @property
@@ -175,7 +178,7 @@ class GlobalModel:
         """Make a value that this syncer, or an earlier life of it, sent out the newest of its fragment.
 
         Outer state and medians stay as they are: nobody but the lost process had newer ones. What its steps had left
-        out is lost. ValueError if the payload is no float32 encoding of this fragment.
+        out is lost. ValueError if the payload is not a float32 encoding of this fragment.
         """
         flat = self._flat(fragment_id, payload)
         if flat is None:
@@ -209,7 +212,7 @@ class GlobalModel:
         return np.frombuffer(payload, "<f4")
 
     def slices(self, capture: Capture, fragment_id: int) -> Arrays:
-        """Return a fragment's value as the arrays of its slices, by key, for nobody to write to."""
+        """Return a fragment's value as arrays of its slices, by key; the caller must not change them."""
         return self.layout(fragment_id).views(capture.value(fragment_id))
 
     def parameters(self, capture: Capture | None = None) -> Arrays:
@@ -267,7 +270,7 @@ class GlobalModel:
         return Mark(order.global_step, digest, known, base, peaks)
 
     def pieces(self, capture: Capture, *, value_only: bool = False) -> Iterator[SavedPart]:
-        """Yield what a snapshot of a capture holds, fragment by fragment, and let go of each; any thread.
+        """Yield the content of a capture's snapshot, fragment by fragment, and free each; any thread may call it.
 
         The oldest version comes first: rounds replace fragments in this order.
         """
@@ -288,7 +291,7 @@ class GlobalModel:
                 yield SavedPart(PARAMETERS, whole(path), shape, np.zeros(shape, np.float32))
 
     def plain(self, capture: Capture) -> dict[str, Any]:
-        """Return what a snapshot of a capture says beside its arrays, as plain values."""
+        """Return the plain values in a capture's snapshot, beside its arrays."""
         return {key: [getattr(mark, name) for mark in capture.marks] for key, name in PLAIN.items()}
 
     def load_saved(self, read: Callable[[str, Slice], np.ndarray], plain: Mapping[str, Any]) -> None:

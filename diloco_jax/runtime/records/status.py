@@ -19,8 +19,8 @@ from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
-from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.session.calls import ask_status
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
@@ -241,7 +241,7 @@ def read_status(
     if is_address(run):
         status = ask()
         if not status:
-            raise ValueError(f"the syncer at {run} has just started and knows nothing yet; try again")
+            raise ValueError(f"the syncer at {run} has just started and has no status yet; try again")
         return status
     folder = Path(run)
     path = folder / STATUS_FILE
@@ -250,7 +250,7 @@ def read_status(
     except OSError as error:
         if (folder / CONFIG_FILE).exists():
             raise ValueError(
-                f"the run in {run} has said nothing yet: it is starting, or ended before it began; see {folder / LOGS}"
+                f"the run in {run} has no status yet: it is starting, or ended before it started; see {folder / LOGS}"
             ) from error
         raise ValueError(f"{run} has no {STATUS_FILE} ({error.strerror}); give a run's folder or host:port") from error
     return judge(folder, status, ask_if_there)

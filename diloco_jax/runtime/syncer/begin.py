@@ -18,8 +18,7 @@ from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, limits_before, lives, replay, returns
 from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
-from diloco_jax.runtime.records.history import check_history, has_begun, how_to_use
+from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE, check_history, has_begun, how_to_use
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, set_others_aside

@@ -34,8 +34,8 @@ from diloco_jax.runtime.syncer.host_alarms import expiries, newest_snapshot
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import patiently
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
-from diloco_jax.transport.calls import cannot_listen
 from diloco_jax.transport.link import split_address
+from diloco_jax.transport.session.calls import cannot_listen
 
 # Number of islands that have separate metrics.
 ISLANDS_MAX = 256

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.protocol import effects as asked
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import effects, messages
 from diloco_jax.protocol.member import GONE
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
@@ -84,12 +83,12 @@ class SyncerDriver:
         control_of(self.listener).on_drain = self._drain
         self.results.wake_with(control_of(self.listener).wake)
 
-    def serve(self, effects: list[asked.Effect]) -> None:
+    def serve(self, requests: list[effects.Effect]) -> None:
         """Execute the effects of the machine's first input, then serve until the last global step, or until stopped.
 
         It raises TapeStopped if the run was stopped while the tape could not be written.
         """
-        self._execute(effects)
+        self._execute(requests)
         status_at_s = 0.0
         while not self._finished and not self.parts.stop.is_set():
             now_s = self._now_s()
@@ -110,7 +109,7 @@ class SyncerDriver:
         """Let learners hear Stop until all are gone; the whole time if some may be on their way back (`lingers`)."""
         if not self._finished:  # stopped from outside: they would train on for nobody
             stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
-            self._execute([asked.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
+            self._execute([effects.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
         self.watch.tell()
         ends_s = self._now_s() + FAREWELL_S
         lately_s = self._now_s() - ADRIFT_S
@@ -159,22 +158,22 @@ class SyncerDriver:
             if self._machine.restoring and (problem := self._model.anchor_problem(*brought)):
                 log.warning(f"{delivery.peer} brought version {message.version} of fragment {fragment_id}: {problem}")
                 message = message._replace(version=messages.NO_VERSION)  # another holder is asked
-        effects = self._taped.on_message(message, now_s)
-        dropped = any(isinstance(e, asked.Drop) and e.peer == delivery.peer for e in effects)
+        requests = self._taped.on_message(message, now_s)
+        dropped = any(isinstance(e, effects.Drop) and e.peer == delivery.peer for e in requests)
         if isinstance(message, messages.FragmentValue) and not dropped:
             self.merges.keep(message, delivery.payload)
             self.watch.on_value(message, now_s)
-        self._execute(effects, delivery.payload)
+        self._execute(requests, delivery.payload)
 
-    def _on_merged(self, order: asked.Merge, merged: Merged) -> None:
+    def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.left_out.items()):
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
-        effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        requests = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
         self.parts.tape.flush()
         self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
-        self._execute(effects)
+        self._execute(requests)
 
     def _drain(self, learner_id: str) -> str:
         """Ask a learner to leave, for `diloco drain`; on the caller's thread."""
@@ -182,29 +181,29 @@ class SyncerDriver:
         log.info(f"{learner_id} was asked to leave")
         return f"{learner_id} leaves after its current step; others get its unfinished data"
 
-    def _execute(self, effects: list[asked.Effect], payload: bytes | memoryview = b"") -> None:
+    def _execute(self, requests: list[effects.Effect], payload: bytes | memoryview = b"") -> None:
         """Do what the machine asks for; `payload` is that of the message that it was given."""
-        if effects:
+        if requests:
             self.parts.tape.flush()
-        for effect in effects:
+        for effect in requests:
             match effect:
-                case asked.Send(peer, message):
+                case effects.Send(peer, message):
                     self._send(peer, message, payload)
-                case asked.Merge():
+                case effects.Merge():
                     self.merges.start(effect)
-                case asked.Discard(global_step):
+                case effects.Discard(global_step):
                     self.merges.discard(global_step)
-                case asked.Restore(fragment_id, version):
+                case effects.Restore(fragment_id, version):
                     self._model.restore(fragment_id, version, payload)
-                case asked.SaveSnapshot():
+                case effects.SaveSnapshot():
                     self.snapshots.save()
-                case asked.Evaluated(score):
+                case effects.Evaluated(score):
                     self.watch.on_score(score, self._now_s())
-                case asked.Note():
+                case effects.Note():
                     self.watch.on_note(effect)
-                case asked.Drop(peer, reason):
+                case effects.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
-                case asked.Finish():
+                case effects.Finish():
                     self._finished = True
                 case _:
                     raise AssertionError(f"the syncer has no effect {effect}")
@@ -308,7 +307,7 @@ class SyncerRun:
         try:
             self._pulse.phase("opening its port" if mode == FRESH else "recovering from its folder")
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
-            effects = begin(parts, self._initial, mode, clock.now_s())
+            requests = begin(parts, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
@@ -316,7 +315,7 @@ class SyncerRun:
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(parts, listener, self._results, merges, writer, watch)
-            driver.serve(effects)
+            driver.serve(requests)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)
         except TapeStopped as error:
@@ -354,9 +353,9 @@ class SyncerRun:
         final = self._machine.evaluations
         if self._machine.finished and (reason := "stopped before it was" if final.open else final.reason):
             found = dict.fromkeys(found, None) | {"eval_scores": {}}
-            alarms.append(Alarm("evaluation", "", f"the final model is not evaluated ({reason})").told())
+            alarms.append(Alarm("evaluation", "", f"the final model is not evaluated ({reason})").as_dict())
         if warning := self._stats.unmerged:
-            alarms.append(Alarm("unmerged-fragments", "", warning).told())
+            alarms.append(Alarm("unmerged-fragments", "", warning).as_dict())
         summary = {**found, **summary, "alarms": alarms}
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}

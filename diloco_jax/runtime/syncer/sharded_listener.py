@@ -25,8 +25,8 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.syncer.begin import FAILOVER
 from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.greeting import Description
-from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Payload, Traffic, split_address
 
 LISTEN_PATIENCE_S = 30.0  # how long a restarted syncer waits for the ports of the one before it

@@ -26,7 +26,7 @@ from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import Listener, control_of
 from diloco_jax.runtime.trackers.outlets import Outlets
-from diloco_jax.transport.probe import versions
+from diloco_jax.transport.endpoints.probe import versions
 
 # Metrics of islands that are summed for all islands together; the others are averaged.
 SUMMED = ("tokens_per_s", "model_flops_per_s")
@@ -185,17 +185,17 @@ class Watch:
         for stands, alarms in zip(("begins", "ends"), changes, strict=True):
             for alarm in alarms:
                 if stands == "begins":
-                    log.warning(f"alarm: {alarm.text}; {alarm.told()['remedy']}")
+                    log.warning(f"alarm: {alarm.text}; {alarm.as_dict()['remedy']}")
                 else:
                     log.info(f"alarm over: {alarm.text}")
                 record = {"kind": "alarm", "t": now_s, "global_step": machine.global_step, "alarm": alarm.kind}
                 record |= {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
                 self._telemetry.write(record)
-        return [alarm.told() for alarm in self._book.standing]
+        return [alarm.as_dict() for alarm in self._book.standing]
 
     def alarms(self) -> list[dict[str, Any]]:
         """Return every alarm of the run; the alarm of islands that outran rounds has the text of the longest time."""
-        found = self._book.told()
+        found = self._book.as_dicts()
         for each in found:
             if each["kind"] == "outrun" and (outruns := self.parts.stats.outruns):
                 each["text"] = str(max(outruns, key=lambda episode: episode.steps))
@@ -221,7 +221,7 @@ class Watch:
             stopped=parts.stop.is_set(),
             blocked=self.host.blocked,
             alarms=self._look(now_s),
-            episodes=self._book.told(),
+            episodes=self._book.as_dicts(),
             eval_loss=self.eval_loss,
             eval_scores=self.eval_scores,
             wire=self.wire(),

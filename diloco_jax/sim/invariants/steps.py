@@ -12,8 +12,8 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
     Welcome,
 )
-from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import STEPS_MAX
 from diloco_jax.sim.faults.cluster import FaultyCluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.invariants.checker import Checker

@@ -8,8 +8,7 @@ from diloco_jax.protocol.watch.alarms import REMEDIES
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.figures.forms import format_duration
-from diloco_jax.runtime.records.liveness import ENDED
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.records.liveness import ENDED, StartPhase
 from diloco_jax.runtime.records.status import EVALUATING
 from diloco_jax.tools.live.words import alarm_line, ended_line, share_done, stands, time_left
 

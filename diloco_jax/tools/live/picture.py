@@ -17,8 +17,7 @@ from diloco_jax.runtime.figures import table as figures
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration
 from diloco_jax.runtime.figures.table import Figure
-from diloco_jax.runtime.records.liveness import SILENT
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.records.liveness import SILENT, StartPhase
 from diloco_jax.tools.live.words import FINISHED, alarm_line, ended_lines, share_done, shown_rows, time_left
 
 # A curve of more points loses every second one.

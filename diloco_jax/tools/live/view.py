@@ -15,8 +15,7 @@ from rich.text import Text
 
 from diloco_jax.runtime.figures.forms import format_duration
 from diloco_jax.runtime.records.files import STATUS_FILE
-from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT
-from diloco_jax.runtime.records.phases import StartPhase, read_phases
+from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT, StartPhase, read_phases
 from diloco_jax.tools.live.changes import Changes
 from diloco_jax.tools.live.picture import History, draw_phases, render
 

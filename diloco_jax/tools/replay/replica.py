@@ -170,10 +170,12 @@ class Replica:
                 copy = (dict(self._versions), self._trainer.island.stage_state().value())
                 self._copies.setdefault(local_step, []).append(copy)
             case lives.SentValue():
-                self._adoptions.send(*entry)
+                self._adoptions.take_for_round(*entry)
 
     def _stage(self, fragment_id: int, local_step: int) -> None:
-        staged = self._adoptions.stage(fragment_id, local_step)
+        island = self._trainer.island
+        staged = island.exchange.stage(island.state.params, self._trainer.fragments[fragment_id])
+        self._adoptions.staged[fragment_id, local_step] = staged
         if not self._need.values[fragment_id, local_step]:
             return
         try:

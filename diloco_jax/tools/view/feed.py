@@ -194,7 +194,7 @@ class RunFeed:
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:
             rate = {f"{way}_per_s": (lately[-1][n] - lately[0][n]) / span_s for n, way in ((1, "up"), (2, "down"))}
         told, ended = alarms_now(status, self._summary), alarms_ended(status, self._summary)
-        times = self._times.told(self._summary.get("wall_s"), self._summary.get("goodput"))
+        times = self._times.as_dict(self._summary.get("wall_s"), self._summary.get("goodput"))
         now = {"status": status, "summary": summary, "alarms": told, "ended": ended, "times": times}
         now["verdict"] = verdict(status, summary, (len(told), len(ended)), times["goodput"])
         now |= self._figures(now, live=not still and status.get("state") in LIVE)

@@ -24,8 +24,8 @@ from diloco_jax.runtime.records.status import syncer_at
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.page import compose_page
-from diloco_jax.transport.calls import ask_drain, cannot_listen
 from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.session.calls import ask_drain, cannot_listen
 from diloco_jax.transport.trust.security import is_loopback
 
 # Connections at the same time.

@@ -108,7 +108,7 @@ class IslandTimes:
         island.used[DATA] += moved_s
         island.told_s = busy_s
 
-    def told(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
+    def as_dict(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
         """Return the seconds from the first step to the end of the run, if it is known, and their uses by island.
 
         The syncer counts the `goodput` of a run that ended more exactly than its records do. The difference is moved to

@@ -66,7 +66,7 @@ class _Outputs(NamedTuple):
 
 
 class StagedFragment:
-    """A fragment's update as it was after the step before `stage`. Any thread may call the methods."""
+    """A fragment's update as it was after the newest step when it was staged. Any thread may call the methods."""
 
     def __init__(self, bytes_of: OutgoingBytes, copies: Copies, before: Residual, out: _Outputs) -> None:
         # windows of the parameters at that step, on the devices; empty if the island does not want them
@@ -147,8 +147,8 @@ class OutgoingProgram:
         self._integer = codec.is_integer(format)
         self.compiled = once(("out", on.geometry), self._compile)
 
-    def stage(self, params: Params, held: HeldFragment) -> StagedFragment:
-        """Dispatch the program, and copies of what it makes to the host; returns at once."""
+    def dispatch(self, params: Params, held: HeldFragment) -> StagedFragment:
+        """Dispatch the program, and copies of its results to the host; return at once."""
         tensors = [params[path] for path in self._on.paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._on.starts)
         named = [(stream, number, out.streams[stream].addressable_data(i)) for stream, number, i in self._bytes.local]

@@ -121,21 +121,23 @@ def read_shards(shards: Iterable[Shard], buffer: Bytes) -> dict[str, PartialLeaf
     return leaves
 
 
-def check_fits(leaves: Mapping[str, PartialLeaf], lies: Mapping[str, Sharding], described: Mapping[str, Any]) -> None:
+def check_fits(
+    leaves: Mapping[str, PartialLeaf], layouts: Mapping[str, Sharding], described: Mapping[str, Any]
+) -> None:
     """Check that leaves have all that this process's devices need.
 
     Args:
-      lies: the layout of every leaf, by name.
+      layouts: the layout of every leaf, by name.
       described: anything with the `dtype` and `shape` of every leaf, by name.
 
     Raises:
       ValueError: they are of another model or optimizer, or of another mesh; says which leaf.
     """
-    for name in sorted(leaves.keys() | lies.keys()):
+    for name in sorted(leaves.keys() | layouts.keys()):
         mine, theirs = described.get(name), leaves.get(name)
         if mine is None or theirs is None or (np.dtype(mine.dtype), tuple(mine.shape)) != (theirs.dtype, theirs.shape):
             raise ValueError(f"it is of another model or optimizer, which differs in '{name}'")
-        indices = lies[name].addressable_devices_indices_map(theirs.shape).values()
+        indices = layouts[name].addressable_devices_indices_map(theirs.shape).values()
         if not all(theirs.holds(index) for index in indices if index is not None):
             raise ValueError(f"it is of another mesh or other hosts: it lacks a part of '{name}' that is needed here")
 

@@ -26,9 +26,9 @@ from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
-from diloco_jax.transport.greeting import Description
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.sharded import Dialler, ShardedLink
 from diloco_jax.transport.link import Delivery, Link
-from diloco_jax.transport.sharded import Dialler, ShardedLink
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     kill_processes,

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from diloco_jax.cli import main as cli
-from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.tools.live.picture import History

@@ -307,13 +307,13 @@ def test_life_is_repeated_step_by_step(
         loop.put_batch([(start, stop) for start, stop in read])
         losses.append(loop.wait(loop.step(3 + index))["loss"])
         if index == 0:
-            staged = island.stage(first)
+            staged = island.exchange.stage(island.state.params, first)
         if index == 1:
             kept_back = staged.residual()
             assert kept_back is not None and any(np.asarray(v).any() for v in kept_back.on_devices.values())
             island.adopt(first, take(moved, first), mode=mode, alpha=0.25, sent=staged)
     assert staged is not None
-    payloads = {p: island.stage(trainer.fragments[p]).encode() for p in (0, 1)}
+    payloads = {p: island.exchange.stage(island.state.params, trainer.fragments[p]).encode() for p in (0, 1)}
     island.exchange.held = {}
     world = Alone(values)
     this, other = replica(world), replica(Alone(values))

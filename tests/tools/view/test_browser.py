@@ -47,7 +47,7 @@ def test_a_run_is_shown_and_what_happens_to_it(browser: Browser, tmp_path: Path)
         shows(browser, "#events", "b joined: incarnation 1")
         shows(browser, "#samples", "50.0 %")
         gone = row("b", state="gone", condition="gone", reason="no connection")  # b is killed
-        told = [Alarm("gone", "b", "b is gone: no connection").told()]
+        told = [Alarm("gone", "b", "b is gone: no connection").as_dict()]
         (folder / "status.json").write_text(json.dumps(status(learners=[row("a"), gone], alarms=told)))
         append(folder, step("b", 5.25, 2, 30), left("b", 6.0), *one_round(2, 7.0))
         shows(browser, "#alarm-list", "b is gone")

@@ -119,7 +119,7 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
     times = IslandTimes(["a", "never"])
     for record in records:
         times.take(record)
-    told = times.told()
+    told = times.as_dict()
     nothing = dict.fromkeys(("training", "data", "between", "joining", "away"), 0.0)
     assert told["islands"]["a"] == {**nothing, **uses}
     assert told["islands"]["never"] == {**nothing, "away": told["span_s"]}
@@ -129,7 +129,7 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
 def test_an_alarm_that_ended_is_neither_current_nor_told_twice(tmp_path: Path) -> None:
     """A red block over a complete run would tell of a fault that ended long before."""
     gone = Alarm("gone", "b", "b is gone: no connection")
-    over = Standing(gone, 138.0, 154.0, stands=False).told()
+    over = Standing(gone, 138.0, 154.0, stands=False).as_dict()
     folder = made_run(tmp_path, state="complete", episodes=[over])
     for t, state in ((138.0, "begins"), (154.0, "ends")):
         record = {"kind": "alarm", "t": t, "global_step": 1, "alarm": "gone", "state": state}
@@ -185,7 +185,7 @@ def test_no_command_that_people_use_often_opens_the_tape(command: str, tmp_path:
 
 
 def test_alarms_of_a_run_that_ended_are_those_of_its_summary() -> None:
-    stood, stands = Alarm("gone", "a", "a is gone").told(), Alarm("slow", "b", "b is slow").told()
+    stood, stands = Alarm("gone", "a", "a is gone").as_dict(), Alarm("slow", "b", "b is slow").as_dict()
     assert alarms_now(status(alarms=[stands]), {}) == [stands]
     assert alarms_now(status(state="stopped", alarms=[stands]), {"alarms": [stood]}) == [stood]
     dead = status(state="not running", remedy="resume", said_s_ago=9.0, learners=[])

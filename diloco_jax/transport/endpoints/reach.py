@@ -1,7 +1,7 @@
-"""The wait of a process that starts for a syncer to listen: it says at once what the system says of an address.
+"""The wait of a starting process for its syncer, with the system's error for a wrong address.
 
-gRPC tries again in silence, so a wrong address would be noticed only when its time is over. Nothing is sent here: a
-connection is opened and closed.
+gRPC retries in silence, so a wrong address would be noticed only after the timeout. This module opens and closes a
+connection, and sends nothing.
 """
 
 import os
@@ -14,22 +14,23 @@ from diloco_jax.transport.link import TransportConfig, TransportError, split_add
 from diloco_jax.transport.trust.security import is_loopback
 
 REACH_S = 2.0  # for one attempt
-AGAIN_S = 0.2  # until the next one
-PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # through one of these gRPC may reach what a socket does not
+AGAIN_S = 0.2  # between attempts
+# gRPC may reach an address through one of these proxies that a socket cannot reach.
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 
 def await_listener(
     config: TransportConfig, setting: str, say: Callable[[str], object], stop: threading.Event | None = None
 ) -> None:
-    """Return once somebody listens at `config.address`, or `stop` is set.
+    """Wait until a process listens at `config.address`, or `stop` is set.
 
     Args:
-        setting: what the user gave the address with, such as --syncer.
-        say: gets one line at the first attempt that fails: a syncer may just be starting.
+        setting: The option that gave the address, such as --syncer.
+        say: Gets one line at the first failed attempt, because a syncer may just be starting.
 
     Raises:
-        ValueError: the address is none.
-        TransportError: nobody listened there for `config.connect_timeout_s`.
+        ValueError: This is not an address.
+        TransportError: Nobody listened there for `config.connect_timeout_s`.
     """
     host, port = split_address(config.address, setting)
     if not is_loopback(config.address) and any(os.environ.get(name) for name in PROXIES):
@@ -53,7 +54,7 @@ def await_listener(
 
 
 def _trouble(host: str, port: int, timeout_s: float) -> str:
-    """Try once to connect; return why it failed, "" if it did not."""
+    """Try once to connect; return the error, "" if it worked."""
     try:
         socket.create_connection((host, port), timeout_s).close()
     except socket.gaierror as error:

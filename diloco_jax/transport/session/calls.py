@@ -1,6 +1,7 @@
-"""Names, options, metadata and errors that the gRPC calls of both sides share; questions to a syncer.
+"""Names, options, metadata and errors that the gRPC calls of both sides share, and short requests to a syncer.
 
-Metadata come before anything else and are small, so they are read with their own limits, before a session exists.
+Metadata arrive before everything else and are small. So they have separate limits, which are checked before a session
+exists.
 """
 
 import threading
@@ -40,14 +41,20 @@ HOLDINGS_KEY = "diloco-holdings-bin"
 SHARDS_KEY = "diloco-shards"
 SHARDS_MAX = 64
 SHARDS_BYTES_MAX = 8 << 10
-GREETING_S = 20.0  # from a connection's start until TLS is up and the first words of HTTP/2 came; gRPC's default: 120
-IDLE_S = 60.0  # that a connection may be open without a call; a learner's has one as long as it lasts
-METADATA_BYTES_MAX = 16 << 10  # header, holdings and token, in the encoding of HTTP/2
+# A connection has this long from its start until TLS is up and HTTP/2 has greeted; gRPC's default is 120.
+GREETING_S = 20.0
+# A connection may be open this long without a call; a learner's connection always has one.
+IDLE_S = 60.0
+# Header, holdings and token, in the encoding of HTTP/2.
+METADATA_BYTES_MAX = 16 << 10
 serialized = methodcaller("SerializeToString")
 
 
 def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
-    """Return the channel options of both sides. gRPC ignores a name that it does not know: a typing error is silent."""
+    """Return the channel options of both sides.
+
+    gRPC ignores names that it does not know, so a typing error is silent.
+    """
     return [
         ("grpc.max_receive_message_length", wire.FRAME_BYTES_MAX),
         ("grpc.max_send_message_length", wire.FRAME_BYTES_MAX),
@@ -55,23 +62,31 @@ def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
-        # The default is a minute, and what counts for a process that stands still while its kernel answers.
+        # The default is a minute. This timeout ends a connection to a stopped process whose kernel still answers.
         ("grpc.http2.ping_timeout_ms", round(config.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.max_frame_size", 1 << 20),  # a chunk in one piece, or a few; there is nobody else to let through
-        ("grpc.http2.lookahead_bytes", 16 << 20),  # else one connection needs a gigabyte to fill a 60 ms link
+        # A chunk travels in one frame or a few, because the connection carries nothing else.
+        ("grpc.http2.max_frame_size", 1 << 20),
+        # Without it one connection needs a gigabyte to fill a 60 ms link.
+        ("grpc.http2.lookahead_bytes", 16 << 20),
     ]
 
 
 def open_server(
     config: TransportConfig, service: str, handlers: Mapping[str, grpc.RpcMethodHandler], own: grpc.ServerCredentials
 ) -> tuple[grpc.Server, str]:
-    """Return a server that listens on `config.address`, and its address with the real port; ValueError if it cannot."""
+    """Start a server on `config.address`; return it and its address with the real port.
+
+    Raises:
+        ValueError: This process cannot listen there.
+    """
     options = [
         *channel_options(config),
-        ("grpc.so_reuseport", 0),  # else a second process gets the same port without an error
-        ("grpc.http2.min_ping_interval_without_data_ms", 500),  # callers choose how often they ping
+        # Otherwise a second process gets the same port without an error.
+        ("grpc.so_reuseport", 0),
+        # Callers choose how often they ping.
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         # Each connection holds a descriptor, so one that never greets must end.
         ("grpc.server_handshake_timeout_ms", round(GREETING_S * 1000)),
@@ -90,7 +105,7 @@ def open_server(
 
 @contextmanager
 def refusing(context: Any) -> Iterator[None]:
-    """Answer a call with the reason why its caller is not let in."""
+    """End a call with the reason why its caller was denied or refused."""
     try:
         yield
     except Denied as error:
@@ -106,13 +121,13 @@ def close_server(server: grpc.Server, sessions: Sequence[StreamSession], reason:
         session.retire(reason)
     for session in sessions:
         session.wait_written(until_s)
-    # The little extra lets streams whose last frame was just written end by themselves.
+    # Streams whose last frame was just written get a little more time to end by themselves.
     left_s = max(0.2, until_s - time.monotonic())
     server.stop(left_s).wait(left_s + 1.0)
 
 
 def cannot_listen(address: str, why: object, setting: str = "transport.address") -> ValueError:
-    """Return the error of an address that this machine, or this process, cannot have."""
+    """Return the error for an address that this process cannot listen on."""
     return ValueError(
         f"cannot listen on {setting} {address} ({why}): stop the process that has the port, choose another one (0 is "
         "any free port), or use an address of this machine"
@@ -120,20 +135,22 @@ def cannot_listen(address: str, why: object, setting: str = "transport.address")
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of frames that are done with, for those to come: receiving takes half the time.
+    """Make glibc keep the memory of processed frames for later frames, which halves the time to receive.
 
-    It gives a freed block back to the system, to be zeroed page by page for the next frame, unless it has seen a larger
-    one given back; it learns up to 32 MiB. No page of this one is ever touched. Elsewhere it has no effect.
+    glibc returns a freed block to the system, which zeroes its pages for the next frame, unless it has seen a larger
+    block freed before; it remembers sizes up to 32 MiB. This block's pages are never touched. Other C libraries ignore
+    the call.
     """
     bytearray(31 << 20)
 
 
 def open_channel(config: TransportConfig, own: Credentials) -> grpc.Channel:
-    """Return a channel to `config.address` with a connection of its own."""
+    """Return a channel to `config.address` with a separate connection."""
     options: list[tuple[str, int | str]] = [
         *channel_options(config),
         *own.options,
-        ("grpc.use_local_subchannel_pool", 1),  # else both channels share one TCP connection
+        # Otherwise both channels share one TCP connection.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", int(not is_loopback(config.address))),
@@ -142,7 +159,7 @@ def open_channel(config: TransportConfig, own: Credentials) -> grpc.Channel:
 
 
 def unanswered(config: TransportConfig, trouble: str) -> TransportError:
-    """Return the error that says why nobody answered; `trouble` is what `diagnose` found out."""
+    """Return the error for a syncer that did not answer; `trouble` is the result of `diagnose`."""
     if trouble:
         return TransportError(f"no connection with the syncer at {config.address}: {trouble}")
     return TransportError(
@@ -152,28 +169,28 @@ def unanswered(config: TransportConfig, trouble: str) -> TransportError:
 
 
 def ask_status(config: TransportConfig) -> str:
-    """Return the status that the syncer at `config.address` last gave out, as JSON; raises as `ask`."""
+    """Return the newest status of the syncer at `config.address` as JSON; raises as `ask`."""
     reply: pb.StatusReply = ask(config, STATUS, b"", pb.StatusReply.FromString)
     return reply.json
 
 
 def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
-    """Ask the syncer at `config.address` to let a learner leave; whether it does, and its words. Raises as `ask`."""
+    """Request that a learner leave; return whether the syncer accepts, and its answer. Raises as `ask`."""
     request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
     reply: pb.DrainReply = ask(config, DRAIN, request, pb.DrainReply.FromString)
     return reply.ok, clean(reply.message, REASON_LENGTH_MAX)
 
 
 def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any], name: str = SYNCER) -> Any:
-    """Return the answer of the syncer at `config.address` to one question.
+    """Send one request to the syncer at `config.address`, and return its answer.
 
     Args:
-        request: the question's bytes.
-        read: makes the answer of its bytes.
-        name: who asks; it stands for "{name}" in the files of the config.
+        request: The request's bytes.
+        read: Parser of the answer's bytes.
+        name: Name of the caller; it replaces "{name}" in the config's file names.
 
     Raises:
-        TransportError: Nobody answered in time, or our credentials do not do.
+        TransportError: Nobody answered in time, or the syncer refused our credentials.
         ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
             not allowed.
     """
@@ -187,7 +204,7 @@ def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[by
 
 
 def failure(config: TransportConfig, error: Exception, name: str) -> TransportError:
-    """Return the error that says to people why a question got no answer."""
+    """Return the error for a request without an answer, in words for people."""
     if not isinstance(error, grpc.Call):
         return TransportError(f"the syncer at {config.address} ended the call without an answer")
     if error.code() in DENIALS:
@@ -207,10 +224,10 @@ def header_metadata(header: pb.Header) -> tuple[str, bytes]:
 
 
 def read_header(metadata: Mapping[str, str | bytes]) -> pb.Header:
-    """Return the header that a call's metadata announce.
+    """Return the header in a call's metadata.
 
     Raises:
-        Refused: There is none, it is too large, cannot be read, or names no stream of a session.
+        Refused: The header is missing, too large or malformed, or does not name a stream of a session.
     """
     raw = metadata.get(HEADER_KEY, b"")
     try:
@@ -229,7 +246,7 @@ def read_header(metadata: Mapping[str, str | bytes]) -> pb.Header:
 
 
 def check_connections(header: pb.Header, config: TransportConfig) -> None:
-    """Check that the connections of all hosts of a learner may be open at a time; Refused if they may not."""
+    """Check that all hosts of a learner together fit into `connections_max`; Refused if they do not."""
     wanted = header.hosts * (header.stripes + 1)
     if wanted > config.connections_max:
         raise Refused(
@@ -239,12 +256,12 @@ def check_connections(header: pb.Header, config: TransportConfig) -> None:
 
 
 def holdings_metadata(holdings: pb.Holdings) -> tuple[tuple[str, bytes], ...]:
-    """Return what we have of payloads as items of a call's metadata."""
+    """Return the list of our incomplete payloads as items of a call's metadata."""
     return ((HOLDINGS_KEY, holdings.SerializeToString()),) if holdings.partials else ()
 
 
 def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
-    """Return what the caller has of payloads; Refused if that is too much, or cannot be read."""
+    """Return the caller's incomplete payloads; Refused if the list is too long or malformed."""
     raw = metadata.get(HOLDINGS_KEY, b"")
     if not isinstance(raw, bytes) or len(raw) > HOLDINGS_BYTES_MAX:
         raise Refused(f"the call's {HOLDINGS_KEY} metadata has {len(raw)} bytes, the limit is {HOLDINGS_BYTES_MAX}")
@@ -255,7 +272,7 @@ def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
 
 
 def pack_shards(shards: Sequence[str]) -> str:
-    """Return addresses of further listeners as one text; ValueError if they are too many, or one is no address."""
+    """Join the addresses of further listeners; ValueError if there are too many, or one is not an address."""
     for shard in shards:
         split_address(f"host{shard}" if shard.startswith(":") else shard)
     packed = ",".join(shards)
@@ -268,10 +285,10 @@ def pack_shards(shards: Sequence[str]) -> str:
 
 
 def read_shards(packed: str, dialled: str) -> tuple[str, ...]:
-    """Return the addresses of further listeners; one without a host is at the host that was dialled.
+    """Split the addresses of further listeners; an address without a host gets the host that was dialled.
 
     Raises:
-        ValueError: There are too many, or one is no address.
+        ValueError: There are too many, or one is not an address.
     """
     shards = packed.split(",") if packed else []
     pack_shards(shards)
@@ -280,7 +297,7 @@ def read_shards(packed: str, dialled: str) -> tuple[str, ...]:
 
 
 def read_drain_request(raw: bytes) -> str:
-    """Return the name of the learner that is to leave; ValueError if it cannot be read, or cannot be a learner's."""
+    """Return the name of the learner that shall leave; ValueError if it is malformed or not allowed."""
     try:
         return check_name(pb.DrainRequest.FromString(raw).learner_id)
     except DecodeError as error:
@@ -288,7 +305,10 @@ def read_drain_request(raw: bytes) -> str:
 
 
 class DaemonThreads(futures.Executor):
-    """A thread per call. A pool would make the process wait at exit for calls that last as long as the run."""
+    """Executor with one daemon thread per call.
+
+    With a pool, the process would wait at its exit for calls that last as long as the run.
+    """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
@@ -296,7 +316,8 @@ class DaemonThreads(futures.Executor):
         def body() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # as every executor does: the future carries it
+            # Every executor catches all of them: the future carries the error.
+            except BaseException as error:
                 future.set_exception(error)
 
         threading.Thread(target=body, name="diloco-call", daemon=True).start()

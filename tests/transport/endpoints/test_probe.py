@@ -14,9 +14,9 @@ import pytest
 
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor.probing import greet, measure
-from diloco_jax.transport import greeting, probe
-from diloco_jax.transport.greeting import Description, ModelDesk, ask_description, offer_model
-from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.endpoints import greeting, probe
+from diloco_jax.transport.endpoints.greeting import Description, ModelDesk, ask_description, offer_model
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import TransportConfig, TransportError
 from tests.transport.ends import WAIT_S, Ends, comes_true
 

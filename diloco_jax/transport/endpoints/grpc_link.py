@@ -1,8 +1,8 @@
 """The transport over gRPC: the syncer listens, islands dial.
 
-A learner opens several channels with a TCP connection each: one for control messages, so that none waits behind a
-payload, and some that share the payloads, since one connection alone does not fill a long link.
-The synchronous API is used on purpose: its client is the one that stays stable when connections break often.
+A learner opens several channels with one TCP connection each: one for control messages, so that they never wait behind
+a payload, and some that share the payloads, because one connection alone does not fill a long link. The module uses
+gRPC's synchronous API, because only its client stays stable when connections break often.
 """
 
 import threading
@@ -13,8 +13,8 @@ from typing import Any, cast
 import grpc
 
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, MetricsReport, SyncerMessage
-from diloco_jax.transport import calls
-from diloco_jax.transport.greeting import DESCRIBE, DescriptionDesk
+from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
+from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
 from diloco_jax.transport.link import (
     HOST_TYPES,
     LEARNER_TYPES,
@@ -30,19 +30,20 @@ from diloco_jax.transport.link import (
     payload_parts,
 )
 from diloco_jax.transport.partials import Partials
-from diloco_jax.transport.probe import PROBE, ProbeDesk
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
 from diloco_jax.transport.session.stream import Lane, StreamSession
 from diloco_jax.transport.trust.security import Denied, Gate, credentials, diagnose
 
-PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
+# A connection may take this long before we look for the cause.
+PATIENCE_S = 1.0
 
 
 class GrpcLink:
-    """A learner's session with a syncer; `connect` makes it."""
+    """A learner's session with a syncer, opened by `connect`."""
 
     def __init__(self, session: StreamSession, streams: DialledStreams) -> None:
         self._session = session
@@ -81,22 +82,24 @@ def connect(
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
     Args:
-        epoch: Newest life of the syncer that we have heard of; a syncer of an earlier one refuses. 0: none.
-        partials: What earlier sessions of this process with this syncer were cut off from, to be continued; what this
-            one leaves is added. None: payloads that are cut are sent anew.
-        inbox: Where deliveries go, if several links share one; whoever shares it receives those of all.
-        peer: What deliveries call the other side.
-        number: Of the session; 0 for a new one, which is larger than all before it.
-        host: Which of the learner's hosts this is; others than 0 need the number of its session.
+        epoch: Newest epoch of the syncer that we know; a syncer of an earlier epoch refuses. 0 if none is known.
+        partials: Incomplete payloads of earlier sessions of this process with this syncer; this session continues
+            them, and adds its own at its end. None: payloads that are cut are sent again.
+        inbox: Inbox for deliveries, if several links share one; it receives the deliveries of all.
+        peer: Name of the other side in deliveries.
+        number: Number of the session; 0 for a new one, which is larger than all before it.
+        host: Number of this host among the learner's hosts; hosts other than 0 need the number of the leader's session.
 
     Raises:
-        TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.
+        TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; with
+            the reason.
         ValueError: Our name is not allowed, our own certificate, key or token cannot be used, or the address is not
             loopback and plaintext was not allowed.
     """
     own = credentials(config, check_name(learner_id))
     calls.keep_freed_memory()
-    number = number or time.monotonic_ns()  # grows within a process; across processes the incarnation does
+    # The number grows within a process; across processes the incarnation grows.
+    number = number or time.monotonic_ns()
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
     header.host, header.hosts = host, hosts if hosts > 1 else 0
     partials = Partials(0, config.resume_s) if partials is None else partials
@@ -127,16 +130,17 @@ def connect(
 
 
 def _await_ready(session: StreamSession, config: TransportConfig, learner_id: str) -> str | None:
-    """Wait for the session; None when it is ready, else what is wrong, "" if that cannot be told.
+    """Wait for the session; return None when it is ready, else the cause of the failure, "" if it is unknown.
 
-    A reason that only a person can mend ends the wait: gRPC would go on trying, in silence.
+    A cause that only a person can remove ends the wait, because gRPC would retry in silence.
     """
     until_s = time.monotonic() + config.connect_timeout_s
     if session.wait_ready(min(PATIENCE_S, config.connect_timeout_s / 2)):
         return None
     over, troubles = threading.Event(), list[str]()
 
-    def look() -> None:  # beside the wait: on a bad network it takes seconds, and the session may come meanwhile
+    # The diagnosis runs beside the wait: on a bad network it takes seconds, and the session may open meanwhile.
+    def look() -> None:
         while not over.is_set():
             trouble = diagnose(config, learner_id)
             if trouble and not over.is_set():
@@ -151,17 +155,17 @@ def _await_ready(session: StreamSession, config: TransportConfig, learner_id: st
 
 
 class GrpcListener:
-    """The syncer's side, one inbox for all learners; `listen` makes it.
+    """The syncer's side, with one inbox for all learners, opened by `listen`.
 
     Attributes:
-        config: how it listens.
-        address: where learners connect, with the real port.
-        on_drain: what the driver does when somebody asks that a learner leave (`ask_drain`). Called with the learner's
-            name from within `receive`, so on the driver's own thread. Returns what happens now, in words, or raises
-            ValueError with the reason why nothing does. None: the answer is that this syncer cannot.
-        status_json: the answer to `diloco status`; the driver replaces it whenever it likes.
-        desk: answers `diloco doctor`.
-        greeter: tells loops of their owners' own what the run is.
+        config: Settings of the connections.
+        address: Address for learners, with the real port.
+        on_drain: The driver's answer to a request that a learner leave (`ask_drain`). `receive` calls it with the
+            learner's name, so it runs on the driver's thread. It returns what happens now, in words, or raises
+            ValueError with the reason why nothing happens. None: the answer is that this syncer cannot drain.
+        status_json: The answer to `diloco status`; the driver may replace it at any time.
+        desk: Service for `diloco doctor`.
+        greeter: Service that describes the run to users' training loops.
     """
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
@@ -169,11 +173,12 @@ class GrpcListener:
         self._inbox = Inbox()
         self._book = SessionBook(config, run_id, epoch)
         self._drains = Drains(self._inbox.wake)
-        self._heard: dict[str, StreamSession] = {}  # only the driver's thread touches it
+        # Only the driver's thread touches it.
+        self._heard: dict[str, StreamSession] = {}
         self.on_drain: Callable[[str], str] | None = None
         calls.keep_freed_memory()
         self._shards = calls.pack_shards(shards)
-        # learner and host -> its incarnation, what its sessions left
+        # (learner, host) -> (incarnation, incomplete payloads of its sessions)
         self._partials: dict[tuple[str, int], tuple[int, Partials]] = {}
         self.status_json = "{}"
         own = credentials(config, SYNCER)
@@ -190,7 +195,7 @@ class GrpcListener:
         self._server, self.address = calls.open_server(config, calls.SERVICE, handlers, own.server)
 
     def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
+        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 does not wait."""
         item = self._inbox.get(timeout_s)
         self._drains.answer(self.on_drain)
         if item is None:
@@ -203,11 +208,14 @@ class GrpcListener:
         return delivery
 
     def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
-        """Queue a message to the session from which the last delivery of `peer` came; never blocks.
+        """Queue a message to the session that brought the last delivery of `peer`; never blocks.
 
-        False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
-        "disconnected" delivery is in the inbox, or was received already. To answer the session that was *heard*,
-        rather than the newest, keeps a returning learner from getting what was meant for its previous life.
+        Answering the session that was *heard*, rather than the newest, keeps a returning learner from getting messages
+        for its previous life.
+
+        Returns:
+            False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
+            "disconnected" delivery is in the inbox, or was received already.
 
         Raises:
             ValueError: The message or its payload can never be sent (wrong type, too large).
@@ -223,12 +231,12 @@ class GrpcListener:
         return True
 
     def wake(self) -> None:
-        """Let a `receive` that waits return None at once; from any thread."""
+        """Make a waiting `receive` return None at once; any thread may call it."""
         self._inbox.wake()
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes received from, and sent to, all learners so far."""
+        """Return the bytes received from and sent to all learners so far."""
         return self._inbox.traffic
 
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
@@ -251,7 +259,7 @@ class GrpcListener:
         return pb.DrainReply(ok=ok, message=message)
 
     def stop_admitting(self) -> list[StreamSession]:
-        """Refuse everyone from now on, and return the sessions that are open."""
+        """Refuse every new session from now on, and return the open ones."""
         self._drains.close()
         return self._book.stop_admitting()
 
@@ -260,7 +268,7 @@ class GrpcListener:
         calls.close_server(self._server, self.stop_admitting(), "closed by the syncer", grace_s)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Serve one lane of one learner: this generator writes, a thread of its own reads."""
+        """Serve one lane of one learner: this generator writes, a separate thread reads."""
         with calls.refusing(context):
             session, lane = self._open_lane(context)
         if not context.add_callback(lambda: session.fail_lost(lane)):
@@ -278,7 +286,7 @@ class GrpcListener:
         yield from session.write(lane)
 
     def _open_lane(self, context: Any) -> tuple[StreamSession, Lane]:
-        """Check the caller's credentials before anything that it says, then find or make its session."""
+        """Check the caller's credentials before everything else, then find or create its session."""
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
         header = calls.read_header(metadata)
@@ -302,14 +310,15 @@ class GrpcListener:
         return session, lane
 
     def _partials_of(self, header: pb.Header) -> Partials:
-        """Return what this host's sessions of this incarnation left; called with the lock of `admit` held."""
+        """Return the incomplete payloads of this host's incarnation; the caller holds the lock of `admit`."""
         name, incarnation = (header.sender, header.host), header.incarnation
         known = self._partials.get(name)
         if known is None or known[0] != incarnation:
             if known is not None:
                 known[1].forget()
             self._partials = {name: each for name, each in self._partials.items() if each[1].held_bytes}
-            bytes_max = self.config.payload_bytes_max // max(1, header.hosts)  # of all hosts together: one payload
+            # All hosts of a learner together keep at most one payload.
+            bytes_max = self.config.payload_bytes_max // max(1, header.hosts)
             known = (incarnation, Partials(bytes_max, self.config.resume_s))
             self._partials[name] = known
         return known[1]
@@ -319,10 +328,10 @@ def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, shards: Sequ
     """Listen on `config.address`.
 
     Args:
-        shards: host:port of further listeners that every learner is told of; ":port": at the host that it dialled.
+        shards: host:port of further listeners, sent to every learner; ":port" means the host that it dialled.
 
     Raises:
-        ValueError: The port is in use, the address is not loopback and plaintext was not allowed, or a shard is no
-            address.
+        ValueError: The port is in use, the address is not loopback and plaintext was not allowed, or a shard is not
+            an address.
     """
     return GrpcListener(config, run_id, epoch, shards)

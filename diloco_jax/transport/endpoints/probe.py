@@ -1,8 +1,8 @@
-"""The syncer's answers to `diloco doctor`: who it is, what time it is, and how fast the link to it is.
+"""The syncer's answers to `diloco doctor`: its run and versions, its clock, and the speed of the link.
 
-A measurement must not disturb a run. So there is one at a time, it ends after SECONDS_MAX, and it moves at most
-IDLE_BYTES_MAX in each direction, or RUN_BYTES_MAX while learners are connected. Learners feel it all the same for those
-seconds: their payloads share the line with it.
+A measurement must not disturb a run. So the syncer admits one at a time, which ends after SECONDS_MAX and moves at most
+IDLE_BYTES_MAX in each direction, or RUN_BYTES_MAX while learners are connected. It still slows learners for those
+seconds, because their payloads share the line.
 """
 
 import os
@@ -18,21 +18,22 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from diloco_jax.transport.calls import refusing
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.calls import refusing
 from diloco_jax.transport.trust.security import Denied, Gate
 
 PROBE = "Probe"
 SECONDS_MAX = 10.0
 IDLE_BYTES_MAX = 1 << 30
 RUN_BYTES_MAX = 64 << 20
-HANG_S = 5.0  # beyond SECONDS_MAX: then a caller that stalls is cut off
+# A caller that stalls is cut off this long after SECONDS_MAX.
+HANG_S = 5.0
 NOISE_BYTES_MIN, NOISE_BYTES_MAX = 16 << 10, 512 << 10
 PACKAGES = ("diloco-jax", "jax", "jaxlib", "numpy", "grpcio")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages on which both sides of a link should agree, by name."""
+    """Return the versions of Python and of the packages that both sides of a link should share, by name."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -43,8 +44,11 @@ def versions() -> dict[str, str]:
 
 
 def noise() -> Iterator[bytes]:
-    """Yield random bytes without end. The pieces grow with what was sent: a slow link counts small ones, a fast one is
-    not held up by their number."""
+    """Yield random bytes without end.
+
+    The pieces grow with the number of bytes sent: small pieces measure a slow link exactly, and large ones cost a fast
+    link little time.
+    """
     block = memoryview(os.urandom(NOISE_BYTES_MAX))
     sent = 0
     while True:
@@ -55,7 +59,7 @@ def noise() -> Iterator[bytes]:
 
 @dataclass
 class _Measurement:
-    """Bytes that one caller may still move, over all of its connections."""
+    """One caller's measurement: the bytes that its connections may still move together."""
 
     number: int
     left_bytes: int
@@ -64,13 +68,13 @@ class _Measurement:
 
 @dataclass(eq=False)
 class ProbeDesk:
-    """Serves the method PROBE of one listener."""
+    """Service for the method PROBE of one listener."""
 
     run_id: str
     gate: Gate
     sessions: Callable[[], int]
     shards: str
-    settings: Mapping[str, str] = field(default_factory=dict)  # what learners must agree on
+    settings: Mapping[str, str] = field(default_factory=dict)  # shared by learners
     _lock: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
     _measurement: _Measurement | None = field(default=None, init=False)
 
@@ -96,7 +100,7 @@ class ProbeDesk:
         if not context.add_callback(lambda: self._leave(measurement)):
             self._leave(measurement)
             return
-        seconds = min(SECONDS_MAX, max(0.0, asked.seconds))  # NaN counts as 0
+        seconds = min(SECONDS_MAX, max(0.0, asked.seconds))  # NaN becomes 0
         if asked.kind == pb.PROBE_UP:
             yield self._count(requests, measurement, seconds)
         else:
@@ -113,7 +117,7 @@ class ProbeDesk:
         )
 
     def _join(self, number: int) -> _Measurement:
-        """Return the caller's measurement, begun with its first connection."""
+        """Return the caller's measurement; its first connection starts it."""
         with self._lock:
             running = self._measurement
             if running is None:
@@ -142,7 +146,8 @@ class ProbeDesk:
         for message in requests:
             ended_s = time.monotonic()
             if not began_s:
-                began_s = ended_s  # its bytes may have taken any time to come
+                # The bytes of the first message may have taken any time to arrive.
+                began_s = ended_s
                 continue
             received += len(message)
             if not self._spend(measurement, len(message)) or ended_s - began_s >= seconds:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.runtime.records.files import PROGRAMS
-from diloco_jax.runtime.records.programs import host_kind
+from diloco_jax.settings.compiler import host_kind
 from tests.runtime.helpers import environment, write_config
 
 PROCESS = """
 import sys
 from pathlib import Path
 import jax
-from diloco_jax.runtime.records.programs import keep_programs
+from diloco_jax.settings.compiler import keep_programs
 
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
@@ -32,7 +32,7 @@ def python(words: str, *arguments: Path, env: dict[str, str]) -> subprocess.Comp
 def start(run_dir: Path, **changes: str) -> tuple[str, str]:
     """Value and number of hits, and what went to standard error."""
     kept = {key: value for key, value in environment().items() if not key.startswith("JAX_COMPILATION_CACHE")}
-    ran = python(PROCESS, run_dir, env=kept | changes)
+    ran = python(PROCESS, run_dir / PROGRAMS, env=kept | changes)
     return ran.stdout.strip(), ran.stderr
 
 
@@ -57,7 +57,7 @@ MERGES = """
 import os, sys
 from pathlib import Path
 from diloco_jax.settings.text import load
-from diloco_jax.runtime.records.programs import keep_programs
+from diloco_jax.settings.compiler import keep_programs
 
 load(sys.argv[2])
 assert "numba" not in sys.modules, "its settings are read when it is imported"
@@ -71,7 +71,7 @@ def merges_kept(run_dir: Path, config: Path, **changes: str) -> Path:
     """Return the folder in which a process of a run keeps compiled merges."""
     dropped = ("JAX_COMPILATION_CACHE", "XDG_", "NUMBA_", "HOME")
     kept = {key: value for key, value in environment().items() if not key.startswith(dropped)}
-    return Path(python(MERGES, run_dir, config, env=kept | changes).stdout.strip())
+    return Path(python(MERGES, run_dir / PROGRAMS, config, env=kept | changes).stdout.strip())
 
 
 def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux tells here what a processor can do")
 def test_hosts_of_another_kind_keep_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco_jax.runtime.records import programs
+    from diloco_jax.settings import compiler
 
     here = host_kind()
     other = tmp_path / "cpuinfo"
     other.write_text("processor : 0\nflags : fpu sse2\n", encoding="utf-8")
-    monkeypatch.setattr(programs, "CPU_INFO", other)
+    monkeypatch.setattr(compiler, "CPU_INFO", other)
     assert host_kind() != here and host_kind().startswith(os.uname().machine)

@@ -1,10 +1,11 @@
 """A learner's sessions with a syncer that has merge shards, as one link.
 
-The learner dials the syncer, which names its shards, and then each shard. All deliveries go to one inbox. The value of
-a fragment goes in parts to the shards that work on it, and new versions come back in parts; what the driver sees is one
-whole payload each way. A hello goes to everybody, so that the shards know whom to answer. All else is the syncer's.
+The learner dials the syncer, which names its shards, and then each shard. All deliveries go to one inbox. The link cuts
+a fragment's value into parts for the shards that hold the fragment, and joins the parts of new versions; its driver
+sees one whole payload each way. A hello goes to the syncer and to every shard, because the shards answer learners
+directly. Every other message goes to the syncer alone.
 
-The link ends as a whole: when one of its sessions does. Parts of a version that never becomes whole are bounded.
+The link ends as a whole when one of its sessions ends. The memory for incomplete versions is bounded.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
     MetricsReport,
 )
-from diloco_jax.transport.grpc_link import GrpcLink, connect
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect
 from diloco_jax.transport.link import Delivery, Payload, TransportConfig
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.session.inbox import Inbox
 
-INCOMPLETE_MAX = 2  # versions of one fragment of which some parts are here
+# An incomplete version has parts of some shards; of each fragment, the newest versions are kept.
+INCOMPLETE_MAX = 2
 
 
 class _Incomplete(NamedTuple):
@@ -42,12 +44,12 @@ class _Incomplete(NamedTuple):
 
 
 class Dialler:
-    """Connects a learner to its syncer again and again, and keeps what cut sessions have left.
+    """Connector of a learner to its syncer; it keeps the incomplete payloads of sessions that were cut.
 
     Args:
-        host: which of the island's hosts we are; 0 leads.
-        hosts: number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is a
-            part (core/parts.py), an empty one if the host has no value to send.
+        host: Number of this host in its island; host 0 leads.
+        hosts: Number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is
+            this host's bytes of it (core/parts.py), empty if the host has no value to send.
     """
 
     def __init__(
@@ -71,21 +73,22 @@ class Dialler:
         self._partials = [Partials(config.payload_bytes_max, config.resume_s) for _ in range(shards + 1)]
 
     def connect(self, epoch: int, number: int = 0) -> ShardedLink | GrpcLink:
-        """Open a link of a learner, or of one host of an island of several; see grpc_link.connect.
+        """Open a link of a learner, or of one host of an island of several, by `grpc_link.connect`.
 
-        A host that is not the leader sends FragmentValues, with parts as payloads, and receives nothing but the end of
-        the session, which is the leader's too: both end together. Close it after the leader's, or what that has not
-        sent yet is lost.
+        A host that is not the leader sends FragmentValues with its own bytes, and receives only the end of the session.
+        Its session ends together with the leader's. Close it after the leader's, or messages that the leader has not
+        sent yet are lost.
 
         Args:
-            epoch: newest life of the syncer that we have heard of; for a host that is not the leader, the leader's.
-            number: of the leader's link, for a host that is not the leader.
+            epoch: Newest epoch of the syncer that we know; the leader's, for a host that is not the leader.
+            number: Number of the leader's link, for a host that is not the leader.
         """
         inbox = Inbox()
         dial = partial(self._dial, epoch=epoch, inbox=inbox)
         control = dial(self._config, partials=self._partials[0], number=number)
         if not control.shards or len(control.shards) + 1 != len(self._partials):
-            return control  # one process; or of another config than ours, which its answer to our hello will say
+            # The syncer is one process, or has another config than ours: its answer to our hello says so.
+            return control
 
         def dial_shard(shard: int) -> GrpcLink:
             config, partials = replace(self._config, address=control.shards[shard]), self._partials[shard + 1]
@@ -103,15 +106,16 @@ class Dialler:
 
 @dataclass(eq=False)
 class ShardedLink:
-    """One link over several sessions; a Dialler makes it."""
+    """One link over several sessions, opened by a Dialler."""
 
     control: GrpcLink
-    links: Sequence[GrpcLink]  # those with its shards, in their order
+    links: Sequence[GrpcLink]  # in shard order
     inbox: Inbox
     shares: Shares
     up: Format
     down: Format
-    in_parts: bool = False  # whether the values that are sent are parts, those of one of several hosts
+    # True if this process is one of several hosts, so that it sends its own bytes instead of whole values.
+    in_parts: bool = False
     _incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = field(default_factory=dict)  # by fragment
 
     @property
@@ -130,7 +134,7 @@ class ShardedLink:
         self.control.send(message, payload)
 
     def _cut(self, fragment_id: int, shard: int, payload: Payload) -> Payload:
-        """Return what a shard gets of a value. An answer without a value is one too: the syncer waits for it."""
+        """Return a shard's part of a value; an answer without a value is empty, and the syncer waits for it too."""
         ranges = self.shares.ranges(fragment_id, shard, self.up)
         if self.in_parts:
             return cut_part(payload, ranges)
@@ -158,7 +162,10 @@ class ShardedLink:
                     return delivery._replace(peer=SYNCER, payload=payload)
 
     def _join(self, shard: int, message: GlobalFragment, part: bytes | memoryview) -> bytes | memoryview | None:
-        """Return the whole payload when all parts are here. One that cannot be made is empty: nobody can decode it."""
+        """Return the whole payload once all parts have arrived, else None.
+
+        A payload with a wrong part is empty, so that decoding it fails.
+        """
         shares, fragment_id = self.shares, message.fragment_id
         format = "float32" if message.base == NO_VERSION else self.down
         if not 0 <= fragment_id < len(shares.wholes):

@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.protocol.messages import Advance, Heartbeat
 from diloco_jax.transport import wire
-from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.net
 CHILD = """
 import sys
 from diloco_jax.protocol.messages import Advance, Heartbeat
-from diloco_jax.transport import grpc_link
+from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig
 role, address = sys.argv[1:]
 if role == "learner":

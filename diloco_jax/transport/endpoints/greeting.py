@@ -1,9 +1,9 @@
-"""The first words between a loop of the user's own and a syncer: what the run is, and what its model is.
+"""The first exchange between a user's training loop and a syncer: the run's config, and its model.
 
-The loop asks for the run's config and the layout of its model (`ask_description`). While the run has no model, the
-first loop brings layout and initial values (`offer_model`); everybody after it is told that layout and compares. What
-comes is bounded before memory is taken for it: the layout by LAYOUT_BYTES_MAX, the values by what the layout says and
-the syncer's owner allows.
+The loop requests the run's config and the layout of its model (`ask_description`). While the run has no model, the
+first loop sends layout and initial values (`offer_model`); every later loop gets that layout and compares it with its
+own. The listener bounds everything before it allocates memory: the layout by LAYOUT_BYTES_MAX, the values by the layout
+and by the config's limit of parameters.
 """
 
 import threading
@@ -17,22 +17,22 @@ from google.protobuf.message import DecodeError
 from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
-from diloco_jax.transport.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
 from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
 from diloco_jax.transport.trust.security import Gate, credentials
 
 DESCRIBE, OFFER = "Describe", "Offer"
 LAYOUT_BYTES_MAX = 2 << 20
 VALUES_BYTES = 1 << 20  # of one message
-STALL_S = 60.0  # without a message of an offer
+STALL_S = 60.0  # without a message
 BUSY, TOO_LATE = "another learner brings the model", "another learner has brought the model"
 
 
 class Description(NamedTuple):
     """A run, as its syncer describes it: its config as YAML, and the layout of its model, "" while it has none.
 
-    `coming` tells that it has none, but that a learner is bringing one.
+    `coming` is true while a learner sends the model.
     """
 
     config: str
@@ -48,15 +48,19 @@ class ModelOffer(NamedTuple):
 
 
 def ask_description(config: TransportConfig, learner_id: str) -> Description:
-    """Return what the syncer at `config.address` says of its run; raises as `ask`."""
+    """Return the description of the run at `config.address`; raises as `ask`."""
     reply: pb.DescribeReply = ask(config, DESCRIBE, b"", pb.DescribeReply.FromString, check_name(learner_id))
     return Description(reply.config, reply.layout, reply.coming)
 
 
 def offer_model(config: TransportConfig, learner_id: str, layout: str, values: Iterable[memoryview]) -> str:
-    """Bring the model of a run that has none; return why it was not taken, "" if it was.
+    """Send the model of a run that has none; return why the syncer did not take it, "" if it did.
 
-    `values` are the bytes of its tensors, read twice. TransportError if the syncer is gone, or refuses.
+    Args:
+        values: Bytes of its tensors, read twice.
+
+    Raises:
+        TransportError: The syncer cannot be reached, or refused.
     """
     own, pieces = credentials(config, learner_id), list(values)
 
@@ -76,15 +80,16 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
 
 
 class DescriptionDesk:
-    """Serves the method DESCRIBE of one listener; `coming` tells whether a learner is bringing the run's model."""
+    """Service for the method DESCRIBE of one listener; `coming` tells whether a learner sends the run's model."""
 
     def __init__(self, gate: Gate, coming: Callable[[], bool] = lambda: False) -> None:
-        self.description = Description("", "")  # the answer; whoever drives the listener sets it
+        # The driver of the listener sets the answer.
+        self.description = Description("", "")
         self._gate = gate
         self._coming = coming
 
     def serve(self, _: bytes, context: Any) -> pb.DescribeReply:
-        """Serve one call."""
+        """Answer one call."""
         with refusing(context):
             self._gate.check(dict(context.invocation_metadata()))
         found = self.description
@@ -92,16 +97,16 @@ class DescriptionDesk:
 
 
 class ModelDesk:
-    """A listener for a run without a model, which takes the first one that is offered.
+    """Listener of a run without a model; it takes the first model that a learner offers.
 
     Args:
-        measure: returns the bytes of a layout's values, and raises ValueError for one that cannot be taken.
+        measure: Returns the size of a layout's values in bytes; ValueError for a layout that this run cannot take.
 
     Attributes:
-        address: where learners find it, with the real port.
+        address: Address for learners, with the real port.
 
     Raises:
-        ValueError: this machine cannot listen there.
+        ValueError: This machine cannot listen there.
     """
 
     def __init__(self, config: TransportConfig, description: Description, measure: Callable[[str], int]) -> None:
@@ -120,13 +125,13 @@ class ModelDesk:
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
     def take(self, timeout_s: float) -> ModelOffer | None:
-        """Give away the model once one was brought whole; None after so many seconds."""
+        """Return the model once it is complete, and forget it; None after `timeout_s` seconds."""
         self._taken.wait(timeout_s)
         offer, self._offer = self._offer, None
         return offer
 
     def close(self) -> None:
-        """Let the last answer out, and leave the port."""
+        """Send the last answer, and free the port."""
         self._server.stop(1.0).wait(2.0)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> pb.OfferReply:
@@ -165,7 +170,11 @@ class ModelDesk:
 
 
 def watch_silence(cancel: Callable[[], object], heard_s: list[float]) -> Callable[[], None]:
-    """Cut a caller off whose last message (monotonic time in `heard_s`) is STALL_S old; return what ends the watch."""
+    """Cut off a caller whose last message, at monotonic time `heard_s[0]`, is STALL_S old.
+
+    Returns:
+        A function that ends the watch.
+    """
     over = threading.Event()
 
     def look() -> None:

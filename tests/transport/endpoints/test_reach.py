@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportConfig, TransportError
-from diloco_jax.transport.reach import await_listener
 from tests.sockets import free_port
 
 
