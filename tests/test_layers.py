@@ -58,7 +58,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "own_loop": {"learner", "island", "model", "records", "trackers"},
         "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers", "figures"},
     },
-    "sim": {"": set(), "goodput": {""}, "faults": {""}, "invariants": {"", "faults"}},
+    "sim": {"": set(), "goodput": {""}, "invariants": {""}},
     "tools": {
         "budget": set(),
         "report": {"replay"},

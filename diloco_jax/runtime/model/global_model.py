@@ -39,7 +39,7 @@ from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
 from diloco_jax.settings.run import RunConfig
 
 Arrays = dict[str, np.ndarray]
-Parameters = Iterable[tuple[str, np.ndarray]]  # by path
+Parameters = Iterable[tuple[str, np.ndarray]]  # path, value
 BLOCK = 1 << 20  # elements
 OUTER = "outer"  # snapshot group
 # Key of a snapshot -> field of each fragment's mark.
@@ -145,11 +145,11 @@ class GlobalModel:
         return [mark.digest for mark in self._marks]
 
     def capture(self, bounded: bool = False) -> Capture:
-        """Return the model as it is now, which stays so; if bounded, a merge waits while what it replaces is held."""
+        """Capture the present model; if bounded, a merge waits before it replaces a held fragment."""
         return self._arithmetic.capture(self._marks, bounded)
 
     def load(self, capture: Capture) -> None:
-        """Become what `capture` returned; older versions are gone, and so are steps."""
+        """Load the model of a capture; older versions and their steps are dropped."""
         for number, mark in enumerate(capture.marks):
             self._load(number, mark, capture.state(number))
 
@@ -158,7 +158,7 @@ class GlobalModel:
         self._marks[number] = mark._replace(base=NO_VERSION)
 
     def publish(self, merged: Merged) -> None:
-        """Put a merge's result in place; of a round without a usable part, what it says of later values."""
+        """Make a merge's result the newest version; a round without a usable part only updates the outlier rule."""
         if merged.state is not None:
             self._arithmetic.publish(merged.fragment_id)
         mark = merged.state or self._marks[merged.fragment_id]
@@ -166,7 +166,7 @@ class GlobalModel:
         self._marks[merged.fragment_id] = mark._replace(odd=merged.odd, elsewhere=elsewhere)
 
     def _elsewhere(self, fragment_id: int) -> float:
-        """Return what is usual in the liveliest other fragment, for as many parameters as this one has."""
+        """Return the usual rate of the fastest other fragment, scaled to this fragment's number of parameters."""
         usual = [
             median(mark.rates) / math.sqrt(self.layout(number).size)
             for number, mark in enumerate(self._marks)
@@ -175,14 +175,17 @@ class GlobalModel:
         return max(usual, default=0.0) * math.sqrt(self.layout(fragment_id).size)
 
     def restore(self, fragment_id: int, version: int, payload: Bytes) -> None:
-        """Make a value that this syncer, or an earlier life of it, sent out the newest of its fragment.
+        """Make a value that this syncer or an earlier life of it sent the newest version of its fragment.
 
-        Outer state and medians stay as they are: nobody but the lost process had newer ones. What its steps had left
-        out is lost. ValueError if the payload is not a float32 encoding of this fragment.
+        Outer state and medians stay as they are, because only the lost process had newer ones. The residual of its
+        steps is lost.
+
+        Raises:
+            ValueError: The payload is not a float32 encoding of this fragment.
         """
         flat = self._flat(fragment_id, payload)
         if flat is None:
-            raise ValueError(f"{len(payload)} bytes are no value of fragment {fragment_id}")
+            raise ValueError(f"{len(payload)} bytes are not a value of fragment {fragment_id}")
         self._arithmetic.restore(fragment_id, version, flat.copy())
         mark = self._marks[fragment_id]
         self._marks[fragment_id] = mark._replace(
@@ -190,7 +193,7 @@ class GlobalModel:
         )
 
     def fits(self, fragment_id: int, digest: int, payload: Bytes) -> bool:
-        """Return whether a payload can be a value of this fragment, and has the digest that it should have."""
+        """Tell whether a payload can be a value of this fragment, and has this digest."""
         flat = self._flat(fragment_id, payload)
         return flat is not None and self._digest(fragment_id, flat) == digest
 
@@ -263,7 +266,7 @@ class GlobalModel:
         return Merged(fragment_id, None, left_out, odd)
 
     def _next(self, order: Merge, mark: Mark, digest: int, rates: Sequence[float]) -> Mark:
-        # a learner that did not move, at a learning rate of 0 for example, says nothing of what is usual
+        # A learner that did not move, for example at a learning rate of 0, does not change the usual rates.
         known = (*mark.rates, *(rate for rate in rates if rate > 0))[-RATES_KEPT:]
         base = mark.version if self.step_bytes(order.fragment_id) else NO_VERSION
         peaks = tuple(sorted((*mark.peaks, *(rate for rate in rates if rate > 0)), reverse=True)[:ODD_BEFORE])
@@ -295,7 +298,7 @@ class GlobalModel:
         return {key: [getattr(mark, name) for mark in capture.marks] for key, name in PLAIN.items()}
 
     def load_saved(self, read: Callable[[str, Slice], np.ndarray], plain: Mapping[str, Any]) -> None:
-        """Become what a snapshot holds, fragment by fragment; older versions are gone, and so are steps.
+        """Load a snapshot, fragment by fragment; older versions and their steps are dropped.
 
         ValueError if `read` gives other values than those that were saved; some may be here by then.
         """

@@ -118,7 +118,7 @@ class Earlier(NamedTuple):
 
     wire: dict[str, int]
     eval_loss: float | None
-    episodes: Sequence[Standing] = ()  # of alarms
+    episodes: Sequence[Standing] = ()
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)

@@ -1,62 +1,103 @@
-"""Lives and deaths of the syncer's process: as runtime/syncer/begin.py.
+"""The syncer over all its processes, with its disk and tape: the counterpart of runtime/syncer/begin.py.
 
-Restart: the newest readable snapshot, then every decision after it from the tape; newer values come from learners.
-Rewind: every process died; the newest readable snapshot alone, and what came after it is void.
+Restart: a new process loads the newest readable snapshot and replays every later decision from the tape. Learners
+bring newer values. Rewind: if all processes have ended, the run continues from the newest readable snapshot alone.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import Moment, lives, replay
+from diloco_jax.sim.disk import Disk
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.faults import Fault
-from diloco_jax.sim.faults.hostile import Hostile
-from diloco_jax.sim.faults.learner import MortalLearner
-from diloco_jax.sim.faults.scenario import FaultyScenario
-from diloco_jax.sim.faults.syncer_process import Disk, MortalSyncer
-from diloco_jax.sim.holdings import Value
-from diloco_jax.sim.node import MakeSyncer, World
-from diloco_jax.sim.syncer_process import SyncerHost
+from diloco_jax.sim.fault import Fault
+from diloco_jax.sim.holdings import Value, digest_of
+from diloco_jax.sim.hostile import Hostile
+from diloco_jax.sim.learner_driver import LearnerDriver
+from diloco_jax.sim.network import Deliver, SimulatedLink
+from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeSyncer, World
+from diloco_jax.sim.syncer_process import SyncerProcess
 
-RESTART_S = 3.0  # learners start again within this time after a rewind
+# Longest time after a rewind until a learner starts again.
+RESTART_S = 3.0
 
 
-class MortalSyncerHost(SyncerHost):
-    """The syncer's disk, and the process that runs beside it or ran there last; to restart one needs the tape."""
+class SyncerHost:
+    """The syncer's tape and disk, and its current or last process.
 
-    process: MortalSyncer
-    _learners: Mapping[str, MortalLearner]
+    Args:
+        world: time, network and observers.
+        learners: all learners by name.
+        make_syncer: builds the machine.
+        taped: record the tape; a process can be restarted only with a tape.
+    """
 
     def __init__(
-        self, world: World, learners: Mapping[str, MortalLearner], make_syncer: MakeSyncer, taped: bool
+        self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool
     ) -> None:
-        assert isinstance(world.scenario, FaultyScenario), "steps and evaluations have settings of their own"
-        self.disk, self.hostile = Disk(), Hostile(world.scenario.seed)
-        size, fragments = world.scenario.step_bytes, range(world.scenario.config.num_fragments)
-        steps = {} if size is None else dict.fromkeys(fragments, size)
-        super().__init__(world, learners, partial(make_syncer, step_bytes=steps, plan=world.scenario.plan), taped)
+        self.tape: list[str] = []
+        self.taped = taped
+        self.disk = Disk()
+        self.hostile = Hostile(world.scenario.seed)
+        self._world = world
+        self._engine = world.engine
+        self._learners = learners
+        self._make_syncer = make_syncer
+        self.process = self._new_process(self.new_syncer(), self._initial())
+        digests = [digest for _, digest in self.process.values]
+        self.process.execute(self.process.inputs.on_begin(digests, 0.0))
 
-    def _new_process(self, machine: Syncer, values: Sequence[Value]) -> MortalSyncer:
-        return MortalSyncer(
-            self._world, self.tape, machine, list(values), self._taped, self.disk, self._on_death, self.hostile
+    def new_syncer(self) -> Syncer:
+        """Build a machine equal to the one with which this run started."""
+        scenario = self._world.scenario
+        fragments = range(scenario.config.num_fragments)
+        return self._make_syncer(
+            scenario.config,
+            scenario.total_steps,
+            FINGERPRINT,
+            dict.fromkeys(fragments, scenario.payload_bytes),
+            budget=scenario.budget,
+            step_bytes={} if scenario.step_bytes is None else dict.fromkeys(fragments, scenario.step_bytes),
+            plan=scenario.plan,
         )
 
+    def _initial(self) -> list[Value]:
+        return [
+            (0, digest_of("initial", fragment_id)) for fragment_id in range(self._world.scenario.config.num_fragments)
+        ]
+
+    def _new_process(self, machine: Syncer, values: Sequence[Value]) -> SyncerProcess:
+        return SyncerProcess(
+            self._world,
+            self.tape,
+            machine,
+            list(values),
+            taped=self.taped,
+            disk=self.disk,
+            hostile=self.hostile,
+            die=self._on_death,
+        )
+
+    def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink | None:
+        """Connect a learner that dials; None if no process runs."""
+        return self.process.accept(learner, down) if self.process.alive else None
+
     def drain(self, learner_id: str) -> None:
-        """Ask a learner to leave, as somebody does on the command line."""
+        """Ask a learner to leave, as an operator does with `diloco drain`."""
         process = self.process
         try:
             effects = process.inputs.on_drain(learner_id, self._engine.now_s) if process.alive else []
         except ValueError:
-            return  # it is not connected, and whoever asked was told so
+            # The learner is not connected; the operator would read that.
+            return
         for effect in effects:
             assert isinstance(effect, Send), f"draining led to {effect}"
             if effect.peer in process.heard:
                 self._world.network.send(process.heard[effect.peer].down, effect.message)
 
     def crash(self) -> None:
-        """End the process now, or in the middle of what its next input asks for."""
+        """End the process now, or in the middle of the effects of its next input."""
         random = self._engine.random
         if not self.process.alive:
             return
@@ -66,7 +107,7 @@ class MortalSyncerHost(SyncerHost):
             self.process.dies_after = random.choice((0, 0, 1, 2, random.randint(0, 20)))
 
     def _on_death(self) -> None:
-        """Let nothing of the process be left; whoever was connected finds out soon."""
+        """End the process; connected learners notice it soon."""
         process, engine = self.process, self._engine
         if not process.alive:
             return
@@ -81,8 +122,9 @@ class MortalSyncerHost(SyncerHost):
             observer.on_syncer_died(process.machine, engine.now_s)
 
     def restart(self) -> None:
-        """Begin a new process in the folder of the dead one."""
-        if self.process.alive:  # its end was planned, but nothing happened since
+        """Start a new process with the disk and the tape of the dead one."""
+        # The end of the old process was planned for its next input, but none has come since.
+        if self.process.alive:
             self._on_death()
         snapshot, machine, states = self.disk.newest_readable(), self.new_syncer(), {}
         values, start, loaded = self._initial(), 0, -1
@@ -100,7 +142,7 @@ class MortalSyncerHost(SyncerHost):
         process.execute(process.taped.on_restart(versions, digests, loaded, now_s))
 
     def end_all(self, fault: Fault) -> bool:
-        """End every process, but those of a few learners that nobody finds; False if the run could not go on."""
+        """End every process except those of the fault's learners; False if the run could not continue."""
         if self.disk.newest_readable() is None or self.process.machine.finished:
             return False
         if fault.breaks_snapshot:
@@ -112,7 +154,7 @@ class MortalSyncerHost(SyncerHost):
         return True
 
     def rewind(self) -> None:
-        """Go on with the run from its newest readable snapshot."""
+        """Continue the run from its newest readable snapshot."""
         snapshot = self.disk.newest_readable()
         assert snapshot is not None, "a rewind without a snapshot"
         now_s = self._engine.now_s
@@ -120,12 +162,12 @@ class MortalSyncerHost(SyncerHost):
             node = learner.node
             if node.process is None and not node.gone and node.incarnation > 0:
                 learner.start_later(now_s + RESTART_S * self._engine.random.random())
-        if self.process.alive:  # somebody restarted it meanwhile
+        # Another fault may have restarted the syncer meanwhile.
+        if self.process.alive:
             if self.process.machine.finished:
                 return
             self._on_death()
-        # what is later must not be taken for the newest
-        self.disk.snapshots = [each for each in self.disk.snapshots if each.global_step <= snapshot.global_step]
+        self.disk.drop_after(snapshot.global_step)
         epoch = lives(self.tape) + 1
         process = self.process = self._new_process(self.new_syncer(), snapshot.values)
         for observer in self._world.observers:
