@@ -24,6 +24,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
@@ -377,6 +378,7 @@ class SyncerRun:
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
+        summary = with_figures("summary", summary)
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning:
             log.warning(warning)
