@@ -23,7 +23,7 @@ from typing import Any
 
 from diloco_jax.core import codec
 from diloco_jax.runtime.model.evaluation import Evaluator
-from diloco_jax.settings.cutting import cut, settle
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.sim.cluster import Cluster
@@ -161,7 +161,7 @@ def main() -> None:
     # The number of a class's fragments depends on the model.
     if config.protocol.by_class:
         model = Evaluator(config)
-        config = settle(config, cut(config, model.shapes, model.kinds))
+        config = resolve(config, model.shapes, model.kinds).config
     shutil.rmtree(tapes := folder / "tapes", ignore_errors=True)
     began_s = time.monotonic()
     found = simulate(config, schedule, config.seed, tapes)

@@ -38,7 +38,7 @@ from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, Mark
 from diloco_jax.runtime.model.model_share import Bytes
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 
 Arrays = dict[str, np.ndarray]
 Parameters = Iterable[tuple[str, np.ndarray]]  # path, value
@@ -333,5 +333,5 @@ def _distance(first: np.ndarray, second: np.ndarray) -> float:
     return math.sqrt(total) if math.isfinite(total) else math.inf
 
 
-def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
-    return GlobalModel(plan, parameters, arithmetic, config.weights, config.merge.outlier_factor)
+def make_model(run: ResolvedRun, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
+    return GlobalModel(run.plan, parameters, arithmetic, run.config.weights, run.config.merge.outlier_factor)
