@@ -319,7 +319,7 @@ COMMAND_LINES = (
     Wrong(
         "audit blank", "blank/config.yaml is empty", "settings of this run are lost", "cp CONFIG.yaml blank/config.yaml"
     ),
-    Wrong("train config.yaml --resume --runs_dir none", "none holds no run named small", "could go on", "--run-dir"),
+    Wrong("train config.yaml --resume --runs_dir none", "none holds no run named small", "could continue", "--run-dir"),
     Wrong(
         "train config.yaml --resume --run-dir damaged --train.batch_size 16",
         "train.batch_size is 16",
