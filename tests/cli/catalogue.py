@@ -83,7 +83,7 @@ FOUND_BY_DOCTOR = (
     Wrong({"trackers": ["wandbb"]}, "trackers has 'wandbb'", "wandb, trackio, mlflow", "did you mean wandb?"),
     Wrong({"islands": {"topology": "v5p:2x2x1", "devices": "auto"}}, "v5p:2x2x1", "no TPU", "or run on a host of that"),
     Wrong({"callbacks": ["nowhere:Told"]}, "callbacks 'nowhere:Told'", "cannot be imported", "install or correct it"),
-    Wrong({"islands": {"command": ["nowhere"]}}, "islands.command 'nowhere'", "no program here", "name one, such as"),
+    Wrong({"islands": {"command": ["nowhere"]}}, "islands.command 'nowhere'", "not a program here", "name one, such as"),
     Wrong({"optimizer": {"warmup_steps": 100}}, "warmup_steps 100", "80 global steps", "lower warmup_steps"),
     Wrong(
         {"model": {"module": DECODER, "args": {}, "weights": "none"}},
@@ -319,7 +319,7 @@ COMMAND_LINES = (
     Wrong(
         "audit blank", "blank/config.yaml is empty", "settings of this run are lost", "cp CONFIG.yaml blank/config.yaml"
     ),
-    Wrong("train config.yaml --resume --runs_dir none", "none holds no run named small", "could go on", "--run-dir"),
+    Wrong("train config.yaml --resume --runs_dir none", "none holds no run named small", "could continue", "--run-dir"),
     Wrong(
         "train config.yaml --resume --run-dir damaged --train.batch_size 16",
         "train.batch_size is 16",
