@@ -33,7 +33,7 @@ def load(path: str | Path) -> RunConfig:
 
 def _status_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("--watch", action="store_true", help="show the live view until the run ends, q or Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="show the live view until the run ends, or Ctrl-C")
     parser.add_argument("run", help="folder of the run, or host:port of its syncer")
     parser.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
     parser.add_argument(
@@ -63,40 +63,33 @@ def status(arguments: argparse.Namespace) -> int:
         config()
     read = partial(read_status, arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
     if arguments.watch:
-        found = _watch(arguments, own.parent if own.exists() else None, config(), read) or read()
+        found = _watch(arguments, own.parent if own.exists() else None, read) or read()
     else:
         show(arguments, found := read(), describe)
     return FAILED if found.get("state") in DEAD else 0
 
 
 def _watch(
-    arguments: argparse.Namespace, folder: Path | None, config: RunConfig | None, read: Callable[[], dict[str, Any]]
+    arguments: argparse.Namespace, folder: Path | None, read: Callable[[], dict[str, Any]]
 ) -> Mapping[str, Any] | None:
-    """Show the live view of a run until it ends, q, Ctrl-C or SIGTERM; return the last status."""
+    """Show the live view of a run until the run, Ctrl-C or SIGTERM ends it; return the last status."""
     from rich.console import Console
 
     from diloco_jax.runtime.records.liveness import read_phases
     from diloco_jax.runtime.records.signals import stop_on_signals
-    from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
-    from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run
-    from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run, show_cursor
 
     if arguments.json:
         raise ValueError("--watch draws for people, --json is for machines; give one of them")
     # Without a folder the syncer must answer. A folder may still be empty.
     if folder is None:
         read()
-    console, terminal = Console(), Terminal()
-    stop = stop_on_signals(terminal.restore)
-    known = TransportConfig() if config is None else config.transport
-    ask = partial(drain_in_words, arguments.run, known, allow_plaintext=arguments.allow_plaintext)
+    console = Console()
+    stop = stop_on_signals(lambda: show_cursor(console))
     run = Run(read, lambda: [] if folder is None else read_phases(folder))
-    served = config is not None and bool(config.syncer.page)
-    with contextlib.closing(PageOpener(folder, served=served)) as page:
-        keys = Keys(ask, page.open, quits=True)
-        with LiveView(run, console, keys, terminal, every_s=WATCH_S) as view:
-            while not (stop.is_set() or view.ended.is_set()):
-                stop.wait(LOOK_S)
+    with LiveView(run, console, every_s=WATCH_S) as view:
+        while not (stop.is_set() or view.ended.is_set()):
+            stop.wait(LOOK_S)
     return view.status
 
 

@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -15,8 +13,7 @@ from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, has_begun
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
-from diloco_jax.tools.live.view import LiveView, run_in
+from diloco_jax.tools.live.view import LiveView, run_in, show_cursor
 from diloco_jax.tools.live.words import alarm_line, ended_lines, scores_text, stands
 from diloco_jax.tools.view.page import write_report
 
@@ -29,8 +26,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     Returns the summary; it is empty when the run failed, after a message with the reason. ValueError if a setting is
     wrong.
     """
-    console, terminal = Console(stderr=quiet), Terminal()
-    stop = stop_on_signals(terminal.restore)
+    console = Console(stderr=quiet)
+    stop = stop_on_signals(lambda: show_cursor(console))
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -41,10 +38,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         say(warning)
     try:
         if live:
-            ask = partial(drain_in_words, str(run_dir), config.transport)
-            page = PageOpener(run_dir, served=bool(config.syncer.page))
-            keys = Keys(ask, page.open, quits=False)
-            with closing(page), LiveView(run_in(run_dir), console, keys, terminal):
+            with LiveView(run_in(run_dir), console):
                 run.run()
         else:
             run.run()
@@ -62,6 +56,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         )
         return {"complete": False}
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
+    # A run that stopped before its first step has no report.
     try:
         report = f"report {write_report(run_dir)}"
     except ValueError as error:

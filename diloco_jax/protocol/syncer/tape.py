@@ -16,6 +16,9 @@ Before a driver captures a snapshot, it writes a line ["snapshot", now_s, global
 hash chain over all earlier lines (runtime/records/tape_chain.py); it identifies this snapshot. If the machine asked for
 a snapshot and the driver skipped it, there is no line. Older releases wrote no head, and no line for a snapshot that
 the machine had asked for.
+
+A line ["merged", now_s, global_step, digest, excluded, evidence] ends with the measurements that decided who was
+excluded, as an object with the fields of `Evidence` (protocol/exclusion.py). Older releases wrote none.
 """
 
 import json
@@ -26,6 +29,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
+from diloco_jax.protocol.exclusion import Evidence
 from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
 from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -123,8 +127,12 @@ class TapedSyncer:
         self._write("disconnect", now_s, learner_id, incarnation, reason)
         return self.syncer.on_disconnect(learner_id, incarnation, reason, now_s)
 
-    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
-        self._write("merged", now_s, global_step, digest, list(left_out))
+    def on_merged(
+        self, global_step: int, digest: int, left_out: Sequence[str], now_s: float, evidence: Evidence | None = None
+    ) -> list[Effect]:
+        """Do as Syncer.on_merged; `evidence` is for readers of the tape, and the machine does not see it."""
+        recorded = [] if evidence is None else [evidence._asdict()]
+        self._write("merged", now_s, global_step, digest, list(left_out), *recorded)
         return self.syncer.on_merged(global_step, digest, left_out, now_s)
 
     def on_drain(self, learner_id: str, now_s: float) -> list[Effect]:
@@ -289,7 +297,7 @@ def _apply(
             return syncer.on_message(_message(kind, arguments), now_s)
         case "disconnect", [learner_id, incarnation, reason]:
             return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
-        case "merged", [global_step, digest, left_out]:
+        case "merged", [global_step, digest, left_out, *_]:
             return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
         case "tick", _:
             return syncer.on_tick(now_s)

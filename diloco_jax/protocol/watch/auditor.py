@@ -1,4 +1,4 @@
-"""Fills a run's book of samples from the inputs on the syncer's tape and their effects."""
+"""Fills a run's book of samples and repeats its exclusions, from the syncer's tape and the effects of each input."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -8,6 +8,7 @@ from diloco_jax.protocol.effects import Drop, Effect, Merge, Note, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, captured, without_stamp
+from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
 from diloco_jax.protocol.watch.sample_book import Book, Findings, Life, SampleShare
 
 
@@ -17,6 +18,7 @@ class Auditor:
     def __init__(self, num_fragments: int, uses: Mapping[Moment, int] | None = None) -> None:
         self.findings = Findings()
         self.book = Book(num_fragments)
+        self.exclusions = ExclusionAuditor(num_fragments, self.findings.add, uses)
         self.rounds = 0
         # Leased positions of a history that going back to a snapshot made void.
         self.void = 0
@@ -37,6 +39,7 @@ class Auditor:
     def take(self, line: list[Any], effects: list[Effect]) -> None:
         """Record one input of the tape and its effects."""
         self._number += 1
+        self.exclusions.take(line, effects)
         kind = line[0]
         dropped = len(line) > 2 and any(isinstance(e, Drop) and e.peer == line[2] for e in effects)
         if kind == "Hello" and not dropped:

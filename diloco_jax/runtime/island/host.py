@@ -56,7 +56,7 @@ class Host:
         # Fragments and states of this island leave and enter; its owner steps it.
         self.island = island
         self.run = run
-        self.anchors: dict[int, Values] = {}  # by fragment
+        self.anchors: dict[int, Values] = {}  # fragment -> anchor
         self._compile_step = compile_step
         self._evaluate = evaluate
         self._adoptions = Adoptions(island, run.fragments, run.config.adopt)

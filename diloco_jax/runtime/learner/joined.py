@@ -53,12 +53,12 @@ class Joining(NamedTuple):
     config: RunConfig
     learner_id: str
     incarnation: int
-    address: str  # of the syncer
+    address: str  # syncer
     # Folder for the tape and for the learner's own saved states.
     run_dir: Path
     # Signs of life of this process, or of this island's thread.
     pulse: Pulse
-    hosts: Hosts | None = None  # if several
+    hosts: Hosts | None = None  # several hosts
 
     def dialler(self, run: ResolvedRun) -> Dialler:
         """Return the connector of this process to the syncer."""
@@ -100,8 +100,8 @@ def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 
 class StepSize(NamedTuple):
     """The data of one inner step."""
 
-    samples: int  # of one step
-    tokens: int  # in these samples
+    samples: int  # per step
+    tokens: int  # per step
     # Description of the data, so that islands can compare what they read; "" if unknown.
     corpus: str = ""
 

@@ -3,23 +3,33 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from diloco_jax.core.passes import Flat, Run, Squares, State
 from diloco_jax.core.shards import fill, split
+from diloco_jax.protocol.exclusion import RateHistory
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.merge_shards import HeldCapture, RemoteShare
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, Setup
-from diloco_jax.runtime.model.usable import Mark
+
+
+class Mark(NamedTuple):
+    """Notes on a fragment's newest version: everything that is known without its values."""
+
+    version: int
+    digest: int
+    history: RateHistory
+    # Version from which a step leads to the newest one; NO_VERSION if only the whole value can be sent.
+    base: int = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
     """A model at one moment, which never changes; any thread may read it."""
 
-    marks: tuple[Mark, ...]  # by fragment
+    marks: tuple[Mark, ...]  # per fragment
     _setup: Setup
     _run: Run
     _parts: Sequence[HeldStates | HeldCapture]

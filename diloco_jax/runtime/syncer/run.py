@@ -24,6 +24,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
@@ -179,7 +180,8 @@ class SyncerDriver:
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
-        requests = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        left_out = tuple(sorted(merged.left_out))
+        requests = self._taped.on_merged(order.global_step, digest, left_out, self._now_s(), merged.evidence)
         self.parts.tape.flush()
         # The decision is on the tape, and no learner has got it yet.
         self._model.publish(merged)
@@ -376,6 +378,7 @@ class SyncerRun:
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
+        summary = with_figures("summary", summary)
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning:
             log.warning(warning)

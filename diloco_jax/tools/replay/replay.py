@@ -64,7 +64,8 @@ class Replay:
         arithmetic = local_arithmetic(make_setup(resolved))
         self.model = make_model(resolved, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
-        self.difference = ""  # the first one between the run and its repetition
+        # The first difference between the run and its repetition.
+        self.difference = next(iter(self.script.wrong_exclusions), "")
         self.step_difference = ""
         self.captures: Moments[Capture] = Moments(self.script.returns + _on_disk(folder))
         self._initial = self.model.capture()

@@ -47,7 +47,7 @@ QUIET = Assumptions(step_s=1.0)
 
 
 def small(**changes: Any) -> Case:
-    """The small config with sections changed, and the assumptions `given`."""
+    """Return a case of the small config with changed sections and the assumptions `given`."""
     given = changes.pop("given", QUIET)
     sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items()}
     return case_of(parse({**SETTINGS, **sections}, "test"), given)
@@ -101,7 +101,7 @@ def test_periods_by_class_move_what_their_turns_move() -> None:
     ],
 )
 def test_chip_memory_is_that_of_the_programs(up: Format, mesh: dict[str, int], adopt: str) -> None:
-    """Held bytes, without devices, equal what compiled programs take and give."""
+    """Compare the forecast of held bytes, made without devices, with arguments and results of compiled programs."""
     case = small(wire={"up": up}, islands={"mesh": mesh}, adopt={"mode": adopt})
     config, blueprint = case.config, case.blueprint
     real = Blueprint(config.model, config.optimizer, MeshConfig(**mesh), jax.devices()[:4], seed=0)
@@ -122,7 +122,7 @@ def test_chip_memory_is_that_of_the_programs(up: Format, mesh: dict[str, int], a
 
 
 def shard_bytes(shapes: Any, shardings: Any) -> float:
-    """Bytes of one chip's shards of all arrays of a tree."""
+    """Return the bytes of one chip's shards of all arrays of a tree."""
     leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     return sum(
         math.prod(sharding.shard_shape(tuple(leaf.shape))) * np.dtype(leaf.dtype).itemsize
@@ -198,7 +198,7 @@ def test_chips_are_what_is_paid_for_not_devices() -> None:
 
 
 def test_goodput_by_hand() -> None:
-    """Rare failures cost the return of the slice (64 s on average) and the recovery of its learner."""
+    """Check that a rare failure costs the return of the slice, 64 s on average, and the recovery of its learner."""
     case = small(given=replace(QUIET, chips=1000, mtbi_years=0.1))
     found = expected_goodput(case, 100.0)
     failures_per_s = 250 / (0.1 * 31_536_000)
@@ -217,7 +217,7 @@ Changes = dict[str, Any]
 
 
 def changes(case: Case) -> Changes:
-    """Settings that the advice would change."""
+    """Return the settings that the advice changes."""
     return {each["setting"]: each["value"] for each in advise(case) if each["change"]}
 
 
@@ -232,7 +232,7 @@ def test_a_good_link_changes_nothing() -> None:
 
 
 LINKS: list[tuple[Changes, Changes, set[str]]] = [
-    # what is there, what is given, and what must be among the changes
+    # Changes of the config, the assumptions, and settings that the advice must change.
     ({}, {"link_gbit_per_s": 6e-5}, {"wire.up", "wire.down"}),
     ({}, {"link_gbit_per_s": 3e-5}, {"protocol.sync_every"}),
     # One fragment needs 8 steps for each round.
@@ -252,7 +252,7 @@ LINKS: list[tuple[Changes, Changes, set[str]]] = [
 
 @pytest.mark.parametrize(("config", "given", "expected"), LINKS)
 def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[str], tmp_path: Path) -> None:
-    """The advice is valid, makes rounds come back in time, and calls for nothing more."""
+    """Check that a config with the advice is valid, has rounds that return in time, and gets no more advice."""
     assumed = replace(QUIET, **given)
     case = small(**config, given=assumed)
     wanted = changes(case)
@@ -269,7 +269,7 @@ def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[
 
 
 def test_latency_alone_does_not_raise_h() -> None:
-    """Steps that are short against the round trip need overlap; rarer rounds would not help."""
+    """Check that steps shorter than the round trip get overlap as advice, because rarer rounds do not help."""
     found = changes(small(given=replace(QUIET, step_s=0.05, round_trip_ms=400.0, tcp_window_mb=64.0)))
     assert found.keys() == {"protocol.overlap_steps"}
     # 1.5 x 0.4 s are 12 steps; reports need another half step.
@@ -305,7 +305,7 @@ def test_cost_where_prices_are_given() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of `diloco plan`."""
+    """Return exit status, output and errors of `diloco plan`."""
     platforms = os.environ["JAX_PLATFORMS"]
     try:
         code = cli.main(["plan", *words])

@@ -1,8 +1,8 @@
-"""A learner that says anything: what it sends arrives as it is, changed in some fields, or beside messages made up.
+"""Hostile learners: their messages arrive unchanged, changed in some fields, or together with invented messages.
 
-The transport vouches for the name and the incarnation of a sender, so these stay, but for incarnations that no start
-of a learner has. A driver of the syncer checks the digest of an anchor's payload and its distance, so a made-up anchor
-arrives as what the driver makes of it.
+The transport checks the name and the incarnation of a sender, so both stay, except for incarnations that no learner
+can have. The syncer's driver checks the digest of an anchor's payload and its distance, so an invented anchor arrives
+with the version that the driver would put in.
 """
 
 import math
@@ -18,35 +18,39 @@ NUMBERS: tuple[int, ...] = (-1, 0, 1, 2, 7, 100, 1 << 20, (1 << 20) + 1, 1 << 32
 NUMBERS += (1 << 61, 1 << 62, (1 << 63) - 1, 1 << 63, -(1 << 63), 1 << 64)
 FLOATS = (0.0, -1.0, 1e-300, 0.5, 1e9, 1e10, 1e308, math.inf, -math.inf, math.nan)
 TEXTS = ("", "\x00\x1b[31m\n", "x" * 5000, m.SYNCER, "../x", "island-0", "island-1")
-LONG = 2000  # rows of a list that is too long
-CHANGED, MADE_UP = 0.3, 0.3  # shares of messages that arrive changed, and beside which another one arrives
+# Rows of a list that is too long.
+LONG = 2000
+# Share of messages that arrive changed.
+CHANGED = 0.3
+# Share of messages that arrive together with an invented one.
+MADE_UP = 0.3
 KINDS: tuple[Any, ...] = typing.get_args(m.LearnerMessage)
 ROWS: dict[str, Any] = {"adopted": m.Adopted, "arrived": m.Arrived, "scores": m.Metric}
 
 
 class Hostile:
-    """The learners that are hostile now, and what they send. It draws from a generator of its own."""
+    """The currently hostile learners and the messages that arrive from them; its random generator is separate."""
 
     def __init__(self, seed: int) -> None:
         self.names: set[str] = set()
         self._random = Random(f"hostile of {seed}")
 
     def sent(self, message: Any) -> Iterator[Any]:
-        """Yield what arrives in place of a message of a hostile learner."""
+        """Yield the messages that arrive in place of a hostile learner's message."""
         random = self._random
         if random.random() < MADE_UP:
             yield self.made_up(message.learner_id, message.incarnation, message)
         yield self.changed(message) if random.random() < CHANGED else message
 
     def made_up(self, name: str, incarnation: int, like: Any = None) -> Any:
-        """Make up a message of any kind; its lists have the length of those of `like`."""
+        """Invent a message of any kind; its lists have the length of the lists of `like`."""
         kind = self._random.choice(KINDS)
         length = len(getattr(like, "adopted", getattr(like, "versions", ()))) or self._random.randint(0, 4)
         values = {name: self._value(name, hint, length) for name, hint in typing.get_type_hints(kind).items()}
         return self._as_it_arrives(kind(**values | {"learner_id": name, "incarnation": incarnation}))
 
     def changed(self, message: Any) -> Any:
-        """Change one field of a message, or a few."""
+        """Change one or a few fields of a message."""
         hints = typing.get_type_hints(type(message))
         names = [name for name in hints if name not in ("learner_id", "incarnation")]
         if not names:
