@@ -5,7 +5,8 @@ Rules of this file
     beside its message, and only drivers read it.
   * Steps, tokens and samples are counters, times are seconds on the driver's clock, sizes are bytes.
   * `version` of a fragment is the global step whose round produced it; 0 is the initial model, -1 means "none held".
-  * `epoch` counts the lives of the syncer, from 1. `incarnation` counts the lives of a learner.
+  * A life is the time from the start of a process to its end. `epoch` counts the lives of the syncer, from 1.
+    `incarnation` counts the lives of a learner.
   * `digest` is the driver's 64-bit checksum of a fragment's float32 bytes, or of a part of a state; opaque here.
   * A delta, added to the value of its base version, gives the value of the newer one. A whole value stands alone.
   * A sample is a window of data. The global order has positions 0, 1, 2, ... A learner counts the samples that it took
@@ -317,7 +318,7 @@ class StateEnd(NamedTuple):
 
 
 class StateUnavailable(NamedTuple):
-    """No parts will come from this donor; without a name, no learner can give a state, and the receiver starts without."""
+    """No parts will come from this donor; without a name, no learner has a state to give, and none will come."""
 
     donor: str
     reason: str

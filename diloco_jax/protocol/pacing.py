@@ -169,8 +169,8 @@ class ProtocolConfig:
         """Return the table of turns, if the fragments of each class are known."""
         return Schedule(self.sync_every, self.num_fragments, self.sync_later, self.class_fragments)
 
-    def settled(self, counts: tuple[int, ...]) -> ProtocolConfig:
-        """Return these settings for a model that is cut into so many fragments of each class."""
+    def with_fragments(self, counts: tuple[int, ...]) -> ProtocolConfig:
+        """Return these settings for a model whose classes of tensors have `counts` fragments."""
         if len(counts) < 2:
             return self
         return replace(self, num_fragments=sum(counts), class_fragments=tuple(counts))
@@ -210,7 +210,7 @@ class ProtocolConfig:
         counts = words.rpartition(" P=")[2].partition(" ")[0].split("+")
         if not all(count.isdecimal() for count in counts):
             raise ValueError("the tape does not say how many fragments each class of tensors has; is it this config's?")
-        return self.settled(tuple(map(int, counts)))
+        return self.with_fragments(tuple(map(int, counts)))
 
     @property
     def lockstep(self) -> bool:

@@ -46,7 +46,7 @@ ISLAND_HOSTS = ".island.diloco"
 # ca and token are files beside the certificates.
 RESERVED_NAMES = (SYNCER, SYNCER_HOST, "ca", "token")
 STRIPES_MAX = 16
-HOSTS_MAX = 4096  # of one learner
+HOSTS_MAX = 4096  # per learner
 # A receiver accepts chunks up to this size, whatever its own `chunk_bytes` is.
 CHUNK_BYTES_MAX = 4 << 20
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from diloco_jax.core import codec
 from diloco_jax.runtime.model.evaluation import Evaluator
-from diloco_jax.settings.cutting import cut, settle
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.sim.cluster import Cluster
@@ -37,7 +37,8 @@ from diloco_jax.tools.replay.script import LearnerLife, MergedRound, as_simulate
 from experiments.instead import payload_bytes, put_in_place
 from experiments.records import thinned
 
-STEPS_FACTOR = 8  # global steps at most, over those that all learners together would need
+# Largest number of global steps, as a multiple of those that all learners together would need.
+STEPS_FACTOR = 8
 STEP_S = 1.0
 
 
@@ -157,9 +158,10 @@ def main() -> None:
     """Train, and write result.json."""
     config, schedule = load(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     folder = Path(sys.argv[3])
-    if config.protocol.by_class:  # how many fragments a class has follows from the model
+    # The number of a class's fragments depends on the model.
+    if config.protocol.by_class:
         model = Evaluator(config)
-        config = settle(config, cut(config, model.shapes, model.kinds))
+        config = resolve(config, model.shapes, model.kinds).config
     shutil.rmtree(tapes := folder / "tapes", ignore_errors=True)
     began_s = time.monotonic()
     found = simulate(config, schedule, config.seed, tapes)

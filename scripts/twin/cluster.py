@@ -17,7 +17,8 @@ from diloco_jax.sim.scenario import Scenario
 from twin.calibration import Calibration
 from twin.real_run import RunSettings
 
-BAD_VALUES = "bad_values"  # a fault of the twin's own: so many values of a process are of no use
+# A fault that only the twin has: `factor` is the number of unusable values of a process.
+BAD_VALUES = "bad_values"
 
 
 def restart_s(settings: RunSettings, calibration: Calibration) -> float:
@@ -43,7 +44,8 @@ class BadValues(Observer):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._left: dict[tuple[str, int], int] = {}  # name and incarnation of a process -> bad values to come
+        # Name and incarnation of a process -> number of bad values to come.
+        self._left: dict[tuple[str, int], int] = {}
 
     def begin(self, fault: Fault) -> None:
         """Let the next values of the processes that run be bad."""

@@ -83,7 +83,7 @@ def test_size_is_exact_and_order_of_keys_is_free(format: Format, shapes: dict, d
 
 @partial(jax.jit, static_argnames="format")
 def quantize(x: np.ndarray, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Round a flat tensor as the programs of an island do."""
+    """Round a flat tensor like the programs of an island."""
     if format not in INTEGERS:
         return codec.round_elements(jnp, x, format), jnp.zeros((0,), jnp.float32)
     return codec.quantize_blocks(jnp, codec.to_blocks(jnp, x), format)
@@ -183,7 +183,7 @@ def test_each_block_has_its_own_scale() -> None:
 @settings(deadline=None)
 @given(flats)
 def test_encoding_twice_changes_nothing_more(x: np.ndarray) -> None:
-    """A decoded value can be sent on at the price of rounding only once (float formats)."""
+    """Check that a decoded value of a float format is not rounded again when it is encoded again."""
     for format in ("float32", "bfloat16"):
         once = decode(encode({"x": x}, format), [("x", x.shape)], format)["x"]
         assert decode(encode({"x": once}, format), [("x", x.shape)], format)["x"].tobytes() == once.tobytes()

@@ -1,4 +1,4 @@
-"""Code of the user's own: the config and the examples of docs/own.md run, and what is wrong is one sentence."""
+"""Code of users: the config and the examples of docs/own.md run, and each error is one sentence."""
 
 import json
 import re
@@ -35,7 +35,7 @@ PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 
 
 class Ids:
-    """A source whose samples are their number, right or wrong as it is told."""
+    """Source whose samples repeat their number; its arguments can make it wrong."""
 
     def __init__(self, count: int = 900, length: int = 33, dtype: str = "uint8") -> None:
         self.count, self.length, self.dtype = count, length, dtype
@@ -53,7 +53,7 @@ class Raising(Ids):
 
 
 class Scores(NamedTuple):
-    """Returns what it is told, or raises."""
+    """Evaluation that returns a given result, raises if there is none, or hangs."""
 
     result: Any = None
 

@@ -145,8 +145,8 @@ def test_alarms_outlive_the_syncer_that_told_them() -> None:
     told = json.loads(json.dumps(book.as_dicts()))
     assert [(each["times"], each["lasted_s"]) for each in told] == [(2, 3.0)]
     after = AlarmBook(map(Standing.of, told))
-    assert after.as_dict() == told and after.standing == [SILENT]
-    assert after.look([], 27.0) == ([], [SILENT]) and after.as_dict()[0]["lasted_s"] == 3.0
+    assert after.as_dicts() == told and after.standing == [SILENT]
+    assert after.look([], 27.0) == ([], [SILENT]) and after.as_dicts()[0]["lasted_s"] == 3.0
     unknown = Standing(Alarm("weather", "", "rain"), 1.0, 2.0, stands=True)
     assert AlarmBook([unknown]).as_dicts() == [], "of another release"
 

@@ -153,7 +153,7 @@ def test_processes_compare_the_table_and_tapes_tell_it() -> None:
     assert ProtocolConfig().words == "H=24 P=24 tau=2"
     told, bare = ProtocolConfig(**MIXED), ProtocolConfig(sync_every=MIXED["sync_every"])
     assert told.words == "H={'mlp': 4, 'rest': 8} P=2+2 tau=2"
-    assert bare.agreed(told.words) == told == bare.settled((2, 2)) == told.agreed("of no use")
+    assert bare.agreed(told.words) == told == bare.with_fragments((2, 2)) == told.agreed("of no use")
     with pytest.raises(ValueError, match="does not say how many fragments"):
         bare.agreed("P= tau=2")
     assert ProtocolConfig().agreed("nothing") == ProtocolConfig()

@@ -1,6 +1,7 @@
 """Settings: islands that differ, slices against Google Cloud's tables, and the schema that editors use."""
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,18 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
-from diloco_jax.settings.run import ModelConfig, RunConfig
+from diloco_jax.settings.run import ModelConfig, RunConfig, TrainConfig
+from diloco_jax.settings.schema import config_schema, describe_settings, setting_names
 from diloco_jax.settings.slices import GENERATIONS, Topology
 from diloco_jax.settings.text import (
     WRITTEN_BY,
     as_begun,
-    config_schema,
     dump,
     dump_chosen,
     load,
     parse,
     parse_text,
     save,
-    setting_names,
 )
 from diloco_jax.training.sharding import MeshConfig
 
@@ -164,7 +164,7 @@ def test_a_generation_of_a_config_is_used_like_those_of_the_table() -> None:
     island = _on("v9:1x2").island("island-0")
     assert island.slice is not None
     assert (island.hosts, island.slice.host_bytes, island.slice.peak_flops) == (1, 40e9, 200e12)
-    with pytest.raises(ValueError, match="6 chips, which is no number of whole hosts"):
+    with pytest.raises(ValueError, match="6 chips, which do not fill whole hosts"):
         _on("v9:2x3")
 
 
@@ -237,6 +237,17 @@ def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: li
 def test_every_setting_has_its_help() -> None:
     told = dict(setting_names(CHECK.schema))
     assert told["islands.mesh.fsdp"].startswith("Devices that") and len(told) > 100 and all(told.values())
+
+
+def test_settings_are_listed_with_their_values_and_meaning() -> None:
+    config = RunConfig(train=TrainConfig(steps=7), model=ModelConfig(args={"dim": 64}), trackers=("wandb", "mlflow"))
+    text = describe_settings(config, "diloco train my.yaml", 80)
+    assert "\n  --train.steps 7  (whole number; default 1000)\n      T: global steps of the run;" in text
+    assert '\n  --model.args {"dim": 64}  (mapping; default {})\n' in text
+    assert "\n  --trackers wandb mlflow  (list; default tensorboard)\n" in text
+    assert "\nislands.mesh: " in text and "\n  --islands.each.NAME.zone  (text; default null)\n" in text
+    listed = re.findall(r"^  --(\S+)", text, re.MULTILINE)
+    assert {name for name in listed if ".NAME." not in name} == dict(setting_names(CHECK.schema)).keys()
 
 
 def test_a_run_of_an_earlier_release_keeps_its_decisions(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Simulated runs: delays, losses and faults message by message; what travels, and what a thin link costs whom."""
+"""The simulated network: delays, losses and faults of single messages, and the cost of thin links in whole runs."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -22,7 +22,7 @@ ALL_FAULTS = {field.name for field in fields(LinkFaults)}
 
 
 class Wire:
-    """One link, and what arrives on it when."""
+    """One link, and its arrivals with their times."""
 
     def __init__(self, seed: int = 0, *, faultless: bool = False, **options: Any) -> None:
         self.engine = Engine(seed)
@@ -260,7 +260,8 @@ def step_s(watch: Watch) -> float:
 def takes_s(watch: Watch, names: Sequence[str]) -> list[float]:
     """Return the seconds from a round's opening, when the one before closed, until each member had its result."""
     members = {merge.global_step: [part.learner_id for part in merge.parts] for _, merge in watch.merges}
-    rounds = range(60, max(members) - 5)  # the averages have settled, and learners have not begun to leave
+    # In these rounds the averages have settled, and no learner has stopped yet.
+    rounds = range(60, max(members) - 5)
     closed_s = watch.times_s("closed")
     return sorted(watch.read_s[r, name] - closed_s[r - 1] for r in rounds for name in names if name in members[r])
 

@@ -1,4 +1,4 @@
-"""Promises of link.py, tried over real connections."""
+"""The promises of link.py hold over real connections."""
 
 import dataclasses
 import math
@@ -116,14 +116,14 @@ def test_stranger_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(TransportError, match=f"the syncer at .* refused .*{reason}") as raised:
         ends.connect(**names)
-    # a newer syncer may take this one's place, the other faults stay
+    # A newer syncer may replace this one; the other faults are permanent.
     assert isinstance(raised.value, Rejected) == ("epoch" not in names)
     ends.meet()
     assert listener.receive(0) is None, "the driver must not see a peer that was refused"
 
 
 def test_newer_incarnation_replaces_the_older_and_the_stale_one_is_refused(ends: Ends, listener: GrpcListener) -> None:
-    """A new life of the learner must not get what was meant for the one before."""
+    """Check that a restarted learner gets no message that was sent to the process before it."""
     old = ends.meet(incarnation=1)
     new = ends.connect(incarnation=2)
     new.send(m.Heartbeat("a", 2))

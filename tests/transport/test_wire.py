@@ -1,4 +1,4 @@
-"""Frames and messages: every message survives the trip, and nothing that is wrong is believed."""
+"""Frames and messages: every message arrives as it was sent, and every wrong frame is refused."""
 
 import dataclasses
 import importlib.util
@@ -39,7 +39,7 @@ ARRIVED = st.builds(m.Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.f
 
 
 def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
-    """Messages of a class, built from its annotations."""
+    """Return a strategy for messages of a class, built from its annotations."""
     hints = typing.get_type_hints(kind)
     version, digest = st.integers(-1, COUNTER_MAX), st.integers(0, 2**64 - 1)
     special = {"version": version, "base_version": version, "versions": st.lists(version, max_size=4).map(tuple)}
@@ -57,7 +57,7 @@ def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of any type that a message field may have, built from the annotation alone."""
+    """Return a strategy for values of a field's type, built from its annotation alone."""
     if typing.get_origin(hint) is tuple:
         first, *rest = typing.get_args(hint)
         if rest == [Ellipsis]:
@@ -86,7 +86,7 @@ def frames(message: m.Message, *parts: bytes, chunk_bytes: int = 4, number: int 
 
 
 def assemble(frames: list[bytes]) -> list[tuple[m.Message, memoryview]]:
-    """Return the messages that frames of the bulk lane become."""
+    """Return the messages that a receiver assembles from frames of the bulk lane."""
     assembly, came = Assembly(1 << 20, Partials(1 << 20, 60.0)), list[tuple[m.Message, memoryview]]()
     for frame in frames:
         event = reader().read(frame)
@@ -97,7 +97,7 @@ def assemble(frames: list[bytes]) -> list[tuple[m.Message, memoryview]]:
 
 
 def control(message: m.Message) -> tuple[wire.Reader, bytes]:
-    """A reader of the control lane, and a frame for it."""
+    """Return a reader of the control lane, and a frame for it."""
     header = pb.Header()
     header.CopyFrom(HEADER)
     header.lane = pb.LANE_CONTROL
@@ -105,7 +105,7 @@ def control(message: m.Message) -> tuple[wire.Reader, bytes]:
 
 
 def in_texts(value: Any) -> list[str]:
-    """Every text that a message holds, at any depth."""
+    """Yield every text that a message holds, at any depth."""
     if isinstance(value, str):
         return [value]
     return [text for each in value for text in in_texts(each)] if isinstance(value, tuple) else []
@@ -154,7 +154,7 @@ def test_a_name_that_is_cleaned_is_not_the_name_of_another() -> None:
 
 
 def sealed(message: m.Message, payload: bytes = b"") -> tuple[pb.Header, bytes]:
-    """A frame as a peer of this release sends it, and its header."""
+    """Return a frame as a peer of this release sends it, and its header."""
     header = pb.Header()
     header.CopyFrom(HEADER)
     if isinstance(message, m.GlobalFragment):
@@ -178,7 +178,7 @@ FLIPPED = [
 @pytest.mark.parametrize("message", FLIPPED, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("first", [True, False], ids=["first frame", "later frame"])
 def test_a_flipped_bit_is_never_taken_for_another_value(message: m.Message, first: bool) -> None:
-    """Each bit of a frame in turn: it is refused, or what comes out is what was sent."""
+    """Flip each bit of a frame: the frame is refused, or the message is the one that was sent."""
     payload = b"0123456789" * (type(message) in wire.BULK_TYPES)
     header, raw = sealed(message, payload)
     taken = 0
@@ -198,7 +198,7 @@ def test_a_flipped_bit_is_never_taken_for_another_value(message: m.Message, firs
 
 
 def come_out(receiver: wire.Reader, raw: bytes) -> list[tuple[m.Message, bytes]]:
-    """Return what one frame becomes."""
+    """Return the event that one frame becomes."""
     event, came = receiver.read(raw), list[tuple[m.Message, bytes]]()
     assert isinstance(event, wire.Incoming)
     if not receiver._bulk:
@@ -210,7 +210,7 @@ def come_out(receiver: wire.Reader, raw: bytes) -> list[tuple[m.Message, bytes]]
 
 
 def test_peers_that_know_no_checksum_are_understood_and_understand() -> None:
-    """Protocol 1 of release 0.2.0 sends none, and reads frames that have one as it passes over any unknown field."""
+    """Check frames of release 0.2.0 with protocol 1, which sends no checksum and skips unknown fields."""
     header, raw = sealed(FLIPPED[0])
     receiver = wire.Reader(header, MESSAGES)
     bare = wire.pack_header(header) + wire.pack_body(FLIPPED[0])
@@ -304,7 +304,7 @@ def test_value_that_does_not_fit_is_refused_before_it_travels() -> None:
 
 
 def test_long_reason_is_shortened_rather_than_refused() -> None:
-    """Reasons quote what others sent; to send one must never fail."""
+    """Check that a reason can always be sent, because reasons quote bytes of other peers."""
     frame = pb.Frame.FromString(wire.pack_body(m.Stop(1, "x" * 10_000)))
     assert wire.unpack_body(frame, "stop") == m.Stop(1, "x" * REASON_KEPT_MAX)
     assert len(frame.stop.reason) == REASON_LENGTH_MAX
@@ -380,7 +380,7 @@ def test_damaged_frames_raise_wire_error_and_nothing_else(data: st.DataObject) -
 
 
 def bulk(message: m.Message, *parts: bytes, **header: Any) -> bytes:
-    """The first frame of a message in the bulk lane, with other fields in its header."""
+    """Return the first frame of a message in the bulk lane, with other fields in its header."""
     frame = pb.Frame.FromString(frames(message, *parts)[0])
     for name, new in header.items():
         setattr(frame.header, name, new)
@@ -423,7 +423,7 @@ SIZED = pb.Frame(chunk=pb.Chunk(message=1, payload_bytes=4)).SerializeToString()
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_frame_that_is_out_of_place_is_refused(lane: int, frame: bytes, reason: str) -> None:
-    """One of another session, in a wrong lane or direction, in another's name, or that contradicts itself."""
+    """Refuse frames of another session, lane, direction or sender, and frames that contradict themselves."""
     receiver = control(VALUE)[0] if lane == CONTROL else reader(allowed=LEARNER_TYPES)
     with pytest.raises(wire.WireError, match=reason):
         receiver.read(frame)
@@ -437,14 +437,14 @@ def test_ready_and_goodbye() -> None:
 
 
 def test_a_step_report_stays_small() -> None:
-    """It is sent after every inner step of every learner: 24 fragments must not take more than a packet."""
+    """Check that the report for 24 fragments fits into a packet, because every learner sends one after each step."""
     adopted = tuple((step, step, step * 65536) for step in range(1000, 1024))
     report = m.StepReport("island-0", 1, 1024, 1024 * 65536, 1023, typing.cast(Any, adopted), 0.25, 2.0, 8192, 8704)
     assert len(wire.pack_body(report)) < 320
 
 
 def test_strategies_cover_what_messages_hold() -> None:
-    """A new field type must get a rule in wire.py and here, not silently escape the property test."""
+    """Fail if a new field type has no rule in wire.py and here, because the property test would not see it."""
     assert len(MESSAGES) == 25 + 26 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
     assert {kind.__name__ for kind in MESSAGES} | {"Goodbye"} == set(wire._BODY_NAMES)
 

@@ -26,7 +26,6 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport import commands
 from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import GroupMember
@@ -45,7 +44,6 @@ log = logging.getLogger(__name__)
 class Follower:
     """One following host, from its first message to its last; its loop calls `next_step` and `leave`."""
 
-    config: RunConfig
     host: Host
     dialler: Dialler
     group: GroupMember
@@ -60,7 +58,8 @@ class Follower:
         self.status: int | None = None
         self._stepped_s = 0.0
         self._told_stop = False
-        self._values = GlobalValues(self.host.fragments, self.config.wire.down)  # the link thread's
+        # The link thread's.
+        self._values = GlobalValues(self.host.fragments, self.host.run.config.wire.down)
         # (fragment, arrival) -> value that may be adopted
         self._arrived: dict[tuple[int, int], Values] = {}
         self._link: Link | None = None

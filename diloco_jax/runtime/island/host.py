@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
-from diloco_jax.settings.cutting import cut
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
@@ -39,6 +38,7 @@ class Host:
     One thread at a time may call a method, except for those marked "any thread".
 
     Args:
+        run: The run, resolved for the model of `island`.
         island: The exchanged state, or this process's part of it.
         compile_step: Compiles the owner's inner step; None if this process cannot.
         evaluate: Evaluates the global model; None if this process cannot.
@@ -47,7 +47,7 @@ class Host:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         island: ExchangedState,
         compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
@@ -55,13 +55,13 @@ class Host:
     ) -> None:
         # Fragments and states of this island leave and enter; its owner steps it.
         self.island = island
-        self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
-        self.anchors: dict[int, Values] = {}  # by fragment
+        self.run = run
+        self.anchors: dict[int, Values] = {}  # fragment -> anchor
         self._compile_step = compile_step
         self._evaluate = evaluate
-        self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
+        self._adoptions = Adoptions(island, run.fragments, run.config.adopt)
         # The layout of moments on their way to another island.
-        self.moving = MovingLayout(island.state_layout, config.wire.states)
+        self.moving = MovingLayout(island.state_layout, run.config.wire.states)
         self.states: dict[int, StagedState] = {}  # queued, by name
         # Each receiver is at another leaf.
         self._moving: dict[tuple[int, str], MovingState] = {}
@@ -75,7 +75,7 @@ class Host:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        return self.plan.fragments
+        return self.run.fragments
 
     @property
     def evaluates(self) -> bool:

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, end_now
 from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.commands import HostMeet, HostVerdict
@@ -248,16 +248,15 @@ def die(reason: str) -> NoReturn:
     end_now(FAILED)
 
 
-def make_dialler(
-    config: RunConfig, plan: FragmentPlan, learner_id: str, incarnation: int, address: str, hosts: Hosts | None
-) -> Dialler:
+def make_dialler(run: ResolvedRun, learner_id: str, incarnation: int, address: str, hosts: Hosts | None) -> Dialler:
     """Return the connector of one process of an island to the syncer at this address."""
+    config = run.config
     return Dialler(
         replace(config.transport, address=address),
         run_id=config.name,
         learner_id=learner_id,
         incarnation=incarnation,
-        shares=make_shares(config, plan),
+        shares=make_shares(run),
         up=config.wire.up,
         down=config.wire.down,
         host=LEADER if hosts is None else hosts.host,

@@ -17,7 +17,7 @@ from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, SaveResult, Told
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.staging import CopyGone, StagedState
@@ -88,7 +88,7 @@ class LeadingHost(Host):
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         island: ExchangedState,
         compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
@@ -96,7 +96,7 @@ class LeadingHost(Host):
         stop: threading.Event,
         saves: SavedStates | None = None,
     ) -> None:
-        super().__init__(config, island, compile_step, evaluate, saves)
+        super().__init__(run, island, compile_step, evaluate, saves)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         self._group = hosts.group
         self._questions = Questions(hosts.group, hosts.count)

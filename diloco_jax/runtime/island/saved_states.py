@@ -42,7 +42,7 @@ class StateName(NamedTuple):
     incarnation: int
     local_step: int
     global_step: int
-    digests: tuple[int, ...]  # of the anchors
+    digests: tuple[int, ...]  # its anchors
 
     def to_text(self) -> str:
         return json.dumps(self)

@@ -49,7 +49,7 @@ class SpareTime:
         known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._cores = cores or known or 1
         self._least = min(THREADS_COST, LEAST * self._cores)
-        self._share = self._least  # in cores
+        self._share = self._least  # cores
         # (when, idle seconds until then)
         self._seen: tuple[float, float] | None = None
         self._asked_s = now_s()

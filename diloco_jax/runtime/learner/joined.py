@@ -15,8 +15,6 @@ from pathlib import Path
 from time import time as unix_s
 from typing import NamedTuple
 
-from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
@@ -37,12 +35,11 @@ from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
-from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.transport.endpoints.sharded import Dialler
-from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
 from diloco_jax.transport.trust.security import Denied
 
@@ -52,19 +49,19 @@ log = logging.getLogger(__name__)
 class Joining(NamedTuple):
     """The settings of one process of an island in a run."""
 
-    config: RunConfig
+    config: RunConfig  # as it was written; `host` resolves it
     learner_id: str
     incarnation: int
-    address: str  # of the syncer
+    address: str  # syncer
     # Folder for the tape and for the learner's own saved states.
     run_dir: Path
     # Signs of life of this process, or of this island's thread.
     pulse: Pulse
-    hosts: Hosts | None = None  # if several
+    hosts: Hosts | None = None  # several hosts
 
-    def dialler(self, plan: FragmentPlan) -> Dialler:
+    def dialler(self, run: ResolvedRun) -> Dialler:
         """Return the connector of this process to the syncer."""
-        return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
+        return make_dialler(run, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:
         """Return this process's states on disk; ValueError if it cannot write to checkpoints.states."""
@@ -80,16 +77,17 @@ class Joining(NamedTuple):
         compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
         stop: threading.Event,
-    ) -> Host | LeadingHost:
-        """Return the host of an island of one process, or the leader of several."""
-        if self.hosts is None:
-            return Host(self.config, island, compile_step, evaluate, self.saved_states())
-        return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
+    ) -> Host:
+        """Resolve the run for the model of this island; return its host: the leader of several, or any other."""
+        run = resolve(self.config, island.shapes, island.kinds)
+        if self.hosts is None or self.hosts.host != LEADER:
+            return Host(run, island, compile_step, evaluate, self.saved_states())
+        return LeadingHost(run, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
 
     def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
         """Return a host that follows the leader."""
         assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
-        return Follower(self.config, host, self.dialler(host.plan), self.hosts.group, stop, on_batch, self.pulse)
+        return Follower(host, self.dialler(host.run), self.hosts.group, stop, on_batch, self.pulse)
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
@@ -101,8 +99,8 @@ def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 
 class StepSize(NamedTuple):
     """The data of one inner step."""
 
-    samples: int  # of one step
-    tokens: int  # in these samples
+    samples: int  # per step
+    tokens: int  # per step
     # Description of the data, so that islands can compare what they read; "" if unknown.
     corpus: str = ""
 
@@ -119,16 +117,17 @@ class Joined:
         payloads: PayloadSender,
         metrics: IslandMetrics,
     ) -> None:
-        config, saved = settle(joining.config, host.plan), host.find_saved()
+        run, saved = host.run, host.find_saved()
+        wire = run.config.wire
         self.machine = machine = Learner(
             joining.learner_id,
             joining.incarnation,
-            config.protocol,
-            fingerprint(config, host.plan.fingerprint, size.corpus),
+            run.config.protocol,
+            run.fingerprint(size.corpus),
             step_samples=size.samples,
             saved=None if saved is None else Saved(saved.global_step, saved.digests),
-            adopt_mode=config.adopt.mode,
-            payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
+            adopt_mode=run.config.adopt.mode,
+            payload_bytes=dict(enumerate(run.payload_bytes(wire.up))),
             evaluates=host.evaluates,
         )
         self._host = host
@@ -139,8 +138,8 @@ class Joined:
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
-        self.inbox = LearnerInbox(decisions, GlobalValues(host.fragments, config.wire.down))
-        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(host.plan))
+        self.inbox = LearnerInbox(decisions, GlobalValues(run.fragments, wire.down))
+        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(run))
         self._step_tokens = size.tokens
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last

@@ -42,9 +42,9 @@ class LearnerRun:
         signals = Signals(stop)
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
-        size = StepSize(loop.batch_size, loop.batch_size * joining.config.train.seq_len, loop.corpus)
+        size = StepSize(loop.batch_size, loop.batch_size * host.run.config.train.seq_len, loop.corpus)
         payloads = make_sender(host, signals.fail)
-        metrics = metrics_of(joining.config, joining.learner_id, loop.island)
+        metrics = metrics_of(host.run.config, joining.learner_id, loop.island)
         self.joined = Joined(joining, host, size, signals, payloads, metrics)
 
     def run(self) -> str:
@@ -90,7 +90,7 @@ def follow(joining: Joining, stop: threading.Event) -> int:
     """Make the steps of a following host until its leader ends; return the exit status."""
     joining.pulse.phase(LOADING)
     loop = BuiltInLoop(joining.config, joining.learner_id)
-    host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
+    host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
     follower = joining.follower(host, stop, loop.put_batch)
     while (clock := follower.next_step()) is not None:
         loop.step(clock)

@@ -29,7 +29,7 @@ class Mark(NamedTuple):
 class Capture:
     """A model at one moment, which never changes; any thread may read it."""
 
-    marks: tuple[Mark, ...]  # by fragment
+    marks: tuple[Mark, ...]  # per fragment
     _setup: Setup
     _run: Run
     _parts: Sequence[HeldStates | HeldCapture]

@@ -38,10 +38,10 @@ from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, Mark
 from diloco_jax.runtime.model.model_share import Bytes
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 
 Arrays = dict[str, np.ndarray]
-Parameters = Iterable[tuple[str, np.ndarray]]  # by path
+Parameters = Iterable[tuple[str, np.ndarray]]  # path, value
 BLOCK = 1 << 20  # elements
 OUTER = "outer"  # snapshot group
 # Key of a snapshot -> field of each fragment's mark, and of its history.
@@ -150,11 +150,11 @@ class GlobalModel:
         return [mark.digest for mark in self._marks]
 
     def capture(self, bounded: bool = False) -> Capture:
-        """Return the model as it is now, which stays so; if bounded, a merge waits while what it replaces is held."""
+        """Capture the present model; if bounded, a merge waits before it replaces a held fragment."""
         return self._arithmetic.capture(self._marks, bounded)
 
     def load(self, capture: Capture) -> None:
-        """Become what `capture` returned; older versions are gone, and so are steps."""
+        """Load the model of a capture; older versions and their steps are dropped."""
         for number, mark in enumerate(capture.marks):
             self._load(number, mark, capture.state(number))
 
@@ -172,14 +172,17 @@ class GlobalModel:
         self._marks[merged.fragment_id] = mark._replace(history=merged.history._replace(elsewhere=elsewhere))
 
     def restore(self, fragment_id: int, version: int, payload: Bytes) -> None:
-        """Make a value that this syncer, or an earlier life of it, sent out the newest of its fragment.
+        """Make a value that this syncer or an earlier life of it sent the newest version of its fragment.
 
-        Outer state and medians stay as they are: nobody but the lost process had newer ones. What its steps had left
-        out is lost. ValueError if the payload is not a float32 encoding of this fragment.
+        Outer state and medians stay as they are, because only the lost process had newer ones. The residual of its
+        steps is lost.
+
+        Raises:
+            ValueError: The payload is not a float32 encoding of this fragment.
         """
         flat = self._flat(fragment_id, payload)
         if flat is None:
-            raise ValueError(f"{len(payload)} bytes are no value of fragment {fragment_id}")
+            raise ValueError(f"{len(payload)} bytes are not a value of fragment {fragment_id}")
         self._arithmetic.restore(fragment_id, version, flat.copy())
         mark = self._marks[fragment_id]
         self._marks[fragment_id] = mark._replace(
@@ -187,7 +190,7 @@ class GlobalModel:
         )
 
     def fits(self, fragment_id: int, digest: int, payload: Bytes) -> bool:
-        """Return whether a payload can be a value of this fragment, and has the digest that it should have."""
+        """Tell whether a payload can be a value of this fragment, and has this digest."""
         flat = self._flat(fragment_id, payload)
         return flat is not None and self._digest(fragment_id, flat) == digest
 
@@ -298,7 +301,7 @@ class GlobalModel:
         return plain | {key: [getattr(each, name) for each in histories] for key, name in PLAIN_HISTORIES.items()}
 
     def load_saved(self, read: Callable[[str, Slice], np.ndarray], plain: Mapping[str, Any]) -> None:
-        """Become what a snapshot holds, fragment by fragment; older versions are gone, and so are steps.
+        """Load a snapshot, fragment by fragment; older versions and their steps are dropped.
 
         ValueError if `read` gives other values than those that were saved; some may be here by then.
         """
@@ -330,5 +333,5 @@ def _distance(first: np.ndarray, second: np.ndarray) -> float:
     return math.sqrt(total) if math.isfinite(total) else math.inf
 
 
-def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
-    return GlobalModel(plan, parameters, arithmetic, config.weights, config.merge.outlier_factor)
+def make_model(run: ResolvedRun, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
+    return GlobalModel(run.plan, parameters, arithmetic, run.config.weights, run.config.merge.outlier_factor)

@@ -24,11 +24,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.shard_process import Pipe, ShardAnswer, ShardEvent, ShardRun
 from diloco_jax.runtime.records.signals import is_stopped
+from diloco_jax.settings.resolved import ResolvedRun
 
 # The command that runs a shard.
 MERGE_SHARD = "merge-shard"
@@ -204,7 +204,7 @@ class MergeShards:
     def __init__(
         self,
         setup: Setup,
-        plan: FragmentPlan,
+        run: ResolvedRun,
         config_path: Path,
         threads: int,
         on_event: Callable[[tuple[int, ShardEvent]], None],
@@ -214,7 +214,7 @@ class MergeShards:
         count = setup.shares.count
         self.shares = [RemoteShare(shard, config_path, on_event, on_death) for shard in range(count)]
         for share in self.shares:
-            share.tell(ShardRun.begin, plan, max(1, threads // count))
+            share.tell(ShardRun.begin, run, max(1, threads // count))
 
     def end(self) -> None:
         for share in self.shares:

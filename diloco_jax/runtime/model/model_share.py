@@ -35,7 +35,7 @@ from diloco_jax.core.passes import (
 )
 from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.named import make_transformation
 
 # A disk that writes nothing for this long is given up.
@@ -161,9 +161,10 @@ class Setup(NamedTuple):
         return State(value, outer, residual)
 
 
-def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
-    """Return the division of a model among the config's merge shards."""
-    return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
+def make_shares(run: ResolvedRun) -> Shares:
+    """Return the division of a model among the run's merge shards."""
+    config = run.config
+    return share(run.plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
 
 
 def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
@@ -175,10 +176,11 @@ def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
     return Optax(make_transformation("outer", config.module, config.args, params))
 
 
-def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
+def make_setup(run: ResolvedRun) -> Setup:
     """Return the settings of a run's computing processes; raises as `outer_of`."""
-    shares, outer = make_shares(config, plan), outer_of(config.outer, plan)
-    return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
+    config = run.config
+    outer = outer_of(config.outer, run.plan)
+    return Setup(make_shares(run), outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
 class FragmentState(NamedTuple):

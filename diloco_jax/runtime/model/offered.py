@@ -20,7 +20,7 @@ from diloco_jax.core.kinds import Form, Kind
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import ADDRESS_FILE, OFFERED
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.settings.cutting import cut
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump_chosen
 from diloco_jax.transport.endpoints.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
@@ -130,5 +130,5 @@ def _bytes_of(layout: str, config: RunConfig) -> int:
     count, limit = sum(math.prod(shape) for shape in shapes.values()), config.syncer.parameters_max
     if count > limit:
         raise ValueError(f"the model has {count:,} parameters, the limit is {limit:,}: raise syncer.parameters_max")
-    cut(config, shapes, kinds)
+    resolve(config, shapes, kinds)
     return 4 * count

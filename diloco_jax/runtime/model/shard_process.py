@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, make_setup
 from diloco_jax.runtime.records.signals import be_killed_with_parent
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Traffic
@@ -213,9 +213,9 @@ class ShardRun:
             words = f"{type(error).__name__}: {error}"
         self._pipe.send(ShardAnswer(number, error=words))
 
-    def begin(self, plan: FragmentPlan, threads: int) -> None:
-        """Create this shard's share of a plan, for merges with `threads` threads; the first command."""
-        self._share = ModelShare(make_setup(self._config, plan), self._shard, threads)
+    def begin(self, run: ResolvedRun, threads: int) -> None:
+        """Create this shard's share of the model, for merges with `threads` threads; the first command."""
+        self._share = ModelShare(make_setup(run), self._shard, threads)
 
     def listen(self, address: str, epoch: int) -> Future[str]:
         """Listen for learners in this epoch of the syncer; answer with the address and its real port."""

@@ -32,7 +32,7 @@ from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import STOPPED_OUTSIDE
 from diloco_jax.runtime.island.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.island.follower import Follower
-from diloco_jax.runtime.island.host import Host, Ranges
+from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.runtime.island.join import die, meet
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.effects import Signals
@@ -112,16 +112,14 @@ class OwnIsland:
         # The island has several processes.
         self._several = joining.hosts is not None
         evaluation = OwnEvaluation(evaluate, state.given_back) if evaluate is not None else None
-        self._host: Host
+        self._host = joining.host(self._held, None, evaluation, stop)
         # The first process leads, the others follow.
         self._side: Joined | Follower | None
         if joining.hosts is not None and joining.hosts.host:
-            self._host = Host(config, self._held, evaluate=evaluation, saves=joining.saved_states())
             self._side = joining.follower(self._host, stop, self._take_ranges)
         else:
             signals, flops_per_token = Signals(stop), flops_per_step / size.tokens
-            self._host = joining.host(self._held, None, evaluation, stop)
-            metrics = own_metrics(config, self.name, state.devices, flops_per_token)
+            metrics = own_metrics(self._host.run.config, self.name, state.devices, flops_per_token)
             self._side = Joined(joining, self._host, size, signals, PayloadSender(signals.fail), metrics)
 
     def state(self) -> dict[str, Any]:

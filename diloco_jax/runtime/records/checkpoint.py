@@ -28,7 +28,7 @@ from diloco_jax.core.fragments import WHOLE, Slice, whole
 from diloco_jax.runtime.records import files
 
 PARAMETERS, META = "parameters", "meta"
-CHUNK_BYTES = 1 << 26  # of a file
+CHUNK_BYTES = 1 << 26  # per chunk
 # Key of the description: group -> path, axis, start, stop and checksum of each piece.
 _PIECES = "pieces"
 # Key of the description: the checksum of the rest of the description.

@@ -1,6 +1,6 @@
-"""The status of a run: how the syncer composes it, and how other processes read it.
+"""The status of a run: how a syncer or a baseline composes it, and how others read it.
 
-tools/live/words.py describes the keys; liveness.py checks whether the status file is still updated.
+tools/live/words.py lists the keys. liveness.py checks whether the processes of a status still run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
+from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
 ANSWER_TIMEOUT_S = 5.0
-# The state of a run whose rounds are done, while an island evaluates the final model.
+# State of a run: every round is done, and an island evaluates the final model.
 EVALUATING = "evaluating"
-# The status names at most this many islands that wait for data.
+# Number of islands that "waiting for" names because they wait for data.
 STARVED_MAX = 4
 
 
@@ -44,61 +45,87 @@ def compose_status(
     left_s: float | None,
     **told: Any,
 ) -> dict[str, Any]:
-    """Compose the present state of the run, for `diloco status` and the live view.
+    """Return what a run with a syncer does now, for `diloco status` and all views.
 
     Args:
-        stopped: Whether a person or a signal has ended the run.
-        blocked: Condition that blocks the run, such as the syncer's full disk; "" if the run waits for islands.
-        metrics: Newest metrics of each island.
-        left_s: Seconds until the last global step, None while unknown.
-        told: Further keys, copied: present `alarms` with their remedies, `episodes` with all earlier alarms, `wire`,
-            and the results of the newest evaluation.
+        stopped: whether somebody has ended the run.
+        blocked: what the syncer itself waits for, such as space on its disk; "" if it waits for islands or rounds.
+        metrics: the newest values that each island measured.
+        left_s: seconds until the last global step; None while unknown.
+        told: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
+            newest evaluation.
     """
-    learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "running" if stats.tokens else "starting"
     if syncer.finished:
         state = "complete" if stopped or syncer.over else EVALUATING
     elif stopped:
         state = "stopped"
-    return {
-        "run": run,
-        "state": state,
-        "global_step": syncer.global_step,
-        "total_steps": syncer.progress.expected_steps,
-        "left_s": None if left_s is None or state != "running" else round(left_s, 1),
-        "epoch": syncer.epoch,
-        "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
-        "wall_s": round(now_s, 1),
-        "tokens": stats.tokens,
-        "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
-        "contributors_per_round": round(stats.contributors_per_round, 3),
-        "samples": syncer.leases.fates._asdict(),
-        "learners": learners,
-        "said": signature(),
+    return status_of(
+        run=run,
+        state=state,
+        global_step=syncer.global_step,
+        total_steps=syncer.progress.expected_steps,
+        left_s=left_s,
+        epoch=syncer.epoch,
+        waiting_for=blocked or syncer.waiting_for(now_s),
+        wall_s=now_s,
+        tokens=stats.tokens,
+        contributors_per_round=round(stats.contributors_per_round, 3),
+        samples=syncer.leases.fates._asdict(),
+        learners=[row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)],
         **told,
-    }
+    )
+
+
+def status_of(
+    *,
+    state: str,
+    left_s: float | None,
+    wall_s: float,
+    waiting_for: str,
+    learners: Sequence[Mapping[str, Any]],
+    **told: Any,
+) -> dict[str, Any]:
+    """Return a status from facts about a run, with the figures that are computed from them, signed by this process.
+
+    Args:
+        waiting_for: what the run waits for; islands that wait for data are added.
+        told: facts that the status holds as they are.
+    """
+    return with_figures(
+        "status",
+        {
+            "state": state,
+            "left_s": None if left_s is None or state != "running" else round(left_s, 1),
+            "wall_s": round(wall_s, 1),
+            "waiting_for": waiting_for + starved(learners),
+            "learners": list(learners),
+            "said": signature(),
+            **told,
+        },
+    )
 
 
 def starved(learners: Sequence[Mapping[str, Any]]) -> str:
-    """Name the islands that wait notably for their data, as an addition to `waiting_for`."""
+    """Return the islands that wait for data for a notable share of their time, as a text that ends "waiting for"."""
     shares = {row["learner"]: row.get("metrics", {}).get(WAITING, 0.0) for row in learners if row["state"] == "active"}
     found = [f"{name} {share:.0%} of its time" for name, share in shares.items() if share >= STARVED]
     return f"; data: {', '.join(found[:STARVED_MAX])}" + ", ..." * (len(found) > STARVED_MAX) if found else ""
 
 
 class Earlier(NamedTuple):
-    """Facts from the status of an earlier process, up to half a second old, which is exact enough for people."""
+    """Facts that only the status of an earlier process has; they may be half a second old."""
 
     wire: dict[str, int]
     eval_loss: float | None
-    episodes: Sequence[Standing] = ()  # of alarms
+    episodes: Sequence[Standing] = ()
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
 
 
-def _last_words(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the status file; empty if it cannot be read."""
+def _last_status(run_dir: Path) -> dict[str, Any]:
+    """Return the status in a run's folder; {} if it cannot be read."""
     try:
         said = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -107,8 +134,8 @@ def _last_words(run_dir: Path) -> dict[str, Any]:
 
 
 def read_earlier(run_dir: Path) -> Earlier:
-    """Return the counts of the last process that wrote this folder's status; zeros if they cannot be read."""
-    said = _last_words(run_dir)
+    """Return the counts of the last process that wrote this folder's status; zeros if the status cannot be read."""
+    said = _last_status(run_dir)
     try:
         wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
         return Earlier(wire, said["eval_loss"], [Standing.of(told) for told in said.get("episodes", ())])
@@ -117,9 +144,9 @@ def read_earlier(run_dir: Path) -> Earlier:
 
 
 def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
-    """Remove address, summary and status of earlier processes; return a function that restores them.
+    """Remove what earlier processes wrote about a run, and return a function that restores it.
 
-    Only the process that holds the folder's lock may call it.
+    Only the process that holds the folder's lock may call this.
     """
     kept: dict[Path, bytes] = {}
     for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE)):
@@ -139,8 +166,8 @@ def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
 
 
 def start_again(run_dir: Path) -> None:
-    """Mark the run as starting, because its last status is from earlier processes."""
-    if said := _last_words(run_dir):
+    """Mark the status of a folder as that of a run that restarts, because its processes have ended."""
+    if said := _last_status(run_dir):
         told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
         told["left_s"] = None
         with contextlib.suppress(OSError):
@@ -149,33 +176,33 @@ def start_again(run_dir: Path) -> None:
 
 def last_state(run_dir: Path) -> str:
     """Return the last state that the syncer wrote, one of those in `compose_status`; "" if there is none."""
-    return str(_last_words(run_dir).get("state", ""))
+    return str(_last_status(run_dir).get("state", ""))
 
 
 def complete(run_dir: Path) -> bool:
-    """Tell whether every round is done; an island may still evaluate the final model."""
+    """Return whether every round is done by the last status; an island may still evaluate the final model."""
     return last_state(run_dir) in (EVALUATING, "complete")
 
 
 def known_address(run_dir: Path, config: RunConfig) -> str:
-    """Return the address of a run's syncer: from its folder if it is on this machine, else from the config."""
+    """Return the address of a run's syncer: from the folder if it is on this machine, else from the config."""
     told = run_dir / ADDRESS_FILE
     return told.read_text(encoding="utf-8").strip() if told.exists() else config.transport.address
 
 
 def is_address(run: str) -> bool:
-    """Tell whether an argument is the address of a syncer, rather than the folder of a run."""
+    """Return whether an argument is the address of a syncer, rather than the folder of a run."""
     return ":" in run and not Path(run).exists()
 
 
 def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
-    """Return the connection to the syncer of a run, a folder or host:port.
+    """Return the settings that reach the syncer of a run, a folder or host:port.
 
     Args:
-        allow_plaintext: Allow an address other than loopback although nothing is encrypted.
+        allow_plaintext: whether an address other than loopback may be reached without encryption.
 
     Raises:
-        ValueError: The folder holds no address.
+        ValueError: the folder holds no address.
     """
     plain = allow_plaintext or known.allow_plaintext
     path = Path(run) / ADDRESS_FILE
@@ -189,15 +216,15 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
 def read_status(
     run: str, *, allow_plaintext: bool = False, transport: Callable[[], TransportConfig] = TransportConfig
 ) -> dict[str, Any]:
-    """Return the status of a run, a folder or host:port; for a folder, `liveness.judge` checks its processes.
+    """Return the status of a run; that of a folder is corrected if its processes have ended (`liveness.judge`).
 
     Args:
-        transport: Returns certificates and token for the syncer. It is not called for a fresh file, because loading a
-            config takes a second.
+        transport: returns certificates and token, for a syncer that requires them. It is not called if the file is
+            fresh, because a config takes a second to load.
 
     Raises:
-        ValueError: There is no such run, it has not started, or the address is not allowed.
-        TransportError: Nobody answered at the address.
+        ValueError: there is no such run, it has not started, or the address is not allowed.
+        TransportError: nothing answers at the address.
     """
 
     def ask() -> dict[str, Any]:
@@ -206,7 +233,8 @@ def read_status(
         return answer
 
     def ask_if_there() -> dict[str, Any] | None:
-        with contextlib.suppress(ValueError, OSError):  # includes TransportError
+        # TransportError is an OSError.
+        with contextlib.suppress(ValueError, OSError):
             return ask() or None
         return None
 

@@ -24,10 +24,14 @@ class Checker(Observer):
         self.cluster = cluster
         self.config = cluster.scenario.config
         hostile = [fault for fault in cluster.scenario.faults if fault.kind == "hostile"]
-        self.hostile = {name for fault in hostile for name in fault.learners}  # whose own account is worth nothing
-        self.lives = 1  # of the syncer's process
-        self.lineage = 0  # times that the run went back to a snapshot
-        self.lineages = {1: 0}  # life -> lineage
+        # The reports of these learners prove nothing.
+        self.hostile = {name for fault in hostile for name in fault.learners}
+        # Number of the syncer's current process.
+        self.lives = 1
+        # Number of rewinds to a snapshot.
+        self.lineage = 0
+        # Number of the syncer's process -> lineage.
+        self.lineages = {1: 0}
 
     @property
     def values(self) -> list[Value]:
@@ -67,7 +71,8 @@ class HealthyChecker(Checker):
         self.lossless = not link_faults.loss or link_faults.heals_s > 0
         steps = config.groups.gap_max + 2 if config.lockstep else config.overlap_steps + 3
         transfer_s = 0.0
-        if network.bandwidth_bytes_per_s:  # everything may be under way at once
+        # All payloads may be under way at once.
+        if network.bandwidth_bytes_per_s:
             payloads = 3 * config.num_fragments + scenario.state_parts
             transfer_s = payloads * scenario.payload_bytes / network.bandwidth_bytes_per_s
         reorder_s = link_faults.reorder_s if link_faults.reorder else 0.0
@@ -81,6 +86,7 @@ class HealthyChecker(Checker):
         self.bound_s = (pace_s + 10 * self.way_s + timeouts_s) * (1 if self.lossless else 4)
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        if began and process.node.factor > 1:  # a slow step goes on when the slow phase is over
+        # A slow step continues after the end of the slow phase.
+        if began and process.node.factor > 1:
             ends_s = now_s + longest_step_s(self.cluster.scenario) * process.node.factor
             self.healed_s = max(self.healed_s, ends_s)

@@ -15,7 +15,8 @@ from diloco_jax.sim.norms import SPREAD, NormEvent, NormSettings
 from diloco_jax.sim.scenario import Scenario
 
 LEARNERS_MAX = 8
-WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
+# Kinds that random_faults draws, with their weights. Other kinds happen only if a scenario names them.
+WEIGHTS = {
     "crash": 3,
     "disconnect": 3,
     "pause": 2,
@@ -28,8 +29,10 @@ WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when 
     "rewind": 2,
 }
 KINDS = tuple(WEIGHTS)
-HOSTILE_SHARE = 0.15  # of seeds: a learner says anything for a while
-PERIODS_SHARE = 0.3  # of seeds: fragments differ in their periods, or these change on the way
+# Share of seeds in which a learner is hostile for a while.
+HOSTILE_SHARE = 0.15
+# Share of seeds in which fragments have different periods, or periods change during the run.
+PERIODS_SHARE = 0.3
 
 
 def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
@@ -37,11 +40,14 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     random = Random(seed)
     learners = random.randint(1, LEARNERS_MAX)
     names = Scenario(learners=learners).names
-    joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]  # fewer than half come late
+    # Fewer than half of the learners join late.
+    joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]
     stayers = [name for name in names if name not in joining]
-    leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
+    # The first learner always stays.
+    leaving = stayers[1:][: random.choice((0, 0, 1, 2))]
     config = _random_config(random, learners - len(leaving))
-    own = Random(f"periods of {seed}")  # so that other seeds draw what they always drew
+    # A separate generator leaves the draws of other seeds as they were.
+    own = Random(f"periods of {seed}")
     config = _with_periods(own, config) if own.random() < PERIODS_SHARE else config
     until_s = random.choice((10.0, 30.0, 60.0))
     faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
@@ -60,7 +66,8 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
         step_samples=(random.choice((1, most_samples)), most_samples),
         reads_ahead=random.random() < 0.7,
         merge_s=random.choice((0.0, 0.05, 0.8)),
-        payload_bytes=random.choice((0, 1_000_000)),  # 0.1 s on the slowest link: pulls do not time out by themselves
+        # A payload takes 0.1 s on the slowest link, so pulls do not time out by themselves.
+        payload_bytes=random.choice((0, 1_000_000)),
         state_parts=random.randint(1, 6),
         load_s=random.choice((0.0, 0.1, 2.0)),
         save_s=random.choice((0.0, 0.2, 3.0)),
@@ -72,11 +79,11 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     plan = EvaluationPlan(random.choice((0.0, 5.0, 20.0, 60.0)), random.choice((0, 1, 7, 20)))
     eval_s, bad_scores = random.choice((0.0, 0.5, 3.0, 30.0)), random.choice((0.0, 0.0, 0.3))
     drawn = replace(drawn, plan=plan if plan.wait_s else NEVER, eval_s=eval_s, bad_scores=bad_scores)
-    share = random.choice(
-        (0.0, random.uniform(0.1, 0.9))
-    )  # of the tokens of all steps; half of the runs have no budget
+    # Share of the tokens of all steps; half of the runs have no budget.
+    share = random.choice((0.0, random.uniform(0.1, 0.9)))
     drawn = replace(drawn, tokens=int(share * drawn.total_steps * drawn.budget.step_tokens))
-    own = Random(f"hostile of {seed}")  # so that other seeds draw what they always drew
+    # A separate generator leaves the draws of other seeds as they were.
+    own = Random(f"hostile of {seed}")
     others = [name for name in stayers[1:] if name not in leaving]
     if not others or not (own.random() < HOSTILE_SHARE or hostile):
         return drawn
@@ -154,7 +161,8 @@ def _with_periods(random: Random, config: ProtocolConfig) -> ProtocolConfig:
             periods[name], period = period, period * random.choice((2, 2, 3))
         return {name: periods[name] for name in names} if len(names) > 1 else period
 
-    while True:  # until every fragment of both phases has a step of its own
+    # Draw until every fragment of both phases has its own step.
+    while True:
         counts = tuple(random.randint(1, 6) for _ in names)
         settings: dict[str, Any] = {"sync_every": drawn(), "num_fragments": sum(counts)}
         settings["class_fragments"] = counts if len(counts) > 1 else ()

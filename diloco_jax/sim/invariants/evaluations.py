@@ -19,10 +19,13 @@ class ScoresAreOfTheModel(Checker):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._held: dict[tuple[str, int], dict[int, int]] = {}
-        self._busy: dict[tuple[str, int], tuple[int, ...]] = {}  # versions that are being evaluated
-        self._asked: dict[int, str] = {}  # number of a request -> whom
+        # Versions that a process is evaluating.
+        self._busy: dict[tuple[str, int], tuple[int, ...]] = {}
+        # Number of a request -> the learner that got it.
+        self._asked: dict[int, str] = {}
         self._finished = False
-        self._outcomes: list[str] = []  # since the end of the run, or since the syncer has lost it
+        # Outcomes since the end of the run, or since the syncer lost it.
+        self._outcomes: list[str] = []
         self._attempts = 0
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
@@ -39,7 +42,8 @@ class ScoresAreOfTheModel(Checker):
                 versions = self._busy.pop(key)
                 self.check(effect.message.versions == versions, f"{effect.message} is of {versions}")
         if key in self._busy and not process.machine.examination.running:
-            del self._busy[key]  # it ended without a link
+            # The evaluation ended without a link.
+            del self._busy[key]
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         self.check(process.key not in self._busy, f"{process.name} steps while it evaluates")

@@ -7,13 +7,14 @@ from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects
 
-CARRIED_MAX = 1 << 62  # a message carries numbers of up to this, but for digests
+# Largest number in a message, except for digests.
+CARRIED_MAX = 1 << 62
 
 
 class HostileIsHarmless(Checker):
-    """Whatever a learner says, the syncer sends what can be sent, and no impossible counter shows in a merge.
+    """For any message of a learner, the syncer sends only valid messages, and no impossible counter shows in a merge.
 
-    Others' rounds close meanwhile, and the run ends where it should.
+    Rounds of the other learners close meanwhile, and the run ends at its last step.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -19,7 +19,8 @@ from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-STAGED_COPIES_MAX = 3  # of one fragment, see protocol/learner/stager.py
+# Largest number of copies of one fragment, see protocol/learner/stager.py.
+STAGED_COPIES_MAX = 3
 
 
 class NeverWaits(Checker):
@@ -58,7 +59,8 @@ class StepsUndisturbed(Checker):
     """While a step runs a machine gets only what its header allows, and nothing changes that the step depends on."""
 
     ANSWERED = (PullRequest, AnchorRequest, StatePull)
-    DONE = (Send, Drop, Unstage, UnstageState, Finish)  # the rest touches the training state, or is of a recovery
+    # All other effects change the training state or belong to a recovery.
+    DONE = (Send, Drop, Unstage, UnstageState, Finish)
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
@@ -134,5 +136,6 @@ class CopiesBounded(Checker):
                 self.check(value.local_step in steps, f"{source} sends {value}, but holds copies of steps {steps}")
         most = max(map(len, staged.values()), default=0)
         self.check(most <= STAGED_COPIES_MAX, f"{source} holds {most} copies of one fragment")
-        limit = 2 * max(1, self.config.overlap_steps)  # what is due next, and what was asked for before it was staged
+        # Copies for the next rounds, and copies that were requested before they were staged.
+        limit = 2 * max(1, self.config.overlap_steps)
         self.check(len(staged) <= limit, f"{source} holds copies of {len(staged)} fragments, limit {limit}")

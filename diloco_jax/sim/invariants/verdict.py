@@ -16,19 +16,22 @@ from diloco_jax.sim.node import Effects, LearnerProcess, MakeLearner, MakeSyncer
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 
-UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
+# Limit of virtual time, far beyond the end of any healthy run.
+UNTIL_S = 10_000.0
 
 
 class Verdict(NamedTuple):
     """Outcome of a run."""
 
     scenario: Scenario
-    problem: str  # empty when every rule held
+    # Empty if every rule held.
+    problem: str
     events: int
     simulated_s: float
     merged_rounds: int
     merged_parts: int
-    local_steps: int  # of all learners, their earlier incarnations included
+    # Steps of all learners, including earlier incarnations.
+    local_steps: int
 
     @property
     def contributors_per_round(self) -> float:
@@ -119,7 +122,8 @@ def judge(
     problem = ""
     try:
         cluster.run(UNTIL_S)
-    except Exception as error:  # an assertion of a machine, or anything that it raises where it must not
+    # A machine may raise an assertion or any other error.
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if recorder is not None and tapes is not None:
         recorder.save(tapes)

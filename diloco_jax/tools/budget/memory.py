@@ -8,10 +8,10 @@ import jax
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.settings.islands import IslandConfig
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
@@ -71,24 +71,20 @@ def num_parameters(blueprint: Blueprint) -> int:
     return sum(map(math.prod, blueprint.shapes.values()))
 
 
-def payload_bytes(plan: FragmentPlan, format: Format) -> tuple[int, ...]:
-    """Return the size of each fragment on the wire."""
-    return tuple(codec.encoded_size(fragment.shapes, format) for fragment in plan.fragments)
-
-
-def chip_memory(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> Hbm:
-    """Add up a chip's memory in the inner step; of the temporaries only the gradients, not the activations."""
+def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
+    """Add up a chip's memory in the inner step; the temporaries include the gradients, but not the activations."""
+    config = run.config
     shards = jax.tree.map(_shard_bytes, blueprint.state_shapes, blueprint.state_shardings)
     parameters = sum(jax.tree.leaves(shards.params))
     optimizer = sum(jax.tree.leaves((shards.opt_state, shards.other)))
     if config.algorithm != "decoupled":
         return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters)
-    windows = [windows_of(fragment, blueprint.tensors) for fragment in plan.fragments]
-    anchors = sum(anchor_bytes(blueprint, fragment) for fragment in plan.fragments)
+    windows = [windows_of(fragment, blueprint.tensors) for fragment in run.fragments]
+    anchors = sum(anchor_bytes(blueprint, fragment) for fragment in run.fragments)
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
     rebase = config.adopt.mode == "rebase"
     staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
-    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(config, plan, staged), parameters)
+    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(run, staged), parameters)
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
@@ -97,9 +93,7 @@ def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
     return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
 
 
-def host_memory(
-    config: RunConfig, island: IslandConfig, blueprint: Blueprint, plan: FragmentPlan, emulated: int
-) -> HostMemory:
+def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int) -> HostMemory:
     """Add up the memory of each host of an island.
 
     Every host has the whole global model, however many hosts share the chips' copy.
@@ -107,31 +101,32 @@ def host_memory(
     Args:
       emulated: devices of the island that are emulated on its hosts' processors.
     """
-    sizes = [fragment.num_elements for fragment in plan.fragments]
+    sizes = [fragment.num_elements for fragment in run.fragments]
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(HOST_COPIES * max(sizes), sum(sizes))),
-        _staged_at_once(config, plan, payload_bytes(plan, config.wire.up)) / island.hosts,
+        _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / island.hosts,
         blueprint.state_layout.num_bytes / island.hosts,
-        sum(chip_memory(config, blueprint, plan)) * emulated / island.hosts if emulated else 0.0,
+        sum(chip_memory(run, blueprint)) * emulated / island.hosts if emulated else 0.0,
     )
 
 
-def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
+def syncer_memory(run: ResolvedRun) -> SyncerMemory:
     """Add up the memory of the syncer's host, its merge shards included."""
+    config = run.config
     protocol, shards = config.protocol, config.syncer.shards
-    model = 4.0 * sum(fragment.num_elements for fragment in plan.fragments)
-    largest = 4.0 * max(fragment.num_elements for fragment in plan.fragments)
+    model = 4.0 * sum(fragment.num_elements for fragment in run.fragments)
+    largest = 4.0 * max(fragment.num_elements for fragment in run.fragments)
     rounds, older = config.wire.down != "float32", protocol.anchor_history - 1
     arrays = 1 + int(rounds) + outer_arrays(config.outer)
-    payloads = max(1, protocol.overlap_steps) * max(payload_bytes(plan, config.wire.up)) * config.islands.count
+    payloads = max(1, protocol.overlap_steps) * max(run.payload_bytes(config.wire.up)) * config.islands.count
     return SyncerMemory(
         process=SYNCER_PROCESS_BYTES,
         connections=(config.transport.stripes + 1) * config.islands.count * CONNECTION_BYTES,
         values=model,
         outer_momentum=model * outer_arrays(config.outer),
         left_out_by_rounding=model if rounds else 0.0,
-        steps=max(1, older) * sum(payload_bytes(plan, config.wire.down)) if rounds else 0.0,
+        steps=max(1, older) * sum(run.payload_bytes(config.wire.down)) if rounds else 0.0,
         older_values=0.0 if rounds else older * model,
         fragment_in_merge=(arrays + min(older, 1)) * largest,
         fragment_on_disk=DISK_COPIES * largest,
@@ -147,11 +142,11 @@ def outer_arrays(config: OuterConfig) -> int:
     return int(config.optimizer == "nesterov" and config.momentum > 0)
 
 
-def _staged_at_once(config: RunConfig, plan: FragmentPlan, sizes: Sequence[float]) -> float:
+def _staged_at_once(run: ResolvedRun, sizes: Sequence[float]) -> float:
     """Add up the copies on their way out at one time: those that become due within the overlap, and one more."""
-    protocol = config.protocol
+    protocol = run.config.protocol
     at_once = 1 + max(
-        protocol.overlap_steps * phase.turns(plan.counts) // phase.cycle for phase in protocol.groups.phases
+        protocol.overlap_steps * phase.turns(run.plan.counts) // phase.cycle for phase in protocol.groups.phases
     )
     return sum(sorted(sizes, reverse=True)[:at_once])
 

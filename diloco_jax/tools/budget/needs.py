@@ -7,11 +7,10 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.island.saved_states import SAVED_MAX
 from diloco_jax.runtime.local.machine import EMULATED_DEVICES, look
-from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.sim.goodput.bandwidth import QUORUM_STEPS, TRIPS, Rounds
@@ -21,7 +20,6 @@ from diloco_jax.tools.budget.memory import (
     SyncerMemory,
     chip_memory,
     host_memory,
-    payload_bytes,
     syncer_memory,
 )
 from diloco_jax.training.blueprint import Blueprint
@@ -81,20 +79,19 @@ class LinkNeeds(NamedTuple):
         return max(carried_s, self.round_s(up_per_s, down_per_s, rtt_s) / (max(1, self.overlap_steps) - QUORUM_STEPS))
 
 
-def link_needs(
-    config: RunConfig, plan: FragmentPlan, up: Format | None = None, down: Format | None = None
-) -> LinkNeeds:
+def link_needs(run: ResolvedRun, up: Format | None = None, down: Format | None = None) -> LinkNeeds:
     """Size the payloads of a run, in these formats or the config's, in the phase of periods that moves most."""
-    sizes = [fragment.num_elements for fragment in plan.fragments]
+    config = run.config
+    sizes = [fragment.num_elements for fragment in run.fragments]
     cycles = []
     for phase in config.protocol.groups.phases:
-        periods = [period for period, count in zip(phase.periods, plan.counts, strict=True) for _ in range(count)]
+        periods = [period for period, count in zip(phase.periods, run.plan.counts, strict=True) for _ in range(count)]
         turns = tuple(phase.cycle // period for period in periods)
         cycles.append((sum(map(mul, sizes, turns)) / phase.cycle, phase.cycle, turns))
     _, cycle, turns = max(cycles)
     return LinkNeeds(
-        payload_bytes(plan, up or config.wire.up),
-        payload_bytes(plan, down or config.wire.down),
+        run.payload_bytes(up or config.wire.up),
+        run.payload_bytes(down or config.wire.down),
         4 * sum(sizes),
         cycle,
         config.protocol.overlap_steps,
@@ -138,7 +135,7 @@ class IslandOutline(NamedTuple):
 
     kind: IslandKind  # of the islands
     blueprint: Blueprint  # of each, without devices
-    plan: FragmentPlan
+    run: ResolvedRun
     links: LinkNeeds  # of each learner
     needs: IslandNeeds  # of each
 
@@ -165,16 +162,11 @@ def kinds_of(config: RunConfig) -> list[IslandKind]:
     return list(found.values())
 
 
-def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
-    """Cut the model of a config into fragments; ValueError if it cannot be cut into so many."""
-    return cut(config, blueprint.shapes, blueprint.kinds)
-
-
 def outline(config: RunConfig, kind: IslandKind) -> IslandOutline:
     """Work out the needs of a kind of islands from shapes; ValueError if model, mesh or cut do not go together."""
     blueprint = Blueprint(config.model, config.optimizer, kind.island.mesh, kind.chips, seed=config.seed)
-    plan = plan_of(config, blueprint)
-    return IslandOutline(kind, blueprint, plan, link_needs(config, plan), island_needs(config, kind, blueprint, plan))
+    run = resolve(config, blueprint.shapes, blueprint.kinds)
+    return IslandOutline(kind, blueprint, run, link_needs(run), island_needs(run, kind, blueprint))
 
 
 def outlines(config: RunConfig) -> Iterator[IslandOutline]:
@@ -182,23 +174,23 @@ def outlines(config: RunConfig) -> Iterator[IslandOutline]:
     return (outline(config, kind) for kind in kinds_of(config))
 
 
-def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan: FragmentPlan) -> IslandNeeds:
+def island_needs(run: ResolvedRun, kind: IslandKind, blueprint: Blueprint) -> IslandNeeds:
     """Add up the needs of each island of a kind, on slices of TPUs or on this machine."""
     topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
-    hbm = chip_memory(config, blueprint, plan)
+    hbm = chip_memory(run, blueprint)
     # a host saves what its own chips hold, once where several hold the same
     saved = min((hbm.parameters + hbm.optimizer) * kind.chips / kind.island.hosts, blueprint.state_layout.num_bytes)
     return IslandNeeds(
         hbm,
         topology.generation.hbm_bytes if topology else None,
-        host_memory(config, kind.island, blueprint, plan, emulated),
+        host_memory(run, kind.island, blueprint, emulated),
         topology.host_bytes if topology else None,
-        SAVED_MAX * round(saved) if config.protocol.snapshot_every else 0,
+        SAVED_MAX * round(saved) if run.config.protocol.snapshot_every else 0,
     )
 
 
-def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, int]:
+def syncer_needs(run: ResolvedRun) -> tuple[SyncerMemory, int]:
     """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
-    memory = syncer_memory(config, plan)
-    kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
+    memory = syncer_memory(run)
+    kept = run.config.checkpoints.keep + 1 if run.config.protocol.snapshot_every else 0
     return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))

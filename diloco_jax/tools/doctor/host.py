@@ -12,8 +12,6 @@ from diloco_jax.runtime.local import check_input
 from diloco_jax.runtime.local.machine import chip_of
 from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.model_share import make_setup
-from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.figures import size
@@ -180,11 +178,11 @@ class ProcessPart(NamedTuple):
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """Work out the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     found = outline(config, IslandKind(config.island(island), (island,)))
-    settings = dict(fingerprint(settle(config, found.plan), found.plan.fingerprint, _corpus(config)))
+    settings = dict(found.run.fingerprint(_corpus(config)))
     if not island:  # code of the user's own that is the syncer's alone
-        make_setup(config, found.plan)
+        make_setup(found.run)
         Scorer(config.evaluation)
-    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(config, found.plan)
+    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(found.run)
     return ProcessPart(num_parameters(found.blueprint), settings, found.links, sum(own[0]), own[1])
 
 

@@ -45,7 +45,7 @@ def allocatable(gib: float) -> float:
 def needs_of(config: RunConfig) -> dict[str, Any]:
     """Work out what hosts, chips, disks and links must carry; ValueError if the model cannot be loaded here."""
     found = list(outlines(config))
-    memory, disk_bytes = syncer_needs(config, found[0].plan)
+    memory, disk_bytes = syncer_needs(found[0].run)
     return {
         "islands": [each.as_dict() for each in found],
         "link": found[0].links.per_step,

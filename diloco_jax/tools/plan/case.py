@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.sim.goodput.bandwidth import Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import num_parameters
-from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines, plan_of
+from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
 
@@ -35,10 +35,10 @@ class TimedKind(NamedTuple):
 class Case:
     """A config under assumptions, with what follows from shapes alone."""
 
-    config: RunConfig
+    config: RunConfig  # as it was written, which advice varies
     given: Assumptions
     kinds: tuple[TimedKind, ...]  # of islands, in the order of their first ones
-    plan: FragmentPlan
+    run: ResolvedRun  # this config, resolved
 
     @property
     def learners(self) -> int:
@@ -86,9 +86,9 @@ class Case:
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
         """Describe one learner's rounds, in the config's formats or others."""
         given = self.given
-        largest = max(fragment.num_elements for fragment in self.plan.fragments)
+        largest = max(fragment.num_elements for fragment in self.run.fragments)
         threads = self.config.syncer.merge_threads or given.syncer_cores
-        return link_needs(self.config, self.plan, up, down).rounds(
+        return link_needs(self.run, up, down).rounds(
             self.step_s,
             1e-3 * given.round_trip_ms,
             given.merge_ns * 1e-9 * largest * self.learners / min(threads, given.syncer_cores),
@@ -108,7 +108,7 @@ def case_of(config: RunConfig, given: Assumptions) -> Case:
             f"{config.islands.count}, or raise islands.count"
         )
     kinds = tuple(_timed(config, each, given) for each in outlines(config))
-    return Case(config, given, kinds, kinds[0].outline.plan)
+    return Case(config, given, kinds, kinds[0].outline.run)
 
 
 def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
@@ -117,7 +117,9 @@ def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
     config = replace(now, **{name: replace(getattr(now, name), **new) for name, new in sections.items()})
     then, before = config.protocol, now.protocol
     cut = then.num_fragments != before.num_fragments or (then.by_class and then.groups != before.groups)
-    return replace(case, config=config, plan=plan_of(config, case.blueprint) if cut else case.plan)
+    shapes, kinds = case.blueprint.shapes, case.blueprint.kinds
+    run = resolve(config, shapes, kinds) if cut else ResolvedRun.of_plan(config, case.run.plan)
+    return replace(case, config=config, run=run)
 
 
 def _timed(config: RunConfig, each: IslandOutline, given: Assumptions) -> TimedKind:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.releases import install_hint
 from diloco_jax.settings.compiler import options_of
 from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import Hbm, anchor_bytes, chip_memory
-from diloco_jax.tools.budget.needs import plan_of
 from diloco_jax.tools.preflight.hlo import Collective, Program, read_program
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.order import example
@@ -80,7 +80,7 @@ class Compiled(NamedTuple):
     """All programs of one kind of island."""
 
     blueprint: Blueprint
-    plan: FragmentPlan
+    run: ResolvedRun
     held: Hbm  # what each chip holds, from shapes
     programs: tuple[Built, ...]  # distinct ones, in the order in which an island needs them
 
@@ -112,8 +112,8 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
     assert topology is not None, "asked of islands with a slice"
     options: dict[str, str | bool] = {**options_of(config, island)}
     blueprint = Blueprint(config.model, config.optimizer, island.mesh, slice_devices(topology), seed=config.seed)
-    plan = plan_of(config, blueprint)
-    held = chip_memory(config, blueprint, plan)
+    run = resolve(config, blueprint.shapes, blueprint.kinds)
+    held = chip_memory(run, blueprint)
     programs = []
     if not step_only:
         say(f"{topology}: creating the state")
@@ -123,9 +123,9 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
     arguments = held.parameters + held.optimizer
     programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), arguments))
     if config.algorithm == "decoupled" and not step_only:
-        say(f"{topology}: staging and adoption of {len(plan.fragments)} fragments")
-        programs += exchange_programs(config, blueprint, plan.fragments)
-    return Compiled(blueprint, plan, held, tuple(programs))
+        say(f"{topology}: staging and adoption of {len(run.fragments)} fragments")
+        programs += exchange_programs(config, blueprint, run.fragments)
+    return Compiled(blueprint, run, held, tuple(programs))
 
 
 def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequence[Fragment]) -> list[Built]:
@@ -205,7 +205,7 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     if built.kind == "stage":  # its arguments are held already, and its outputs are the staged copies
         return hbm.fixed + own
     # the value that arrived, beside the anchor that it replaces
-    new = anchor_bytes(compiled.blueprint, compiled.plan.fragments[built.fragments[0]])
+    new = anchor_bytes(compiled.blueprint, compiled.run.fragments[built.fragments[0]])
     return hbm.fixed + own + new + memory.outputs - memory.aliased
 
 

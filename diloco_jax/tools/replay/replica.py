@@ -14,8 +14,7 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.built_in import BuiltInLoop
-from diloco_jax.settings.cutting import cut
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.tools.replay import lives
 from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
@@ -32,12 +31,12 @@ V = TypeVar("V")
 class Trainer:
     """The island that all lives share, one after the other; a sample on the tapes stands for so many sequences."""
 
-    def __init__(self, config: RunConfig, sequences: int = 1) -> None:
+    def __init__(self, run: ResolvedRun, sequences: int = 1) -> None:
+        config = run.config
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
         self._loop = loop = BuiltInLoop(config, "", devices)
         self.island: Island = loop.island  # the devices, and the life that is on them
-        plan = cut(config, loop.island.shapes, loop.island.kinds)
-        self.fragments = plan.fragments  # of the run's model
+        self.fragments = run.fragments
         self._config = config
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch

@@ -24,7 +24,7 @@ from diloco_jax.transport.trust.security import Gate, credentials
 
 DESCRIBE, OFFER = "Describe", "Offer"
 LAYOUT_BYTES_MAX = 2 << 20
-VALUES_BYTES = 1 << 20  # of one message
+VALUES_BYTES = 1 << 20  # per message
 STALL_S = 60.0  # without a message
 BUSY, TOO_LATE = "another learner brings the model", "another learner has brought the model"
 

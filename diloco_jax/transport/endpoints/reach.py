@@ -13,7 +13,7 @@ from collections.abc import Callable
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address
 from diloco_jax.transport.trust.security import is_loopback
 
-REACH_S = 2.0  # for one attempt
+REACH_S = 2.0  # one attempt
 AGAIN_S = 0.2  # between attempts
 # gRPC may reach an address through one of these proxies that a socket cannot reach.
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")

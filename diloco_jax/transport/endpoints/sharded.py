@@ -109,14 +109,14 @@ class ShardedLink:
     """One link over several sessions, opened by a Dialler."""
 
     control: GrpcLink
-    links: Sequence[GrpcLink]  # in shard order
+    links: Sequence[GrpcLink]  # shard order
     inbox: Inbox
     shares: Shares
     up: Format
     down: Format
     # True if this process is one of several hosts, so that it sends its own bytes instead of whole values.
     in_parts: bool = False
-    _incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = field(default_factory=dict)  # by fragment
+    _incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = field(default_factory=dict)  # fragment -> versions
 
     @property
     def number(self) -> int:

@@ -50,7 +50,7 @@ class GroupItem(NamedTuple):
     host: int  # sender; 0 leads
     # None if the host left or was lost; it sends nothing more.
     message: Command | Reply | None
-    payload: bytes | memoryview = b""  # of the message
+    payload: bytes | memoryview = b""
     # Why the host's session ended.
     reason: str = ""
 

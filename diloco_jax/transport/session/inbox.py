@@ -38,7 +38,7 @@ class Inbox:
         self.waiting: deque[Waiting] = deque()
         self._woken = False
         self._counting = threading.Lock()
-        self.traffic = Traffic(0, 0)  # of all sessions
+        self.traffic = Traffic(0, 0)  # all sessions
 
     def get(self, timeout_s: float) -> tuple[Session, Delivery] | None:
         """Remove and return the oldest delivery; None after `timeout_s` seconds or a `wake`."""
@@ -80,7 +80,7 @@ class Session:
         self.header = header
         self.peer = peer
         self.config = config
-        self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk
+        self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # is_bulk -> room
         # Bytes of payloads in the inbox.
         self.waiting_bytes = 0
         self.waits_for_room = 0  # readers that do

@@ -173,7 +173,7 @@ class StreamSession(Session):
         self._dialled = peer == SYNCER
         self.partials = partials
         outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}
-        self._outboxes = outboxes  # by is_bulk
+        self._outboxes = outboxes  # is_bulk -> outbox
         self.pieces = Pieces(outboxes[True], config.chunk_bytes)
         self._assembly = Assembly(config.payload_bytes_max, partials)
         streams = [(pb.LANE_BULK, stripe) for stripe in range(header.stripes)]

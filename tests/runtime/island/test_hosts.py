@@ -35,6 +35,7 @@ from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import WRONG_INPUT
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
@@ -71,10 +72,11 @@ class Pair:
         self.loop, loop = BuiltInLoop(config, "island-0"), BuiltInLoop(config, "island-0")
         self.folder = folder
         saves = [SavedStates([str(folder)], host, 2) for host in range(2)]
+        run = resolve(config, loop.island.shapes, loop.island.kinds)
         self.leader = LeadingHost(
-            config, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
+            run, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
         )
-        self.follows = host = Host(config, loop.island, loop.warm_up, saves=saves[1])
+        self.follows = host = Host(run, loop.island, loop.warm_up, saves=saves[1])
         joining = Joining(config, "island-0", 1, nobody, folder, PULSE, Hosts(1, 2, member, 1))
         self.follower = joining.follower(host, self.asked, loop.put_batch)
         self._steps = loop.step

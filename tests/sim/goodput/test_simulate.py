@@ -130,7 +130,7 @@ def test_an_interrupt_ends_all_processes(after_s: float) -> None:
 
 
 def workers_of(parent: int) -> list[int]:
-    """Processes that simulate, as far as this system shows children."""
+    """Return the processes that simulate, on systems that list child processes."""
     children = Path(f"/proc/{parent}/task/{parent}/children")
     return [
         int(child)
@@ -140,7 +140,7 @@ def workers_of(parent: int) -> list[int]:
 
 
 def running(process: int) -> bool:
-    """Tell whether it is there and no zombie."""
+    """Tell whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -154,7 +154,7 @@ def test_processes_end_with_their_parent_and_are_missed() -> None:
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             wait_for(lambda process=process: len(workers_of(process.pid)) == 2, "two workers")
             workers = workers_of(process.pid)
-            time.sleep(0.5)  # they begin
+            time.sleep(0.5)  # they start
             os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
             wait_for(lambda workers=workers: not any(map(running, workers)), "their end")
             _, err = process.communicate(timeout=60)

@@ -74,19 +74,20 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "events/s" in capsys.readouterr().out
 
 
-OWN = replace(RECOVERY.config, snapshot_every=8, recover_from_peers=False)  # only an own state brings parameters
+# Only a learner's own saved state brings parameters.
+OWN = replace(RECOVERY.config, snapshot_every=8, recover_from_peers=False)
 LONG_LOADS = replace(RECOVERY, config=OWN, load_s=3.0, seed=0)
 
 
 class Rash(Mailbox[Any]):
-    """Has nothing wait."""
+    """Gives every message to the machine at once."""
 
     def arrive(self, message: SyncerMessage, item: Any, now_s: float) -> Given[Any]:
         return Given(message, item, self._machine.on_message(message, now_s))
 
 
 class Headlong(Mailbox[Any]):
-    """Hands over what waits while a state is being taken over."""
+    """Hands over waiting messages while a state is being loaded."""
 
     def take(self, now_s: float) -> Given[Any] | None:
         if not self._waiting:

@@ -37,7 +37,7 @@ PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of one run; island-9's certificate has expired."""
+    """Make the certificates of one run; that of island-9 has expired."""
     folder = tmp_path_factory.mktemp("ours")
     made = certificates.make(folder, ["island-0"])
     authority = certificates._read_pair(folder)
@@ -49,7 +49,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of another authority, with the same names."""
+    """Make certificates of another authority with the same names."""
     folder = tmp_path_factory.mktemp("theirs")
     certificates.make(folder, ["island-0"])
     return folder
@@ -57,7 +57,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the time that a loaded machine needs."""
+    """Raise the time limits to what a loaded machine needs."""
     monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(doctor_link, "REACH_TIMEOUT_S", WAIT_S)
 
@@ -87,7 +87,7 @@ Look = Callable[..., dict[str, Check]]
 
 @pytest.fixture
 def look(config: RunConfig, need: ProcessPart, listener: GrpcListener) -> Look:
-    """Checks of the link by name; keyword arguments change the transport."""
+    """Return a function that checks a link; its keyword arguments change the transport."""
 
     def run(name: str = "island-0", address: str = "", *, own: RunConfig = config, **changes: Any) -> dict[str, Check]:
         transport = dataclasses.replace(own.transport, **changes)
@@ -209,7 +209,7 @@ def test_a_syncer_that_knows_no_doctor(look: Look, config: RunConfig) -> None:
 
 
 def test_throughput_of_a_slow_link(look: Look, listener: GrpcListener) -> None:
-    """4 Mbit/s up, 8 down."""
+    """Measure a link of 4 Mbit/s up and 8 Mbit/s down."""
     with Relay(listener.address) as relay:
         # Each of the four connections has this rate.
         relay.change("up", bytes_per_s=125_000.0)

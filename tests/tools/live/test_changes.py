@@ -1,4 +1,4 @@
-"""Logs get a line when something changes: which, in which order, and how few."""
+"""Logs get a line when something changes: the right one, in the right order, and few of them."""
 
 from typing import Any
 

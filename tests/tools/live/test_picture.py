@@ -8,17 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.watch.alarms import Alarm
+from diloco_jax.runtime.figures.forms import format_bytes, format_count, format_duration
 from diloco_jax.runtime.records.liveness import StartPhase
 from diloco_jax.tools.live.picture import History, render, sparkline
-from diloco_jax.tools.live.words import (
-    alarm_line,
-    describe,
-    ended_line,
-    ended_lines,
-    format_bytes,
-    format_count,
-    format_duration,
-)
+from diloco_jax.tools.live.words import alarm_line, describe, ended_line, ended_lines
 from tests.tools.live.made import FRESH, REASONS, STARTING, drawn, learner, status, words
 
 COUNTS = {0: "0", 950: "950", 999.6: "1k", 1234: "1.23k", 45.6e6: "45.6M", 999_499: "999k", 3e15: "3000T"}

@@ -18,7 +18,7 @@ from diloco_jax.core.fragments import take
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
 from diloco_jax.settings.text import load, parse
 from diloco_jax.sim.goodput.settings import Assumptions
-from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, payload_bytes, syncer_memory
+from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, syncer_memory
 from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.forecast import (
@@ -47,7 +47,7 @@ QUIET = Assumptions(step_s=1.0)
 
 
 def small(**changes: Any) -> Case:
-    """The small config with sections changed, and the assumptions `given`."""
+    """Return a case of the small config with changed sections and the assumptions `given`."""
     given = changes.pop("given", QUIET)
     sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items()}
     return case_of(parse({**SETTINGS, **sections}, "test"), given)
@@ -60,7 +60,7 @@ def test_bytes_are_those_of_payloads() -> None:
     found = wire_bytes(case)
     ways: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
     for way in ways:
-        sizes = [len(encode(take(values, fragment), way)) for fragment in case.plan.fragments]
+        sizes = [len(encode(take(values, fragment), way)) for fragment in case.run.fragments]
         assert found[way]["round_max"] == max(sizes)
         assert found[way]["round_mean"] == sum(sizes) / 4
         assert found[way]["per_step"] == sum(sizes) / 8
@@ -72,8 +72,8 @@ def test_bytes_are_those_of_payloads() -> None:
 
 def test_periods_by_class_move_what_their_turns_move() -> None:
     case = small(protocol={"sync_every": {"mlp": 4, "rest": 8}, "num_fragments": 24, "sync_later": {500: 16}})
-    counts = case.plan.counts
-    sizes = [4 * fragment.num_elements for fragment in case.plan.fragments]
+    counts = case.run.plan.counts
+    sizes = [4 * fragment.num_elements for fragment in case.run.fragments]
     mlp, rest = sum(sizes[: counts[0]]), sum(sizes[counts[0] :])
     found = wire_bytes(case)["float32"]
     assert found["per_step"] == mlp / 4 + rest / 8, "before step 500, when they move the most"
@@ -101,28 +101,28 @@ def test_periods_by_class_move_what_their_turns_move() -> None:
     ],
 )
 def test_chip_memory_is_that_of_the_programs(up: Format, mesh: dict[str, int], adopt: str) -> None:
-    """Held bytes, without devices, equal what compiled programs take and give."""
+    """Compare the forecast of held bytes, made without devices, with arguments and results of compiled programs."""
     case = small(wire={"up": up}, islands={"mesh": mesh}, adopt={"mode": adopt})
     config, blueprint = case.config, case.blueprint
     real = Blueprint(config.model, config.optimizer, MeshConfig(**mesh), jax.devices()[:4], seed=0)
-    programs = real.exchange(up, adopt == "rebase").programs(case.plan.fragments)
+    programs = real.exchange(up, adopt == "rebase").programs(case.run.fragments)
     staging = [compiled for kind, _, compiled in programs if kind == "stage"]
     anchors, residuals = (
         [shard_bytes(each.in_avals[0][place], each.input_shardings[0][place]) for each in staging] for place in (1, 2)
     )
     staged = [shard_bytes(each.out_info, each.output_shardings) for each in staging]
-    found = chip_memory(config, blueprint, case.plan)
+    found = chip_memory(case.run, blueprint)
     shapes, shardings = real.state_shapes, real.state_shardings
     assert found.parameters == shard_bytes(shapes.params, shardings.params)
     assert found.parameters + found.optimizer == shard_bytes(shapes, shardings)
     assert (found.anchors, found.residuals) == (sum(anchors), sum(residuals))
-    assert anchors == [anchor_bytes(blueprint, fragment) for fragment in case.plan.fragments]
+    assert anchors == [anchor_bytes(blueprint, fragment) for fragment in case.run.fragments]
     # tau P / H + 1 = 2 fragments are staged at once.
     assert found.staged == sum(sorted(staged)[-2:])
 
 
 def shard_bytes(shapes: Any, shardings: Any) -> float:
-    """Bytes of one chip's shards of all arrays of a tree."""
+    """Return the bytes of one chip's shards of all arrays of a tree."""
     leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     return sum(
         math.prod(sharding.shard_shape(tuple(leaf.shape))) * np.dtype(leaf.dtype).itemsize
@@ -132,9 +132,9 @@ def shard_bytes(shapes: Any, shardings: Any) -> float:
 
 def test_memory_of_the_syncer_by_hand() -> None:
     case = small(syncer={"shards": 2}, outer={"momentum": 0.9}, protocol={"anchor_history": 3})
-    found = syncer_memory(case.config, case.plan)
+    found = syncer_memory(case.run)
     assert found.values == found.outer_momentum == found.left_out_by_rounding == 4 * case.parameters
-    down, largest = payload_bytes(case.plan, "int4"), max(each.num_elements for each in case.plan.fragments)
+    down, largest = case.run.payload_bytes("int4"), max(each.num_elements for each in case.run.fragments)
     assert (found.steps, found.older_values) == (2 * sum(down), 0), "between protocol.anchor_history versions"
     assert found.fragment_in_merge == 4 * 4 * largest, "three arrays, and what a late value has missed"
     assert found.payloads == 2 * 4 * wire_bytes(case)["int4"]["round_max"], "tau rounds of all learners"
@@ -168,7 +168,7 @@ def test_load_of_the_syncer_by_hand() -> None:
     assert load["cpu_s_per_round"] == pytest.approx(1000 * 4 * up / 1e6)
     assert load["mb_per_s_in"] == pytest.approx(4 * 4 * up / 16 / 1e6)
     assert load["shards"] == math.ceil(load["mb_per_s_in"] / 1e-3)
-    largest = max(fragment.num_elements for fragment in case.plan.fragments)
+    largest = max(fragment.num_elements for fragment in case.run.fragments)
     assert load["merge_s"] == pytest.approx(largest * 4 / 16)
 
 
@@ -198,7 +198,7 @@ def test_chips_are_what_is_paid_for_not_devices() -> None:
 
 
 def test_goodput_by_hand() -> None:
-    """Rare failures cost the return of the slice (64 s on average) and the recovery of its learner."""
+    """Check that a rare failure costs the return of the slice, 64 s on average, and the recovery of its learner."""
     case = small(given=replace(QUIET, chips=1000, mtbi_years=0.1))
     found = expected_goodput(case, 100.0)
     failures_per_s = 250 / (0.1 * 31_536_000)
@@ -217,7 +217,7 @@ Changes = dict[str, Any]
 
 
 def changes(case: Case) -> Changes:
-    """Settings that the advice would change."""
+    """Return the settings that the advice changes."""
     return {each["setting"]: each["value"] for each in advise(case) if each["change"]}
 
 
@@ -232,7 +232,7 @@ def test_a_good_link_changes_nothing() -> None:
 
 
 LINKS: list[tuple[Changes, Changes, set[str]]] = [
-    # what is there, what is given, and what must be among the changes
+    # Changes of the config, the assumptions, and settings that the advice must change.
     ({}, {"link_gbit_per_s": 6e-5}, {"wire.up", "wire.down"}),
     ({}, {"link_gbit_per_s": 3e-5}, {"protocol.sync_every"}),
     # One fragment needs 8 steps for each round.
@@ -252,7 +252,7 @@ LINKS: list[tuple[Changes, Changes, set[str]]] = [
 
 @pytest.mark.parametrize(("config", "given", "expected"), LINKS)
 def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[str], tmp_path: Path) -> None:
-    """The advice is valid, makes rounds come back in time, and calls for nothing more."""
+    """Check that a config with the advice is valid, has rounds that return in time, and gets no more advice."""
     assumed = replace(QUIET, **given)
     case = small(**config, given=assumed)
     wanted = changes(case)
@@ -269,7 +269,7 @@ def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[
 
 
 def test_latency_alone_does_not_raise_h() -> None:
-    """Steps that are short against the round trip need overlap; rarer rounds would not help."""
+    """Check that steps shorter than the round trip get overlap as advice, because rarer rounds do not help."""
     found = changes(small(given=replace(QUIET, step_s=0.05, round_trip_ms=400.0, tcp_window_mb=64.0)))
     assert found.keys() == {"protocol.overlap_steps"}
     # 1.5 x 0.4 s are 12 steps; reports need another half step.
@@ -305,7 +305,7 @@ def test_cost_where_prices_are_given() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of `diloco plan`."""
+    """Return exit status, output and errors of `diloco plan`."""
     platforms = os.environ["JAX_PLATFORMS"]
     try:
         code = cli.main(["plan", *words])

@@ -15,7 +15,9 @@ import pytest
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.releases import OtherRelease
+from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState, outline, read_entries
@@ -269,9 +271,9 @@ class Alone:
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """One island for all tests of single lives."""
-    return Trainer(
-        config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
-    )
+    config = config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
+    model = Evaluator(config)
+    return Trainer(resolve(config, model.shapes, model.kinds))
 
 
 @pytest.mark.timeout(300)

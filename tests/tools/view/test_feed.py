@@ -89,7 +89,7 @@ TIMES = [
     # its link breaks, it trains on, and tells it when it is back
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 5, 50, 1.0)],
      {"training": 5.0}),
-    # the same, but with a second in which it did nothing
+    # The same, with an idle second.
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 4, 40, 1.0)],
      {"training": 4.0, "away": 1.0}),
     # it is back sooner, and begins its next step late
@@ -108,7 +108,7 @@ TIMES = [
     # data: half of the time in steps
     ([joined("a", 0.0), step("a", 2.0, 1, 10, 2.0), {"kind": "metrics", "t": 2.0, "global_step": 0, "learner": "a"}
       | {"values": {"waiting_for_data": 0.5}}, step("a", 4.0, 2, 20, 2.0)], {"training": 3.0, "data": 1.0}),
-    # that everybody leaves a run that is complete is no loss
+    # Islands that leave a complete run do not lower its goodput.
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**left("a", 1.5), "kind": "finished", "members": []},
       left("a", 1.5), wire(9.0, 1, 0, 0)], {"training": 1.0, "between": 0.5}),
 ]  # fmt: skip

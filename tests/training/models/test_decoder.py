@@ -24,7 +24,7 @@ def build(seed: int = 0, **changes: object) -> Decoder:
 
 
 def randomised(model: Decoder) -> Decoder:
-    """The same model with every parameter, also the norms' scales, away from its special initial value."""
+    """Return the model with each parameter moved away from its initial value, the norms' scales too."""
     graphdef, params = split_model(model)
     rng = np.random.default_rng(5)
     return join_model(
@@ -41,7 +41,7 @@ def loss_of(model: Decoder, tokens: np.ndarray) -> float:
 
 
 def reference_logits(p: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) -> np.ndarray:
-    """One example at a time, one head at a time, float64."""
+    """Return logits computed in float64, for one example and one head at a time."""
 
     def norm(x, scale):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
@@ -213,9 +213,10 @@ def test_what_it_writes_is_what_its_logits_say() -> None:
         return np.asarray(program(jnp.asarray(prompt))).tolist()
 
     tokens = prompt.tolist()
+    forward = jax.jit(lambda t: model(t))
     # Greedy decoding with one forward pass over at most one context for each token.
     for _ in range(6):
-        tokens.append(int(logits_of(model, np.array([tokens[-context:]]))[0, -1].argmax()))
+        tokens.append(int(forward(jnp.asarray([tokens[-context:]]))[0, -1].argmax()))
     assert written(0.0) == tokens[3:]
     assert written(1e-4) == tokens[3:], "a cold draw is the likeliest token"
     assert written(5.0) == written(5.0) != written(5.0, seed=1)

@@ -25,7 +25,7 @@ LIMIT = 1000
 
 
 class Receiver:
-    """A session's receiving end."""
+    """Receiving end of a session."""
 
     def __init__(self, partials: Partials | None = None, limit: int = LIMIT) -> None:
         self.partials = partials or Partials(limit, 60.0)
@@ -59,7 +59,7 @@ def frames(number: int, payload: bytes, chunk_bytes: int = 10, **resume: Any) ->
 
 
 def changed(frame: bytes, **fields: Any) -> bytes:
-    """The frame with other fields in its chunk, as a peer without checksums would send it."""
+    """Return the frame with other fields in its chunk, as a peer without checksums sends it."""
     parsed = pb.Frame.FromString(frame)
     parsed.ClearField("check")
     for name, new in fields.items():
@@ -74,7 +74,7 @@ def changed(frame: bytes, **fields: Any) -> bytes:
     seed=st.integers(0, 1 << 20),
 )
 def test_any_spread_over_stripes_gives_all_messages_in_order(payloads: list[bytes], stripes: int, seed: int) -> None:
-    """A free connection takes the next chunk; connections run at any speed, and none of them waits forever."""
+    """Check that no connection waits forever when each one that is free takes the next chunk, at any speed."""
     number, receiver = random.Random(seed), Receiver(limit=150)
     queues: list[list[bytes]] = [[] for _ in range(stripes)]
     for index, payload in enumerate(payloads, 1):
@@ -179,7 +179,7 @@ def test_one_delivers_and_the_others_go_on() -> None:
     first = threading.Thread(target=receiver.assembly.deliver, args=(slow,), daemon=True)
     first.start()
     assert began.wait(WAIT_S)
-    receiver.feed(frames(2, b"y")[0])  # it returns
+    receiver.feed(frames(2, b"y")[0])
     assert heard == [] and receiver.came == []
     go_on.set()
     first.join(WAIT_S)
@@ -254,7 +254,7 @@ KEY = digest(PAYLOAD)
 
 
 def continued(receiver: Receiver, payload: bytes = PAYLOAD, key: int = KEY) -> list[bytes]:
-    """Return the frames of a sender that was told what the receiver holds."""
+    """Return the frames of a sender that knows which bytes the receiver holds."""
     held = PeerHoldings(receiver.partials.announce()).claim((key, len(payload)))
     return frames(1, payload, key=key, held=held)
 

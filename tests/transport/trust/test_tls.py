@@ -26,7 +26,7 @@ PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of one run; island-9's certificate has expired, old-syncer's too, and one learner poses as the syncer."""
+    """Make the certificates of one run; two of them have expired, and one learner poses as the syncer."""
     folder = tmp_path_factory.mktemp("ours")
     made = certificates.make(folder, ["island-0", "island-1"])
     authority, day = certificates._read_pair(folder), datetime.timedelta(days=1)
@@ -44,7 +44,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of another authority, with the same names."""
+    """Make certificates of another authority with the same names."""
     folder = tmp_path_factory.mktemp("theirs")
     certificates.make(folder, ["island-0"])
     return folder
@@ -52,13 +52,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for the reason soon, and take the time that a loaded machine needs."""
+    """Look for the reason early, and give the check the time that a loaded machine needs."""
     monkeypatch.setattr(grpc_link, "PATIENCE_S", 0.1)
     monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
 
 
 class Run:
-    """Ends that have the files of a run."""
+    """Ends of connections that have the files of a run."""
 
     def __init__(self, ends: Ends, folder: Path) -> None:
         self._ends, self._folder = ends, folder
@@ -68,7 +68,7 @@ class Run:
         return self._ends.listen(**certificates.settings(self._folder) | changes)
 
     def as_(self, name: str = "{name}", folder: Path | None = None, **changes: Any) -> dict[str, Any]:
-        """The settings of somebody who has the certificate of this name, of our authority or another."""
+        """Return the settings of the owner of the certificate with this name, from this authority or another."""
         folder = folder or self._folder
         files = {"tls_certificate": str(folder / f"{name}.pem"), "tls_key": str(folder / f"{name}.key")}
         return {"address": self.listener.address, **certificates.settings(folder), **files, **changes}
@@ -180,7 +180,7 @@ def test_the_syncers_renewed_certificate_counts_for_the_next_connection(
 
 @pytest.mark.parametrize("poser", ["island-1", "named-like-the-syncer"])
 def test_learner_cannot_pose_as_the_syncer(ends: Ends, ours: Path, poser: str) -> None:
-    """Not with its own certificate, and not with one whose owner calls itself the syncer."""
+    """Check that a learner cannot pose as the syncer, with its certificate or with one that names the syncer."""
     key, chain = ((ours / f"{poser}.{kind}").read_bytes() for kind in ("key", "pem"))
     server = grpc.server(DaemonThreads())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)]))
@@ -220,7 +220,7 @@ def test_token_alone_on_loopback(ends: Ends, ours: Path) -> None:
 
 
 def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.StatusCode]:
-    """Answers to the three calls of a client that has no token, and perhaps no certificate."""
+    """Return the answers to three calls of a client without a token, and perhaps without a certificate."""
     ca, key, chain = (ours / "ca.pem").read_bytes(), None, None
     if certificate:
         key, chain = (ours / "island-0.key").read_bytes(), (ours / "island-0.pem").read_bytes()

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.kinds import class_of, kind_of
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 
 LAYER = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "out": (64, 64), "up": (64, 256), "gate": (64, 256)}
@@ -29,21 +28,28 @@ def config_of(**protocol: Any) -> RunConfig:
     return RunConfig(protocol=ProtocolConfig(**protocol))
 
 
-def moved(config: RunConfig, plan: FragmentPlan, steps: range) -> list[int]:
+def resolved(config: RunConfig) -> ResolvedRun:
+    return resolve(config, SHAPES, KINDS)
+
+
+def moved(run: ResolvedRun, steps: range) -> list[int]:
     """Elements that each of these steps moves."""
-    due = map(settle(config, plan).protocol.schedule.due, steps)
-    return [plan.fragments[p].num_elements if p >= 0 else 0 for p in due]
+    due = map(run.config.protocol.schedule.due, steps)
+    return [run.fragments[p].num_elements if p >= 0 else 0 for p in due]
 
 
 def test_one_period_cuts_as_ever() -> None:
     config = config_of(sync_every=12, num_fragments=12)
-    plan = cut(config, SHAPES, KINDS)
+    run = resolved(config)
+    plan = run.plan
     assert plan == config.fragments.plan(SHAPES, KINDS, 12) and plan.counts == (12,)
-    assert settle(config, plan) is config
+    assert run.config is config
+    assert run.num_parameters == sum(map(math.prod, SHAPES.values()))
+    assert run.payload_bytes("float32") == tuple(4 * fragment.num_elements for fragment in run.fragments)
     later = replace(config, protocol=replace(config.protocol, sync_later={30: 24}))
-    assert cut(later, SHAPES, KINDS) == plan
+    assert resolved(later).plan == plan
     same = replace(config, protocol=replace(config.protocol, sync_every={"mlp": 12, "rest": 12}))
-    assert cut(same, SHAPES, KINDS) == plan
+    assert resolved(same).plan == plan
 
 
 @pytest.mark.parametrize(
@@ -60,8 +66,7 @@ def test_one_period_cuts_as_ever() -> None:
 )
 def test_steps_move_about_as_many_bytes_each(periods: dict[str, int], peak: float) -> None:
     config = config_of(sync_every=periods, num_fragments=64)
-    plan = cut(config, SHAPES, KINDS)
-    moves = moved(config, plan, range(96))
+    moves = moved(resolved(config), range(96))
     size = {name: 0 for name in periods}
     for path, shape in SHAPES.items():
         size[class_of(path, periods)] += math.prod(shape)
@@ -73,7 +78,7 @@ def test_steps_move_about_as_many_bytes_each(periods: dict[str, int], peak: floa
 def test_a_fragment_has_tensors_of_classes_with_one_period_only() -> None:
     periods = {"mlp": 4, "norm": 24, "rest": 24}
     config = config_of(sync_every=periods)
-    plan = cut(config, SHAPES, KINDS)
+    plan = resolved(config).plan
     of_mlp = [{class_of(piece.path, periods) == "mlp" for piece in f.slices} for f in plan.fragments]
     assert of_mlp == [{True}] * plan.counts[0] + [{False}] * plan.counts[1]
     assert sum(fragment.num_elements for fragment in plan.fragments) == sum(map(math.prod, SHAPES.values()))
@@ -85,13 +90,14 @@ def test_a_fragment_has_tensors_of_classes_with_one_period_only() -> None:
 def test_both_sides_derive_the_same_table_and_say_so() -> None:
     ours = config_of(sync_every={"mlp": 4, "rest": 24})
     theirs = config_of(sync_every={"mlp": 4, "rest": 24})
-    plan, other = cut(ours, SHAPES, KINDS), cut(theirs, dict(reversed(SHAPES.items())), KINDS)
-    assert plan == other and settle(ours, plan) == settle(theirs, other)
-    assert settle(ours, plan).protocol.num_fragments == sum(plan.counts) == len(plan.fragments)
-    assert dict(fingerprint(settle(ours, plan), "", ""))["protocol"] == (
-        f"H={{'mlp': 4, 'rest': 24}} P={plan.counts[0]}+{plan.counts[1]} tau=2"
-    )
-    assert moved(ours, plan, range(99)) == moved(theirs, other, range(99))
+    run, other = resolved(ours), resolve(theirs, dict(reversed(SHAPES.items())), KINDS)
+    counts = run.plan.counts
+    assert run == other and run.fingerprint("text") == other.fingerprint("text")
+    assert resolved(run.config) == run == ResolvedRun.of_plan(ours, run.plan), "a resolved config stays as it is"
+    assert run.config.protocol.num_fragments == sum(counts) == len(run.fragments)
+    assert dict(run.fingerprint(""))["protocol"] == f"H={{'mlp': 4, 'rest': 24}} P={counts[0]}+{counts[1]} tau=2"
+    assert dict(run.fingerprint(""))["model layout"] == run.plan.fingerprint
+    assert moved(run, range(99)) == moved(other, range(99))
 
 
 def test_settings_with_their_defaults_are_no_difference() -> None:
@@ -103,11 +109,11 @@ def test_settings_with_their_defaults_are_no_difference() -> None:
 
 def test_numbers_of_fragments_may_be_given() -> None:
     config = config_of(sync_every={"mlp": 4, "rest": 24}, num_fragments=5, class_fragments=(1, 4))
-    assert cut(config, SHAPES, KINDS).counts == (1, 4)
+    assert resolved(config).plan.counts == (1, 4)
     none = config_of(sync_every={"mlp": 4, "rest": 24, "*empty*": 48}, num_fragments=6, class_fragments=(1, 4, 1))
     with pytest.raises(ValueError, match=r"names '\*empty\*', but no tensor is left"):
-        cut(none, SHAPES, KINDS)
+        resolved(none)
     only = {path: shape for path, shape in SHAPES.items() if class_of(path, ("mlp",)) == "mlp"}
     with pytest.raises(ValueError, match="class_fragments gives 4 fragments to rest, which has 0 elements; leave"):
-        cut(config, only, KINDS)
-    assert cut(config_of(sync_every={"mlp": 4, "rest": 24}), only, KINDS).counts == (4, 0)
+        resolve(config, only, KINDS)
+    assert resolve(config_of(sync_every={"mlp": 4, "rest": 24}), only, KINDS).plan.counts == (4, 0)
