@@ -1,4 +1,4 @@
-"""The memory that a run takes, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
+"""The memory that a run needs, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
 
 import math
 from collections.abc import Sequence
@@ -16,55 +16,81 @@ from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
 
-PROCESS_BYTES = 1 << 30  # Python, JAX and its compiler
-SYNCER_PROCESS_BYTES = 450e6  # likewise, without a program of a model
-CONNECTION_BYTES = 16 << 20  # that gRPC and the system hold of each
-DISK_COPIES = 1  # of a fragment: chunks of it, or the slices from which it is put together
-HOST_COPIES = 2  # of a fragment that arrives: its payload decoded, and the sum with the value before
-SHARD_PROCESS_BYTES = 350e6  # of each merge shard beside its share; docs/log.md, 2026-11-21
+# Python, JAX and its compiler.
+PROCESS_BYTES = 1 << 30
+# The same without programs of a model.
+SYNCER_PROCESS_BYTES = 450e6
+# Buffers of gRPC and the system for one connection.
+CONNECTION_BYTES = 16 << 20
+# Copies of a fragment that is written to or read from disk: its chunks or its slices.
+DISK_COPIES = 1
+# Copies of a fragment that arrives: the decoded payload, and its sum with the previous value.
+HOST_COPIES = 2
+# A merge shard's process beside its share of the model; docs/log.md, 2026-11-21.
+SHARD_PROCESS_BYTES = 350e6
 
 
 class Hbm(NamedTuple):
     """The parts of a chip's memory while the inner step runs, bytes."""
 
-    parameters: float  # this chip's shards
-    optimizer: float  # state of the inner optimizer
-    anchors: float  # of all fragments, float32
-    residuals: float  # of all fragments, float32
-    staged: float  # copies of fragments on their way out
-    temporaries: float  # activations and what else the step needs while it runs, the batch and the program's code
+    # This chip's shards of the parameters.
+    parameters: float
+    # The inner optimizer's state.
+    optimizer: float
+    # Float32 anchors and residuals of all fragments.
+    anchors: float
+    residuals: float
+    # Staged copies of fragments.
+    staged: float
+    # Activations, the batch, the program's code, and other memory that the step needs while it runs.
+    temporaries: float
 
     @property
     def fixed(self) -> float:
-        """Bytes that are held all the time, whatever the batch."""
+        """Return the bytes that are used all the time, independent of the batch."""
         return sum(self) - self.temporaries
 
 
 class HostMemory(NamedTuple):
     """The parts of the memory of each host of an island, bytes."""
 
-    process: float  # Python, JAX and its compiler
-    # the newest global model in float32, whole on every host, and the fragments that a welcome brings
+    # Python, JAX and its compiler.
+    process: float
+    # The newest global model in float32, whole on every host, and the fragments that arrive with a welcome.
     global_model_and_arriving: float
-    staged_copies: float  # this host's share of encoded fragments on their way out
-    state_while_given_away: float  # this host's share of a state that goes to a neighbour, or comes from one
-    emulated_devices: float  # what chips would hold, where the host's processor stands in for them; without activations
+    # This host's share of encoded outgoing fragments.
+    staged_copies: float
+    # This host's share of a state that is sent to a neighbour or received from one.
+    state_while_given_away: float
+    # The memory of emulated chips on this host, without activations.
+    emulated_devices: float
 
 
 class SyncerMemory(NamedTuple):
     """The parts of the memory of the syncer's host, bytes."""
 
-    process: float  # Python, JAX and its compiler
-    connections: float  # to learners, without the payloads
-    values: float  # newest version of every fragment, float32
-    outer_momentum: float  # or whatever else the outer optimizer keeps
-    left_out_by_rounding: float  # of the steps so far, for the error feedback of wire.down; float32
-    steps: float  # the newest encoded ones: sent to learners, and what late values are set right by
-    older_values: float  # that late values are set right by where no steps travel
-    fragment_in_merge: float  # the next state of one, and what late values of it have missed
-    fragment_on_disk: float  # being written to a snapshot, or read from one
-    payloads: float  # of learners, on their way or waiting to be merged
-    shard_processes: float  # merge shards, beside their shares of all this
+    # Python, JAX and its compiler.
+    process: float
+    # Connections to learners, without payloads.
+    connections: float
+    # The newest version of every fragment, float32.
+    values: float
+    # The outer optimizer's state.
+    outer_momentum: float
+    # The residuals of the error feedback of wire.down, float32.
+    left_out_by_rounding: float
+    # The newest encoded steps, which are sent to learners, and which correct late values.
+    steps: float
+    # Older versions, which correct late values if no steps travel.
+    older_values: float
+    # The next state of one fragment, and the correction of its late values.
+    fragment_in_merge: float
+    # A fragment that is written to a snapshot or read from one.
+    fragment_on_disk: float
+    # The learners' payloads that are arriving or waiting to be merged.
+    payloads: float
+    # The processes of merge shards, without their shares of the model.
+    shard_processes: float
 
 
 def num_parameters(blueprint: Blueprint) -> int:
@@ -77,7 +103,7 @@ def payload_bytes(plan: FragmentPlan, format: Format) -> tuple[int, ...]:
 
 
 def chip_memory(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> Hbm:
-    """Add up a chip's memory in the inner step; of the temporaries only the gradients, not the activations."""
+    """Return a chip's memory in the inner step; the temporaries are only the gradients, without activations."""
     shards = jax.tree.map(_shard_bytes, blueprint.state_shapes, blueprint.state_shardings)
     parameters = sum(jax.tree.leaves(shards.params))
     optimizer = sum(jax.tree.leaves((shards.opt_state, shards.other)))
@@ -92,7 +118,7 @@ def chip_memory(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> 
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
-    """Return how much of each chip's memory the anchor of a fragment takes, or a value that arrived."""
+    """Return the bytes on each chip of a fragment's anchor, or of a value that arrived."""
     windows = windows_of(fragment, blueprint.tensors)
     return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
 
@@ -100,12 +126,12 @@ def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
 def host_memory(
     config: RunConfig, island: IslandConfig, blueprint: Blueprint, plan: FragmentPlan, emulated: int
 ) -> HostMemory:
-    """Add up the memory of each host of an island.
+    """Return the memory of each host of an island.
 
-    Every host has the whole global model, however many hosts share the chips' copy.
+    Every host has the whole global model, for any number of hosts.
 
     Args:
-      emulated: devices of the island that are emulated on its hosts' processors.
+      emulated: the number of the island's devices that its hosts' processors emulate.
     """
     sizes = [fragment.num_elements for fragment in plan.fragments]
     return HostMemory(
@@ -118,7 +144,7 @@ def host_memory(
 
 
 def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
-    """Add up the memory of the syncer's host, its merge shards included."""
+    """Return the memory of the syncer's host, including its merge shards."""
     protocol, shards = config.protocol, config.syncer.shards
     model = 4.0 * sum(fragment.num_elements for fragment in plan.fragments)
     largest = 4.0 * max(fragment.num_elements for fragment in plan.fragments)
@@ -141,14 +167,14 @@ def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
 
 
 def outer_arrays(config: OuterConfig) -> int:
-    """Count the numbers that an outer optimizer keeps per parameter; of the user's own as many as of Adam."""
+    """Return the numbers that an outer optimizer keeps per parameter; the user's own counts like Adam."""
     if config.module or config.optimizer == "adam":
         return 2
     return int(config.optimizer == "nesterov" and config.momentum > 0)
 
 
 def _staged_at_once(config: RunConfig, plan: FragmentPlan, sizes: Sequence[float]) -> float:
-    """Add up the copies on their way out at one time: those that become due within the overlap, and one more."""
+    """Return the size of the staged copies that exist at one time: those due within the overlap, and one more."""
     protocol = config.protocol
     at_once = 1 + max(
         protocol.overlap_steps * phase.turns(plan.counts) // phase.cycle for phase in protocol.groups.phases
@@ -161,19 +187,19 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedShardin
 
 
 def _on_host(window: Window, format: Format) -> bool:
-    """Tell if the host encodes this slice, because shards cut the format's blocks."""
+    """Return whether the host encodes this slice, because shards cut the format's blocks."""
     return codec.is_integer(format) and window.block_dim is None
 
 
 def _residual_bytes(window: Window, format: Format) -> float:
-    """Return the size of what rounding keeps back of a slice, on each chip."""
+    """Return the bytes of a slice's residual on each chip."""
     if format == "float32" or _on_host(window, format):
         return 0.0
     return 4.0 * share_of(window, format).units * (codec.BLOCK if codec.is_integer(format) else 1)
 
 
 def _staged_bytes(window: Window, format: Format, rebase: bool) -> float:
-    """Add up what a chip holds of a slice on its way: the payload, the next residual, and for `rebase` the value."""
+    """Return the bytes on a chip of a staged slice: the payload, the next residual, and the value for `rebase`."""
     elements = math.prod(window.local_shape)
     if format == "float32" or _on_host(window, format):
         sent = 4.0 * elements

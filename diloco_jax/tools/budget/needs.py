@@ -1,4 +1,4 @@
-"""The needs of a config, from the shapes of its model alone: one answer for doctor, preflight, plan and launch."""
+"""The needs of a config, from the shapes of its model alone; doctor, preflight, plan and launch share them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,24 @@ from diloco_jax.training.sharding import MESH_AXES
 
 
 class LinkNeeds(NamedTuple):
-    """The bytes that one learner moves, and when."""
+    """The bytes that one learner moves, and how often."""
 
-    up_bytes: tuple[int, ...]  # outer gradient of each fragment, encoded
-    down_bytes: tuple[int, ...]  # step of each fragment, encoded
-    joining_bytes: int  # whole model, once
-    sync_every: int  # global steps after which turns repeat themselves: the longest period
-    overlap_steps: int  # inner steps that a round may take
-    turns: tuple[int, ...] = ()  # of each fragment in so many steps; nothing where each has one
+    # The encoded outer gradient of each fragment.
+    up_bytes: tuple[int, ...]
+    # The encoded step of each fragment.
+    down_bytes: tuple[int, ...]
+    # The whole model, which a joining learner gets once.
+    joining_bytes: int
+    # The longest period, in global steps; the turns repeat after it.
+    sync_every: int
+    # The inner steps that a round may take.
+    overlap_steps: int
+    # The turns of each fragment within `sync_every` steps; empty if each has one.
+    turns: tuple[int, ...] = ()
 
     @property
     def per_step(self) -> dict[str, float]:
-        """Return bytes per global step and of the largest fragment up, as `--json` names them."""
+        """Return bytes per global step, and of the largest fragment up, under the names of `--json`."""
         return {
             "up_bytes_per_step": self._cycle(self.up_bytes) / self.sync_every,
             "down_bytes_per_step": self._cycle(self.down_bytes) / self.sync_every,
@@ -48,11 +54,11 @@ class LinkNeeds(NamedTuple):
         }
 
     def _cycle(self, sizes: Sequence[int]) -> int:
-        """Add up the bytes of all turns until they repeat themselves."""
+        """Return the bytes of all turns within `sync_every` steps."""
         return sum(map(mul, sizes, self.turns or repeat(1)))
 
     def rounds(self, step_s: float, round_trip_s: float = 0.0, merge_s: float = 0.0) -> Rounds:
-        """Describe the rounds for inner steps of this length, in seconds."""
+        """Describe the rounds for inner steps of `step_s` seconds."""
         return Rounds(
             step_s=step_s,
             sync_every=self.sync_every,
@@ -67,14 +73,14 @@ class LinkNeeds(NamedTuple):
         )
 
     def round_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:
-        """Return the seconds in which the largest fragment goes up and comes back; rates in bytes per second."""
+        """Return the seconds to move the largest fragment up and down; rates are in bytes per second."""
         return max(self.up_bytes) / up_per_s + max(self.down_bytes) / down_per_s + TRIPS * rtt_s
 
     def step_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:
-        """Return the shortest inner step, in seconds, with which the link keeps up.
+        """Return the shortest inner step, in seconds, that the link can keep up with.
 
-        It must carry what a step moves on average, and bring a fragment up and back within `overlap_steps`, less the
-        time until the quorum has reported.
+        The link must carry the average bytes of a step. It must also move a fragment up and down within
+        `overlap_steps`, minus the time until the quorum has reported.
         """
         carried_s = max(self._cycle(self.up_bytes) / up_per_s, self._cycle(self.down_bytes) / down_per_s)
         carried_s /= self.sync_every
@@ -84,7 +90,7 @@ class LinkNeeds(NamedTuple):
 def link_needs(
     config: RunConfig, plan: FragmentPlan, up: Format | None = None, down: Format | None = None
 ) -> LinkNeeds:
-    """Size the payloads of a run, in these formats or the config's, in the phase of periods that moves most."""
+    """Return the payloads of a run in the given formats, or the config's, for the phase of periods that moves most."""
     sizes = [fragment.num_elements for fragment in plan.fragments]
     cycles = []
     for phase in config.protocol.groups.phases:
@@ -103,19 +109,21 @@ def link_needs(
 
 
 class IslandKind(NamedTuple):
-    """Islands that are alike."""
+    """Islands that are alike, apart from name and zone."""
 
-    island: IslandConfig  # what they have
-    names: tuple[str, ...]  # of them
+    # The settings that they share.
+    island: IslandConfig
+    # The names of the islands.
+    names: tuple[str, ...]
 
     @property
     def topology(self) -> Topology | None:
-        """Return the TPU slice of each, if one is named."""
+        """Return the TPU slice of each island; None if the config names none."""
         return self.island.slice
 
     @property
     def chips(self) -> int:
-        """Count the devices of each; as few as the mesh takes where the config has no number."""
+        """Return the number of devices of each island; if the config has none, the least that the mesh allows."""
         if self.topology or self.island.devices:
             return self.topology.devices if self.topology else self.island.devices
         sizes = [getattr(self.island.mesh, axis) for axis in MESH_AXES]
@@ -126,25 +134,32 @@ class IslandKind(NamedTuple):
 class IslandNeeds(NamedTuple):
     """The needs of each island of a kind."""
 
-    hbm: Hbm  # of each chip; of the temporaries only the gradients, which `diloco preflight` makes exact
-    hbm_limit_bytes: float | None  # memory of each chip, None if no slice is named
-    host: HostMemory  # of each host
-    host_limit_bytes: float | None  # memory of each host, None if no slice is named
-    disk_bytes: int  # of the folder of the run on a host, for the states that are kept there; 0 without snapshots
+    # The memory needed on each chip; the temporaries are only the gradients (`diloco preflight` is exact).
+    hbm: Hbm
+    # The memory of each chip; None if no slice is named.
+    hbm_limit_bytes: float | None
+    # The memory needed on each host.
+    host: HostMemory
+    # The memory of each host; None if no slice is named.
+    host_limit_bytes: float | None
+    # The disk space needed in the run's folder on a host for saved states; 0 without snapshots.
+    disk_bytes: int
 
 
 class IslandOutline(NamedTuple):
     """A kind of islands with the shapes of its model."""
 
-    kind: IslandKind  # of the islands
-    blueprint: Blueprint  # of each, without devices
+    kind: IslandKind
+    # The blueprint of each island, without devices.
+    blueprint: Blueprint
     plan: FragmentPlan
-    links: LinkNeeds  # of each learner
-    needs: IslandNeeds  # of each
+    # The needs of each learner's link, and of each island.
+    links: LinkNeeds
+    needs: IslandNeeds
 
     @property
     def chips(self) -> int:
-        """Count the chips of all islands of this kind: what is paid for and fails, not what JAX calls a device."""
+        """Return the chips of all islands of this kind: the units of price and failure, not JAX's devices."""
         topology = self.kind.topology
         return (topology.chips if topology else self.kind.chips) * len(self.kind.names)
 
@@ -155,7 +170,7 @@ class IslandOutline(NamedTuple):
 
 
 def kinds_of(config: RunConfig) -> list[IslandKind]:
-    """Group the islands that are alike, in the order of their first ones."""
+    """Group the islands that are alike; groups are in the order of their first islands."""
     found: dict[str, IslandKind] = {}
     for name in config.islands.names:
         island = config.island(name)
@@ -166,27 +181,27 @@ def kinds_of(config: RunConfig) -> list[IslandKind]:
 
 
 def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
-    """Cut the model of a config into fragments; ValueError if it cannot be cut into so many."""
+    """Cut the model of a config into fragments; ValueError if it cannot be cut into that number."""
     return cut(config, blueprint.shapes, blueprint.kinds)
 
 
 def outline(config: RunConfig, kind: IslandKind) -> IslandOutline:
-    """Work out the needs of a kind of islands from shapes; ValueError if model, mesh or cut do not go together."""
+    """Return the needs of a kind of islands, from shapes; ValueError if model, mesh and fragments do not fit."""
     blueprint = Blueprint(config.model, config.optimizer, kind.island.mesh, kind.chips, seed=config.seed)
     plan = plan_of(config, blueprint)
     return IslandOutline(kind, blueprint, plan, link_needs(config, plan), island_needs(config, kind, blueprint, plan))
 
 
 def outlines(config: RunConfig) -> Iterator[IslandOutline]:
-    """Work out the needs of all islands, kind by kind. Raises as `outline` does."""
+    """Yield the needs of all islands, kind by kind; raises as `outline`."""
     return (outline(config, kind) for kind in kinds_of(config))
 
 
 def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan: FragmentPlan) -> IslandNeeds:
-    """Add up the needs of each island of a kind, on slices of TPUs or on this machine."""
+    """Return the needs of each island of a kind, on slices of TPUs or on this machine."""
     topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
     hbm = chip_memory(config, blueprint, plan)
-    # a host saves what its own chips hold, once where several hold the same
+    # A host saves the shards of its chips, and shards that several of its chips hold only once.
     saved = min((hbm.parameters + hbm.optimizer) * kind.chips / kind.island.hosts, blueprint.state_layout.num_bytes)
     return IslandNeeds(
         hbm,
@@ -198,7 +213,7 @@ def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan
 
 
 def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, int]:
-    """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
+    """Return the memory of the syncer's host, and the bytes of its snapshots on disk, 0 without snapshots."""
     memory = syncer_memory(config, plan)
     kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
     return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))
