@@ -27,7 +27,7 @@ from diloco_jax.training.sharding import MESH_AXES
 
 
 class LinkNeeds(NamedTuple):
-    """The bytes that one learner moves, and when."""
+    """The bytes that one learner moves, and how often."""
 
     # Encoded outer gradient of each fragment.
     up_bytes: tuple[int, ...]
@@ -44,7 +44,7 @@ class LinkNeeds(NamedTuple):
 
     @property
     def per_step(self) -> dict[str, float]:
-        """Return bytes per global step and of the largest fragment up, as `--json` names them."""
+        """Return bytes per global step, and of the largest fragment up, under the names of `--json`."""
         return {
             "up_bytes_per_step": self._cycle(self.up_bytes) / self.sync_every,
             "down_bytes_per_step": self._cycle(self.down_bytes) / self.sync_every,
@@ -56,7 +56,7 @@ class LinkNeeds(NamedTuple):
         return sum(map(mul, sizes, self.turns or repeat(1)))
 
     def rounds(self, step_s: float, round_trip_s: float = 0.0, merge_s: float = 0.0) -> Rounds:
-        """Describe the rounds for inner steps of this length, in seconds."""
+        """Describe the rounds for inner steps of `step_s` seconds."""
         return Rounds(
             step_s=step_s,
             sync_every=self.sync_every,
@@ -115,7 +115,7 @@ class IslandKind(NamedTuple):
 
     @property
     def topology(self) -> Topology | None:
-        """Return the TPU slice of each, if one is named."""
+        """Return the TPU slice of each island; None if the config names none."""
         return self.island.slice
 
     @property

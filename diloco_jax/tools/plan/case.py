@@ -1,6 +1,6 @@
 """A config under the assumptions of a forecast, with everything that follows from the shapes of its model.
 
-Nothing is compiled and no parameter allocated.
+No program is compiled, and no parameter is allocated.
 """
 
 import math
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def learners(self) -> int:
-        """Count the learners, M."""
+        """Return the number of learners, M."""
         return self.config.islands.count
 
     @property
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def per_site(self) -> int:
-        """Count the learners of the fullest site."""
+        """Return the number of learners of the largest site."""
         return math.ceil(self.learners / self.sites)
 
     @property
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def step_s(self) -> float:
-        """Return the inner step of the fastest island: links must keep up with it."""
+        """Return the inner step of the fastest island, because links must keep up with it."""
         return min(kind.step_s for kind in self.kinds)
 
     @property
@@ -86,12 +86,12 @@ class Case:
         return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
     def usable_gbit_per_s(self, stripes: int | None = None) -> float:
-        """Return a learner's payload rate over its share of the link, with the config's connections or others."""
+        """Return a learner's payload rate over its share of the link, with `stripes` or the config's connections."""
         stripes = stripes or self.config.transport.stripes
         return min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
 
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
-        """Describe one learner's rounds, in the config's formats or others."""
+        """Describe one learner's rounds, in the given formats or the config's."""
         given = self.given
         largest = max(fragment.num_elements for fragment in self.run.fragments)
         threads = self.config.syncer.merge_threads or given.syncer_cores
@@ -119,7 +119,7 @@ def case_of(config: RunConfig, given: Assumptions) -> Case:
 
 
 def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
-    """Return the same case with settings of some sections changed; ValueError if others forbid it."""
+    """Return the case with settings of some sections changed; ValueError if they conflict with other settings."""
     now = case.config
     config = replace(now, **{name: replace(getattr(now, name), **new) for name, new in sections.items()})
     then, before = config.protocol, now.protocol
