@@ -5,14 +5,18 @@ pay for importing it, and processes that a test starts inherit the settings unle
 """
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
+import pytest
 
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
@@ -24,6 +28,25 @@ SETTINGS = {
     "JAX_ENABLE_X64": "0",
 }
 
+PROGRAMS_KEPT_S = 7 * 86400
+
+
+def programs_folder() -> Path:
+    """Return this user's folder of compiled programs on this machine; programs of last week are removed."""
+    folder = Path(tempfile.gettempdir()) / f"diloco-test-programs-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    # Tests run these programs, so nobody else may write them. A link has its own owner here.
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        folder = Path(tempfile.mkdtemp(prefix="diloco-test-programs-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for program in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):
+            if time.time() - program.stat().st_mtime > PROGRAMS_KEPT_S:
+                program.unlink()
+    return folder
+
+
 assert "jax" not in sys.modules, (
     "something imported jax before tests/conftest.py could set it up; see pytest -p options"
 )
@@ -32,10 +55,17 @@ if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
     del SETTINGS["JAX_PLATFORMS"], SETTINGS["JAX_NUM_CPU_DEVICES"]
 os.environ.update(SETTINGS)
 
-# Processes that tests start share their compiled programs, for one run of the suite.
-if "DILOCO_TEST_PROGRAMS" not in os.environ:  # not a worker of pytest-xdist
-    os.environ["DILOCO_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="diloco-test-programs-")
-    atexit.register(shutil.rmtree, os.environ["DILOCO_TEST_PROGRAMS"], ignore_errors=True)
+# Most of the suite's processor time is compilation, so tests and the processes that they start share compiled programs,
+# and these are kept between runs of the suite. JAX names a program by its code, its options and JAX's version.
+# Workers of pytest-xdist inherit the name of the folder. DILOCO_TEST_PROGRAMS=FOLDER chooses another one.
+if "DILOCO_TEST_PROGRAMS" not in os.environ:
+    os.environ["DILOCO_TEST_PROGRAMS"] = str(programs_folder())
+os.environ.update(
+    JAX_COMPILATION_CACHE_DIR=os.environ["DILOCO_TEST_PROGRAMS"],
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+)
+os.environ.setdefault("NUMBA_CACHE_DIR", os.path.join(os.environ["DILOCO_TEST_PROGRAMS"], "numba"))
 
 # A shell's background job ignores interrupts, and processes that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,3 +77,8 @@ hypothesis.settings.load_profile("diloco")
 
 # Under test every annotated array is checked against its shape and dtype; in production nobody pays for it.
 jaxtyping.install_import_hook(["diloco_jax.core", "diloco_jax.training"], "beartype.beartype")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignore damaged programs, which are compiled again: a test may have killed the process that wrote one."""
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")

@@ -39,17 +39,26 @@ LAYERS: dict[str, set[str]] = {
 # Inside these layers every room lists the rooms that it may import; "" is the layer's own floor.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "protocol": {"": set(), "learner": {""}, "syncer": {""}, "watch": {"", "syncer"}},
+    "transport": {
+        "proto": set(),
+        "": {"proto"},
+        "trust": {""},
+        "session": {"", "proto", "trust"},
+        "group": {"", "proto", "trust", "session"},
+        "endpoints": {"", "proto", "trust", "session"},
+    },
     "runtime": {
-        "trackers": set(),
-        "records": {"trackers"},
+        "figures": set(),
+        "trackers": {"figures"},
+        "records": {"trackers", "figures"},
         "model": {"records"},
         "island": {"model", "records"},
         "learner": {"island", "records", "trackers"},
-        "syncer": {"model", "records", "trackers"},
+        "syncer": {"model", "records", "trackers", "figures"},
         "own_loop": {"learner", "island", "model", "records", "trackers"},
-        "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers"},
+        "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers", "figures"},
     },
-    "sim": {"": set(), "goodput": {""}, "faults": {""}, "invariants": {"", "faults"}},
+    "sim": {"": set(), "goodput": {""}, "invariants": {""}},
     "tools": {
         "budget": set(),
         "report": {"replay"},
@@ -266,6 +275,11 @@ BAD = {
     "core uses another library": ("core.codec", "import flax"),
     "sim uses core": ("sim.cluster", "import diloco_jax.core.merge"),
     "sim uses numpy": ("sim.engine", "import numpy"),
+    "the contract of connections uses their sessions": (
+        "transport.link",
+        "from diloco_jax.transport.session import calls",
+    ),
+    "sessions use the endpoints": ("transport.session.stream", "from diloco_jax.transport.endpoints import probe"),
     "transport uses training": ("transport.grpc", "from diloco_jax.training import island"),
     "runtime uses sim": ("runtime.local", "from diloco_jax import sim"),
     "runtime uses the root": ("runtime.local", "from diloco_jax import RunConfig"),

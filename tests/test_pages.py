@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.settings.text import config_schema, setting_names
+from diloco_jax.settings.schema import config_schema, setting_names
 from tests.sockets import free_port
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,8 +23,8 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, write_snapshot
 from diloco_jax.tools.chaos.relay import Relay
-from diloco_jax.transport import grpc_link
-from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints import grpc_link
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from tests.protocol.pair import Pair
@@ -270,7 +270,7 @@ def test_7_late_report_after_its_round_closed() -> None:
 CHILD = """
 import sys
 from diloco_jax.protocol.messages import Heartbeat
-from diloco_jax.transport import grpc_link
+from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig
 link = grpc_link.connect(TransportConfig(address=sys.argv[1]), run_id="run", learner_id="a", incarnation=0)
 link.send(Heartbeat("a", 0))

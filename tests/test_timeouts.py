@@ -1,34 +1,27 @@
-"""docs/timeouts.md has every wait of a run, with the times that settings and constants have, in their order."""
+"""docs/timeouts.md gives the waits of a run the times of their settings and constants, in their order."""
 
-import ast
 import importlib
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import config_schema, setting_names
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "diloco_jax"
 PAGE = (ROOT / "docs" / "timeouts.md").read_text(encoding="utf-8")
 SETTING = re.compile(r"`([a-z]+\.[a-z_]+)` (\d+(?:\.\d+)?)")
 CONSTANT = re.compile(r"`([A-Z_]+_S)` (\d+(?:\.\d+)?) s in `([a-z_/]+)`")
 NAME = re.compile(r"[a-z_]+(?:/[a-z_]+)*\.[A-Za-z_]+")
-# Simulated time, faults on purpose and programs before a run are not waits of the run.
-ELSEWHERE = ("sim", "tools/chaos", "tools/plan", "tools/preflight")
-NO_WAIT = {"REFRESHES_PER_S", "FAR_S", "RECONNECT_DELAYS_S"}  # a rate, a distance, and what the page says in words
 
 
 def table(heading: str) -> list[str]:
-    """The rows below a heading, without the table's head."""
+    """Return the rows of the table below a heading."""
     part = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return [line for line in part.splitlines() if line.startswith("|")][2:]
 
 
 def value(name: str) -> float:
-    """What a setting has by default, or a constant."""
+    """Return the default of a setting, or the value of a constant."""
     place, _, last = name.rpartition(".")
     if last.isupper():
         return float(getattr(importlib.import_module(f"diloco_jax.{place.replace('/', '.')}"), last))
@@ -36,26 +29,11 @@ def value(name: str) -> float:
 
 
 def told(rows: list[str]) -> list[tuple[str, float]]:
-    """Each setting and constant that rows name, with the number that they say, the first of each row first."""
+    """Return settings and constants of rows, each with the time that the row shows; a row's first entry comes first."""
     found = []
     for row in rows:
         found += [(f"{place}.{name}", float(number)) for name, number, place in CONSTANT.findall(row)]
         found += [(name, float(number)) for name, number in SETTING.findall(row)]
-    return found
-
-
-def constants() -> set[str]:
-    """Every constant of the package that is a time."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        place = path.relative_to(PACKAGE).with_suffix("").as_posix()
-        if place.startswith(ELSEWHERE):
-            continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            target: Any = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            name = getattr(target, "id", "")
-            if name.endswith("_S") and name not in NO_WAIT:
-                found.add(f"{place}.{name}")
     return found
 
 
@@ -68,14 +46,6 @@ def test_every_time_is_that_of_the_program() -> None:
     assert not [f"{name} is {value(name)}, the page says {number}" for name, number in said if value(name) != number]
 
 
-def test_no_wait_is_missing() -> None:
-    said = {name for heading in HEADINGS for name, _ in told(table(heading))}
-    settings = {name for name, _ in setting_names(config_schema()) if name.endswith("_s")}
-    assert len(settings) > 15 and len(constants()) > 60
-    assert not sorted(settings - said), "add a row to docs/timeouts.md"
-    assert not sorted(constants() - said), "add a row to docs/timeouts.md"
-
-
 def test_rows_are_in_their_order() -> None:
     for heading in HEADINGS[1:]:
         first = [told([row])[0] for row in table(heading)]
@@ -84,7 +54,7 @@ def test_rows_are_in_their_order() -> None:
 
 
 def holds(rule: str) -> bool:
-    """Whether a comparison of sums holds for defaults and constants."""
+    """Return whether a comparison holds for the defaults and constants that it names."""
     assert re.fullmatch(r"[\w\s./*+<=]+", rule), rule
     return bool(eval(NAME.sub(lambda found: str(value(found[0])), rule), {"__builtins__": {}}))
 

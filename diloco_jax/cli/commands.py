@@ -1,4 +1,4 @@
-"""All commands of `diloco`, in the groups and the order in which `diloco --help` lists them."""
+"""All commands of `diloco`, in the groups and the order of `diloco --help`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
     "after training": (inference.evaluate, inference.sample, inference.export, records.replay, records.audit),
     "editor and shell": (first.schema, first.completion),
 }  # fmt: skip
-# Processes of a run start each other with these.
+# Processes of a run start each other with these commands.
 HIDDEN = (runs.chaos_learner, runs.merge_shard, runs.compile_ahead)
 COMMANDS = (*(each for group in GROUPS.values() for each in group), *HIDDEN)
 EXAMPLES = (
     "diloco train quickstart                     train a small model on this machine",
     "diloco status runs/quickstart --watch       watch it from another terminal",
-    "diloco sample runs/quickstart --tokens 100  print what the trained model writes",
+    "diloco sample runs/quickstart --tokens 100  print text from the trained model",
 )
 
 
 def make_parser() -> Parser:
-    """Make the command line's parser with all commands."""
+    """Build the parser of the command line with all commands."""
     return build_parser(GROUPS, HIDDEN, EXAMPLES)

@@ -10,7 +10,8 @@ from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import load_config, show
 from diloco_jax.settings.packed import packed
 
-CONFIGS = {  # a function of the shell that offers the package's configs, and files
+# For each shell, a function that offers packaged configs and files.
+CONFIGS = {
     "bash": '_diloco_configs() { compgen -W "%s" -- "$1"; compgen -f -X "!*.yaml" -- "$1"; compgen -d -- "$1"; }',
     "zsh": '_diloco_configs() { compadd -- %s; _files -g "*.yaml"; }',
     "fish": 'function _diloco_configs; printf "%%s\\n" %s; __fish_complete_suffix .yaml; end',
@@ -21,14 +22,14 @@ def _init_options(parser: Parser) -> None:
     parser.add_argument(
         "config", nargs="?", choices=tuple(packed()), default="quickstart", metavar="NAME", help=", ".join(packed())
     )
-    parser.add_argument("--dir", default=".", help="folder for them; default: this one")
+    parser.add_argument("--dir", default=".", help="folder for both; default: the current one")
 
 
-@command("init", "Write a config to begin with, and its schema for your editor.", _init_options)
+@command("init", "Write a config to start with, and its schema for your editor.", _init_options)
 def init(arguments: argparse.Namespace) -> int:
-    """Write a config to begin with, and the schema beside it."""
+    """Write a config to start with, and the schema beside it."""
     from diloco_jax.settings.packed import SCHEMA_FILE, copy_config
-    from diloco_jax.settings.text import config_schema
+    from diloco_jax.settings.schema import config_schema
 
     folder = Path(arguments.dir)
     target = copy_config(arguments.config, folder)
@@ -39,7 +40,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 @command("schema", "Print the JSON Schema of a config, for editors.")
 def schema(_: argparse.Namespace) -> int:
-    from diloco_jax.settings.text import config_schema
+    from diloco_jax.settings.schema import config_schema
 
     print(json.dumps(config_schema(), indent=1))
     return 0
@@ -54,7 +55,7 @@ def completion(arguments: argparse.Namespace) -> int:
     """Print a script that completes commands, options, settings and configs."""
     import shtab
 
-    from diloco_jax.settings.text import config_schema, setting_names
+    from diloco_jax.settings.schema import config_schema, setting_names
 
     completers: dict[str, Any] = {"config": dict.fromkeys(CONFIGS, "_diloco_configs") | {"fish": "(_diloco_configs)"}}
     completers |= dict.fromkeys(("run", "run_dir", "folder", "dir", "out"), shtab.DIRECTORY)
@@ -62,7 +63,8 @@ def completion(arguments: argparse.Namespace) -> int:
     for sub in _commands(arguments.parser):
         if sub.get_default("takes_overrides") and sub.get_default("name") != "simulate":
             for name, text in settings:
-                if f"--{name}" not in sub._option_string_actions:  # `chaos` has a --seed of its own
+                # A command may have an option with the name of a setting, such as --seed of `chaos`.
+                if f"--{name}" not in sub._option_string_actions:
                     sub.add_argument(f"--{name}", help=" ".join(text.split(". ")[0].split()).replace("%", "%%"))
         for action in sub._actions:
             if action.choices is None and action.dest in completers:
@@ -82,13 +84,13 @@ def _tokenize_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument(
         "source",
-        help="file, folder or URL (gs://, s3://) of text, JSONL, Parquet, Arrow or ArrayRecord, as the names say",
+        help="file, folder or URL (gs://, s3://) of text, JSONL, Parquet, Arrow or ArrayRecord, named by its suffix",
     )
     parser.add_argument(
         "--tokenizer",
         required=True,
         metavar="FOLDER|train:SIZE|bytes",
-        help="folder with Hugging Face's tokenizer.json, train:SIZE for a new one of so many ids, or bytes",
+        help="folder with Hugging Face's tokenizer.json, train:SIZE for a new tokenizer with SIZE ids, or bytes",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
     parser.add_argument("--field", default="text", help="column or key with the text; default: text")
@@ -98,7 +100,7 @@ def _tokenize_options(parser: Parser) -> None:
 
 @command(
     "tokenize",
-    "Text to a token store, which runs read; the same command goes on after an interruption.",
+    "Convert text to a token store for runs; after an interruption the same command continues.",
     _tokenize_options,
 )
 def tokenize(arguments: argparse.Namespace) -> int:
@@ -146,7 +148,7 @@ def _data_options(parser: Parser) -> None:
     parser.takes_json()
 
 
-@command("data", "What a run will read: sources, tokens, epochs, samples as text.", _data_options)
+@command("data", "Show what a run will read: sources, tokens, epochs, samples as text.", _data_options)
 def data(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.report.reading import describe, reading
 

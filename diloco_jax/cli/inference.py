@@ -1,4 +1,4 @@
-"""Subcommands about the model of a run: evaluate it, ask it tasks, let it write, bring it in from elsewhere or out."""
+"""Subcommands about the model of a run: evaluate it, sample text from it, import and export it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
     from diloco_jax.tools.inference.language import Language
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
-TEMPERATURES = (1e-6, 1e6)  # others overflow float32
-PROMPT, TEMPERATURE = "\n", 0.7  # the beginning of a line
+# Other temperatures overflow float32.
+TEMPERATURES = (1e-6, 1e6)
+# The prompt is the start of a line.
+PROMPT, TEMPERATURE = "\n", 0.7
 
 
 def _evaluate_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("run", help="folder of the run; or a config, for the model that its run would begin with")
-    parser.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
-    parser.add_argument("--tasks", metavar="NAMES", help="of lm-eval, separated by commas, in place of the data")
-    parser.add_argument("--tasks-folder", metavar="DIR", help="with tasks of your own; nothing is fetched then")
-    parser.add_argument("--limit", type=int, help="questions per task at most; default: all")
+    parser.add_argument("run", help="folder of the run; or a config, for the model that its run would start with")
+    parser.add_argument("--batches", type=int, help="most batches; default: train.final_eval_batches")
+    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, in place of the data")
+    parser.add_argument("--tasks-folder", metavar="DIR", help="folder with your own tasks; nothing is downloaded then")
+    parser.add_argument("--limit", type=int, help="most questions per task; default: all")
 
 
 @command("eval", "Evaluate the global model of a run on its held-out data, or on public tasks.", _evaluate_options)
@@ -66,8 +68,9 @@ def _ask(arguments: argparse.Namespace) -> int:
 
     folder = None if arguments.tasks_folder is None else Path(arguments.tasks_folder)
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"--tasks-folder {folder} is no folder; give one with lm-eval's YAML files")
-    for name in ("DISABLE_MULTIPROC", *(OFFLINE if folder else ())):  # no fork; read when libraries are imported
+        raise ValueError(f"--tasks-folder {folder} is not a folder; give one with lm-eval's YAML files")
+    # The libraries read these variables when they are imported; the first forbids them to fork.
+    for name in ("DISABLE_MULTIPROC", *(OFFLINE if folder else ())):
         os.environ.setdefault(name, "1")
     try:
         from diloco_jax.tools.inference.harness import ask_tasks
@@ -87,14 +90,14 @@ def _ask(arguments: argparse.Namespace) -> int:
 
 def _sample_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("run", help="folder of the run; or a config, for the model that its run would begin with")
-    parser.add_argument("--prompt", default="\n", help="text to continue; default: the beginning of a line")
-    parser.add_argument("--tokens", type=int, default=200, help="how many; default: 200")
+    parser.add_argument("run", help="folder of the run; or a config, for the model that its run would start with")
+    parser.add_argument("--prompt", default="\n", help="text to continue; default: the start of a line")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to print; default: 200")
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.7,
-        help="0: always the likeliest token (greedy); default: 0.7, 1: as the model says",
+        help="0: always the likeliest token (greedy), 1: the model's own probabilities; default: 0.7",
     )
     parser.add_argument(
         "--top-p",
@@ -102,12 +105,12 @@ def _sample_options(parser: Parser) -> None:
         default=1.0,
         help="draw from the likeliest tokens that together have this probability; default: 1, all",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws; default: 0")
 
 
-@command("sample", "Print what the global model of a run writes.", _sample_options)
+@command("sample", "Print text from the global model of a run.", _sample_options)
 def sample(arguments: argparse.Namespace) -> int:
-    """Print what the newest checkpoint writes, as it is written."""
+    """Print text from the newest checkpoint, token by token."""
     from diloco_jax.tools.inference.language import Writing
 
     how = Writing(arguments.temperature, arguments.top_p, arguments.seed)
@@ -131,7 +134,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def written(run: Path, count: int) -> str:
-    """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if it is not of text."""
+    """Return text from the newest checkpoint of a run, as `sample` prints it; "" if it is not a model of text."""
     from diloco_jax.tools.inference.language import Writing
 
     try:
@@ -153,7 +156,7 @@ def _language(run: str) -> tuple[Language, int]:
 
 
 def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
-    """Return a run's config, its newest checkpoint's parameters and global step; of a config, what it begins with."""
+    """Return config, parameters and global step of a run's newest checkpoint, or of the start of a config's run."""
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
     from diloco_jax.runtime.records.files import CHECKPOINTS
@@ -171,20 +174,20 @@ def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
 
 def _begin_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("folder", help="with config.json and *.safetensors, as Hugging Face's hub has them")
+    parser.add_argument("folder", help="folder with config.json and *.safetensors from Hugging Face's hub")
     parser.add_argument(
         "--config",
-        help="all but the model: YAML file, or a config of the package, such as quickstart; default: the settings'"
-        " defaults",
+        help="everything but the model: YAML file, or a packaged config such as quickstart; default: the default "
+        "settings",
     )
-    parser.add_argument("--out", metavar="CONFIG", help="the config to write; default: the folder's name, .yaml")
+    parser.add_argument("--out", metavar="CONFIG", help="the config to write; default: FOLDER.yaml")
 
 
 @command(
-    "import", "Write a config whose run begins with the weights of a public model; checks them all.", _begin_options
+    "import", "Write a config whose run starts with the weights of a public model; checks them all.", _begin_options
 )
 def begin(arguments: argparse.Namespace) -> int:
-    """Write a config that begins with the weights of a public model."""
+    """Write a config whose run starts with the weights of a public model."""
     from diloco_jax.settings.packed import find_config
     from diloco_jax.tools.export.files import begin_with
 
@@ -192,7 +195,7 @@ def begin(arguments: argparse.Namespace) -> int:
     base = Path(find_config(arguments.config)) if arguments.config else None
     out = Path(arguments.out or f"{folder.resolve().name}.yaml")
     result = begin_with(folder, base, out, _watch)
-    told = f"{result['parameters']:,} parameters checked; {out} begins with them, next: diloco train {out}"
+    told = f"{result['parameters']:,} parameters checked; {out} starts with them, next: diloco train {out}"
     show(arguments, result, lambda _: told)
     return 0
 
@@ -200,17 +203,17 @@ def begin(arguments: argparse.Namespace) -> int:
 def _export_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("run", help="folder of the run")
-    parser.add_argument("--format", choices=["hf", "orbax", "npz"], default="hf", help="hf: for transformers; default")
-    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for it")
+    parser.add_argument("--format", choices=["hf", "orbax", "npz"], default="hf", help="hf (default): for transformers")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the model")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="of hf's tensors; default: float32, as the run has them",
+        help="type of hf's tensors; default: float32, as in the run",
     )
 
 
-@command("export", "Write the newest model of a run, finished or under way, for other programs.", _export_options)
+@command("export", "Write the newest model of a run, finished or running, for other programs.", _export_options)
 def export(arguments: argparse.Namespace) -> int:
     """Write a run's newest model for other programs."""
     from diloco_jax.settings.text import load
@@ -224,7 +227,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def _watch(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Pass parameters on; on a terminal a bar shows how many came."""
+    """Yield the parameters; on a terminal a bar shows the progress."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -233,5 +236,6 @@ def _watch(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator
         task = bar.add_task("parameters", total=count)
         for item in parameters:
             yield item
-            del item  # before the next one is read
+            # The memory is free before the next item is read.
+            del item
             bar.advance(task)

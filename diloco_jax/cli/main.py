@@ -1,6 +1,6 @@
-"""The `diloco` command. Each subcommand imports what it needs, so that the light ones start fast.
+"""The `diloco` command. Each subcommand imports what it needs, so that light subcommands start fast.
 
-`runtime/records/signals.py` has the exit statuses; wrong input gets one message and no traceback.
+Exit statuses are in `runtime/records/signals.py`. Wrong input gets one message and no traceback.
 """
 
 import argparse
@@ -20,13 +20,14 @@ from diloco_jax.runtime.records.os_errors import number_of
 from diloco_jax.runtime.records.os_errors import remedy as remedy_of
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
-# May be over at the next attempt.
+# These failures may be gone at the next attempt.
 DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    if (here := os.getcwd()) not in sys.path:  # as for `python -m`: people's own models lie there
+    # As with `python -m`, modules of the user are found in the current folder.
+    if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     parser = make_parser()
     check_command(parser, sys.argv[1:] if arguments is None else arguments, COMMANDS)
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known.leave = None
     if known.command.trains:
         limit_jax(os.environ, look(os.environ))
-    else:  # to look at an accelerator would take it, or most of its memory, from a run
+    else:
+        # JAX would reserve an accelerator, or most of its memory, that a run may need.
         os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         status = _status_of(known)
@@ -46,25 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         traceback.print_exc()
         status = FAILED
-    if known.leave is not None:  # of several processes of an island: the interpreter's end would wait for the others
+    # In an island of several processes the normal end of the interpreter would wait for the other processes.
+    if known.leave is not None:
         known.leave(status)
     if arguments is None and any(thread.daemon for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # a thread in compiled code (XLA, gRPC) cannot be interrupted: the end would abort below it
+        # A thread in compiled code (XLA, gRPC) cannot be interrupted. A normal end would abort in it.
+        os._exit(status)
     return status
 
 
 def _status_of(known: argparse.Namespace) -> int:
-    """Run the command; errors for people become one line and a status."""
+    """Run the command and return its exit status; an expected error becomes one line on stderr."""
     try:
         status: int = known.command(known)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `diloco status RUN | head`: whoever read us has seen enough
+    except BrokenPipeError:
+        # The reader has ended, as in `diloco status RUN | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except ConnectionError as error:  # may work at the next attempt, so a supervisor may start us again
+    except ConnectionError as error:
+        # The next attempt may succeed, so a supervisor may restart this process.
         print(f"diloco {known.name}: {error}", file=sys.stderr)
         return FAILED
     except (ValueError, OSError, OtherRelease) as error:

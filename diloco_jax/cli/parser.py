@@ -1,4 +1,4 @@
-"""The parser of the `diloco` command: what a command is, the options that several share, and the help by groups.
+"""The parser of the `diloco` command: the type of a command, options that commands share, and help in groups.
 
 `commands.py` lists the commands. A module with commands imports nothing heavy at its top, because `diloco --help`
 imports them all; a command imports what it needs when it is called.
@@ -17,22 +17,22 @@ from typing import Any, NoReturn
 from diloco_jax.protocol.releases import RELEASE
 
 OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
-CONFIG_HELP = "YAML file, or a config of the package, such as quickstart"
+CONFIG_HELP = "YAML file, or a packaged config such as quickstart"
 SETTINGS_HELP = "list all settings with their meaning, and exit"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports in one line what is wrong with a command line, and ends its help with examples."""
+    """A parser that reports an error in one line, and ends its help with examples."""
 
     examples: tuple[str, ...] = ()
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
             message += _nearest(found[1], re.findall(r"[^', ]+", found[2]))
-        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` shows the options\n")
 
     def near_option(self, word: str) -> str:
-        """Name the option that people may have meant; "" if none is like it."""
+        """Suggest the known option that is most like `word`; "" if none is similar."""
         word = word.partition("=")[0]
         near = _nearest(word, self._option_string_actions)
         return near and f"there is no option {word}{near}"
@@ -47,12 +47,12 @@ class Parser(argparse.ArgumentParser):
         return "\n".join(["", title, *(f"  {each}" for each in self.examples), ""])
 
     def takes_config(self, help: str = CONFIG_HELP, **how: Any) -> None:
-        """Add the argument `config`, --settings, and the settings of the config that may follow."""
+        """Add the argument `config`, the option --settings, and settings of the config after them."""
         self.add_argument("config", help=help, **how)
         self.takes_settings(OVERRIDES, SETTINGS_HELP)
 
     def takes_settings(self, epilog: str, help: str) -> None:
-        """Add --settings, and let settings follow that this parser does not know; `epilog` describes them."""
+        """Add --settings, and accept settings that this parser does not know; `epilog` describes them."""
         self.add_argument("--settings", action="store_true", help=help)
         self.set_defaults(takes_overrides=True)
         self.epilog = epilog
@@ -66,11 +66,11 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: the function that it calls, and the one that adds its arguments to its parser."""
+    """A subcommand: the function that runs it, and the function that adds its arguments to a parser."""
 
     function: Callable[[argparse.Namespace], int]
     name: str
-    # A command without it is not listed: processes of a run start each other with such commands.
+    # One line for `diloco --help`. Internal commands have none and are not listed.
     about: str
     options: Callable[[Parser], None] | None
     example: str
@@ -97,7 +97,7 @@ def command(
 
 
 class _GroupedParser(Parser):
-    """The parser of `diloco` itself, whose help lists the commands by groups."""
+    """The parser of `diloco` itself; its help lists the commands in groups."""
 
     groups: Mapping[str, Sequence[Command]]
 
@@ -116,7 +116,7 @@ class _GroupedParser(Parser):
 
 
 class _Versions(argparse.Action):
-    """The answer to --version, looked up only then."""
+    """The option --version; it looks versions up only when it is given."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -131,7 +131,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def check_command(parser: Parser, words: Sequence[str], known: Iterable[Command]) -> None:
-    """End with the name that people may have meant, unless the first argument is a command."""
+    """Exit with a suggestion unless the first argument is a command."""
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None and not {"-h", "--help", "--version"} & set(words):
         parser.error("name a command, such as train")
@@ -141,7 +141,7 @@ def check_command(parser: Parser, words: Sequence[str], known: Iterable[Command]
 
 
 def build_parser(groups: Mapping[str, Sequence[Command]], hidden: Sequence[Command], examples: Sequence[str]) -> Parser:
-    """Build the command line's parser from its commands."""
+    """Build the parser of the command line from its commands."""
     parser = _GroupedParser(
         prog="diloco",
         description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",

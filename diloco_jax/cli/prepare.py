@@ -1,4 +1,4 @@
-"""Subcommands for what comes before a run: certificates, machines and the way between them, slices, forecasts."""
+"""Subcommands before a run: certificates, checks of machines and links, TPU slices, forecasts."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from diloco_jax.sim.goodput.settings import Assumptions
 
 def _certs_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("folder", help="where the files go; what is there already stays as it is")
+    parser.add_argument("folder", help="folder for the files; existing files stay unchanged")
     parser.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
     parser.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
     parser.add_argument(
@@ -24,11 +24,11 @@ def _certs_options(parser: Parser) -> None:
         type=int,
         default=0,
         metavar="DAYS",
-        help="sign certificates anew that are valid for less than so many days; processes need no restart",
+        help="renew certificates that expire within DAYS days; processes need no restart",
     )
 
 
-@command("certs", "Make certificates and a token for a run: a test authority, syncer, learners.", _certs_options)
+@command("certs", "Make certificates and a token for a run: test authority, syncer, learners.", _certs_options)
 def certs(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.trust.certificates import describe, make, settings
 
@@ -44,15 +44,15 @@ def _doctor_options(parser: Parser) -> None:
     parser.takes_config()
     parser.takes_run_dir()
     parser.takes_json()
-    parser.add_argument("--island", help="the learner that runs on this machine; default: this is the syncer's")
-    parser.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
-    parser.add_argument("--seconds", type=float, default=3.0, help="to measure throughput each way; default: 3")
+    parser.add_argument("--island", help="the learner of this machine; default: this is the machine of the syncer")
+    parser.add_argument("--syncer", help="host:port of the syncer; default: from the run's folder, or the config")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each throughput test; default: 3")
     parser.add_argument(
-        "--listen", action="store_true", help="on the syncer's machine before a run: answer the islands' doctors"
+        "--listen", action="store_true", help="on the syncer's machine before a run: answer `doctor` on the islands"
     )
 
 
-@command("doctor", "Check this machine and its way to the syncer, before or during a run.", _doctor_options)
+@command("doctor", "Check this machine and its link to the syncer, before or during a run.", _doctor_options)
 def doctor(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.signals import stop_on_signals
     from diloco_jax.runtime.records.status import known_address
@@ -77,13 +77,15 @@ def _launch_options(parser: Parser) -> None:
         choices=["gke", "gce", "tpu-vm", "slurm", "sky"],
         help="Kubernetes, Compute Engine or Cloud TPU API of Google Cloud; GPU hosts of Slurm or SkyPilot",
     )
-    parser.takes_config("YAML file, or a config of the package, such as quickstart; its cloud section says where")
-    parser.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
+    parser.takes_config("YAML file, or a packaged config such as quickstart; its cloud section names the place")
+    parser.add_argument("--out", metavar="DIR", help="folder to write the files to; without it they are only printed")
     parser.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
-    parser.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
+    parser.add_argument(
+        "--run", action="store_true", help="also run the commands; default for --out: RUNS_DIR/NAME-WAY"
+    )
 
 
-@command("launch", "Manifests and commands that start a run on a cloud or a cluster.", _launch_options)
+@command("launch", "Write manifests and commands that start a run on a cloud or a cluster.", _launch_options)
 def launch(arguments: argparse.Namespace) -> int:
     from functools import partial
 
@@ -92,12 +94,14 @@ def launch(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments)
     way = WAYS[arguments.way]
-    way.slices(config)  # what is wrong is said before the model is looked at
+    # Errors in the slices are reported before the model is loaded.
+    way.slices(config)
     needs: dict[str, Any] | None = None
     try:
         needs, told = needs_of(config), ""
-    except ValueError as error:  # the model may be in the image alone
-        told = f"what the machines need is not known here: {error}"
+    except ValueError as error:
+        # Only the image may have the model.
+        told = f"the needs of the machines are unknown here: {error}"
     plan = way.plan(config, needs)
     told = told or "\n".join(describe_needs(config, needs))
     if arguments.run:
@@ -128,20 +132,20 @@ def _preflight_options(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="SLICE",
-        help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
+        help="slice such as v5p:4x4x8 or v6e:16x16; may be repeated; default: the slices of the config's islands",
     )
     parser.add_argument(
         "--search",
         metavar="FILE",
-        help="try policies of remat, micro-batches and mesh splits; FILE keeps what was found, a search goes on there",
+        help="try remat policies, micro-batches and mesh splits; a repeated search continues from the results in FILE",
     )
     parser.add_argument(
-        "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"
+        "--compiles", type=int, default=12, metavar="N", help="most programs that a search compiles; default: 12"
     )
-    parser.add_argument("--write", metavar="CONFIG", help="where to write the config with the cheapest settings found")
+    parser.add_argument("--write", metavar="CONFIG", help="file for the config with the cheapest settings found")
 
 
-@command("preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", _preflight_options)
+@command("preflight", "Compile for TPU slices without a TPU: memory, FLOPs, time of a step.", _preflight_options)
 def preflight(arguments: argparse.Namespace) -> int:
     from concurrent.futures import Future
 
@@ -153,7 +157,7 @@ def preflight(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     record, written = _path("--search", arguments.search), _path("--write", arguments.write)
     if written is not None and (record is None or written.exists()):
-        wrong = "needs --search" if record is None else f"names {written}, which is there already; choose another"
+        wrong = "needs --search" if record is None else f"names {written}, which exists already; choose another"
         raise ValueError(f"--write {wrong}")
     done: Future[dict[str, Any]] = Future()
 
@@ -167,7 +171,8 @@ def preflight(arguments: argparse.Namespace) -> int:
         except Exception as error:
             done.set_exception(error)
 
-    threading.Thread(target=compile_all, name="compile", daemon=True).start()  # Ctrl-C need not wait for it
+    # Ctrl-C need not wait for a daemon thread.
+    threading.Thread(target=compile_all, name="compile", daemon=True).start()
     result = done.result()
     if record is not None and written is not None and result["best"]:
         written.write_text(best_config(config, result["best"]), encoding="utf-8")
@@ -183,19 +188,19 @@ def _simulate_options(parser: Parser) -> None:
         help="rigid, elastic (both data parallel), sync (DiLoCo in lockstep), decoupled; default: all",
     )
     parser.add_argument("--learners", type=int, nargs="+", help="default: 2 4 8 16")
-    parser.add_argument("--chips", nargs="+", help="of all learners together; default: 150k 300k 600k 1.2m 2.4m")
-    parser.add_argument("--hours", type=float, help="simulated time; default: a day")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
-    parser.add_argument("--workers", type=int, help="processes; default: one on each core")
-    parser.add_argument("--fast", action="store_true", help="without the protocol's machines: no rounds, much faster")
-    parser.add_argument("--tapes", metavar="DIR", help="of one run: write its tapes there, for `diloco replay`")
+    parser.add_argument("--chips", nargs="+", help="chips of all learners together; default: 150k 300k 600k 1.2m 2.4m")
+    parser.add_argument("--hours", type=float, help="simulated hours; default: a day")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random draws; default: 0")
+    parser.add_argument("--workers", type=int, help="processes; default: one per core")
+    parser.add_argument("--fast", action="store_true", help="leave out the protocol's machines: no rounds, much faster")
+    parser.add_argument("--tapes", metavar="DIR", help="folder for the tapes of one run, for `diloco replay`")
     parser.takes_settings(
         "settings may follow as --hardware.name value, --wan.name value and --protocol.name value",
         "list all settings with their sources, and exit",
     )
 
 
-@command("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods.", _simulate_options)
+@command("simulate", "Simulate the goodput of a cluster whose chips fail, for each method.", _simulate_options)
 def simulate(arguments: argparse.Namespace) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
@@ -210,7 +215,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     try:
         result, text = run(options, _tell)
     except BrokenProcessPool:
-        message = "a process that simulates was killed, perhaps for want of memory; try fewer --workers"
+        message = "a process that simulates was killed, perhaps because memory ran out; try fewer --workers"
         print(f"diloco simulate: {message}", file=sys.stderr)
         return FAILED
     show(arguments, result, lambda _: text)
@@ -239,7 +244,7 @@ def _plan_options(parser: Parser) -> None:
         parser.add_argument(option, type=kind, metavar="N", help=text.replace("%", "%%"))
 
 
-@command("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change.", _plan_options)
+@command("plan", "Forecast links, memory, goodput and cost of a config, and advise changes.", _plan_options)
 def plan(arguments: argparse.Namespace) -> int:
     if not arguments.config:
         raise ValueError("no config is named; give a YAML file, or quickstart")

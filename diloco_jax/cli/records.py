@@ -1,4 +1,4 @@
-"""Subcommands about a run that is there: look at it, let a learner leave, do it again."""
+"""Subcommands about an existing run: watch it, drain a learner, report, compare, replay, audit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def load(path: str | Path) -> RunConfig:
-    """Load a config, with all that a config may name, which takes a second."""
+    """Load a config. The import takes a second, so it happens only here."""
     from diloco_jax.settings.text import load
 
     return load(path)
@@ -33,13 +33,15 @@ def load(path: str | Path) -> RunConfig:
 
 def _status_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("--watch", action="store_true", help="show the live view until the run ends, q or Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="show the live view until the run ends, or Ctrl-C")
     parser.add_argument("run", help="folder of the run, or host:port of its syncer")
     parser.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
-    parser.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+    parser.add_argument(
+        "--allow-plaintext", action="store_true", help="connect unencrypted to an address that is not loopback"
+    )
 
 
-@command("status", "What a run does now, and what it waits for.", _status_options)
+@command("status", "Show what a run does now, and what it waits for.", _status_options)
 def status(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.liveness import DEAD
     from diloco_jax.runtime.records.status import read_status
@@ -61,39 +63,33 @@ def status(arguments: argparse.Namespace) -> int:
         config()
     read = partial(read_status, arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
     if arguments.watch:
-        found = _watch(arguments, own.parent if own.exists() else None, config(), read) or read()
+        found = _watch(arguments, own.parent if own.exists() else None, read) or read()
     else:
         show(arguments, found := read(), describe)
     return FAILED if found.get("state") in DEAD else 0
 
 
 def _watch(
-    arguments: argparse.Namespace, folder: Path | None, config: RunConfig | None, read: Callable[[], dict[str, Any]]
+    arguments: argparse.Namespace, folder: Path | None, read: Callable[[], dict[str, Any]]
 ) -> Mapping[str, Any] | None:
-    """Show the live view of a run until it ends, q, Ctrl-C or SIGTERM; return the last status."""
+    """Show the live view of a run until the run, Ctrl-C or SIGTERM ends it; return the last status."""
     from rich.console import Console
 
-    from diloco_jax.runtime.records.phases import read_phases
+    from diloco_jax.runtime.records.liveness import read_phases
     from diloco_jax.runtime.records.signals import stop_on_signals
-    from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
-    from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run
-    from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run, show_cursor
 
     if arguments.json:
         raise ValueError("--watch draws for people, --json is for machines; give one of them")
-    if folder is None:  # else the run may not have said anything yet
+    # Without a folder the syncer must answer. A folder may still be empty.
+    if folder is None:
         read()
-    console, terminal = Console(), Terminal()
-    stop = stop_on_signals(terminal.restore)
-    known = TransportConfig() if config is None else config.transport
-    ask = partial(drain_in_words, arguments.run, known, allow_plaintext=arguments.allow_plaintext)
+    console = Console()
+    stop = stop_on_signals(lambda: show_cursor(console))
     run = Run(read, lambda: [] if folder is None else read_phases(folder))
-    served = config is not None and bool(config.syncer.page)
-    with contextlib.closing(PageOpener(folder, served=served)) as page:
-        keys = Keys(ask, page.open, quits=True)
-        with LiveView(run, console, keys, terminal, every_s=WATCH_S) as view:
-            while not (stop.is_set() or view.ended.is_set()):
-                stop.wait(LOOK_S)
+    with LiveView(run, console, every_s=WATCH_S) as view:
+        while not (stop.is_set() or view.ended.is_set()):
+            stop.wait(LOOK_S)
     return view.status
 
 
@@ -102,14 +98,16 @@ def _drain_options(parser: Parser) -> None:
     parser.add_argument("learner", help="name of the learner, such as island-0")
     parser.add_argument("run", help="folder of the run, or host:port of its syncer")
     parser.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
-    parser.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+    parser.add_argument(
+        "--allow-plaintext", action="store_true", help="connect unencrypted to an address that is not loopback"
+    )
 
 
-@command("drain", "Let one learner leave after its current step; the others go on.", _drain_options)
+@command("drain", "Let one learner leave after its current step; the others continue.", _drain_options)
 def drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.status import is_address, syncer_at
-    from diloco_jax.transport.calls import ask_drain
     from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.transport.session.calls import ask_drain
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):
@@ -128,10 +126,10 @@ def _profile_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("run", help="folder of the run, on the machine of the island")
     parser.add_argument("--island", required=True, help="name of the learner, such as island-0")
-    parser.add_argument("--steps", type=int, default=10, help="how many, 1 to 1000; default: 10")
+    parser.add_argument("--steps", type=int, default=10, help="inner steps to profile, 1 to 1000; default: 10")
 
 
-@command("profile", "Profile some steps of an island, while it trains, for xprof and TensorBoard.", _profile_options)
+@command("profile", "Profile some steps of an island while it trains, for xprof and TensorBoard.", _profile_options)
 def profile(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.learner.profiling import ask_profile
 
@@ -144,7 +142,7 @@ def _report_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument(
-        "--baseline", metavar="RUN", help="folder of a run to hold it against, such as `diloco baseline`'s"
+        "--baseline", metavar="RUN", help="folder of a run to compare with, such as a run of `diloco baseline`"
     )
     parser.add_argument(
         "--perfetto",
@@ -155,7 +153,7 @@ def _report_options(parser: Parser) -> None:
     )
 
 
-@command("report", "Write report.html of a run: its page, as it is now, in one file.", _report_options)
+@command("report", "Write report.html of a run: its current page in one file.", _report_options)
 def report(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.report.perfetto import write_perfetto
     from diloco_jax.tools.view.page import write_report
@@ -180,14 +178,15 @@ def _view_options(parser: Parser) -> None:
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help="file with the token, so that the address stays as it is; made if there is none. Default: a new token",
+        help="file with the token of the address, created if missing, so that the address stays the same; default: a "
+        "new token",
     )
     parser.add_argument(
-        "--allow-plaintext", action="store_true", help="serve an address that is not loopback without encryption"
+        "--allow-plaintext", action="store_true", help="serve without encryption at an address that is not loopback"
     )
 
 
-@command("view", "The page of a run in your browser, finished or under way; of several, side by side.", _view_options)
+@command("view", "Serve the page of one or several runs, finished or running, for your browser.", _view_options)
 def view(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.signals import die_with_parent
     from diloco_jax.tools.view.board import Board
@@ -214,7 +213,7 @@ def _compare_options(parser: Parser) -> None:
     parser.add_argument("run", nargs="+", help="folder of a run")
 
 
-@command("compare", "What came of several runs, and the settings in which they differ.", _compare_options)
+@command("compare", "Compare the results of several runs, and the settings that differ.", _compare_options)
 def compare(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.view.compare import compare as compare_runs
     from diloco_jax.tools.view.compare import describe
@@ -226,11 +225,11 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def _replay_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("run", help="folder of the run; with --config, of a simulation's tapes")
+    parser.add_argument("run", help="folder of the run; with --config: folder of a simulation's tapes")
     parser.add_argument(
         "--until", type=int, help="stop after the first merged round of this global step or a later one"
     )
-    parser.add_argument("--config", help="train as a simulation's tapes say: YAML file with model, data, optimizer")
+    parser.add_argument("--config", help="YAML file (model, data, optimizer): train as a simulation's tapes prescribe")
     parser.add_argument("--out", help="with --config: folder for the result; default: a new one below runs_dir")
 
 
@@ -238,8 +237,7 @@ def _replay_options(parser: Parser) -> None:
     "replay", "Train a run again from its tapes, and compare the result bit for bit.", _replay_options, trains=True
 )
 def replay(arguments: argparse.Namespace) -> int:
-    from diloco_jax.runtime.records.files import new_run_dir
-    from diloco_jax.runtime.records.history import has_begun
+    from diloco_jax.runtime.records.files import has_begun, new_run_dir
     from diloco_jax.settings.text import save
     from diloco_jax.tools.replay.script import as_simulated
 
@@ -263,10 +261,10 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _replay_as_island(config: RunConfig, arguments: argparse.Namespace) -> int | None:
-    """Replay in a process like those of the run's islands; return its status, None if this one is like that already.
+    """Replay in a process like an island's, and return its status; None if this process is like an island's.
 
-    The same devices, and where they are emulated the same thread pool, are part of the compiled program's arithmetic,
-    and both are fixed when JAX starts. Which cores an island was pinned to, and how many islands ran beside it, is not
+    The devices of an island, and the thread pool of emulated devices, affect the arithmetic of a compiled program. Both
+    are fixed when JAX starts. The cores of an island and the number of islands beside it have no effect
     (docs/replay.md).
     """
     from diloco_jax.runtime.local.machine import VISIBLE_GPUS
@@ -285,11 +283,11 @@ def _replay_as_island(config: RunConfig, arguments: argparse.Namespace) -> int |
 
 def _audit_options(parser: Parser) -> None:
     parser.takes_json()
-    parser.add_argument("run", help="folder of the run, or of a simulation's tapes")
-    parser.add_argument("--config", help="YAML file with the protocol's settings; default: config.yaml of the run")
+    parser.add_argument("run", help="folder of the run, or folder of a simulation's tapes")
+    parser.add_argument("--config", help="YAML file with the settings of the protocol; default: config.yaml of the run")
 
 
-@command("audit", "What became of every sample that a run handed out, from its tapes.", _audit_options)
+@command("audit", "Show from the tapes what became of every sample that a run handed out.", _audit_options)
 def audit(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.replay.audit import audit as audit_run
     from diloco_jax.tools.replay.audit import describe

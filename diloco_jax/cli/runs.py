@@ -20,7 +20,7 @@ from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
-from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tuple[Path, RunConfig]]:
-    """Make the run's folder with the resolved config in it, return both, and hold its lock.
+    """Create the run's folder with the full config in it, yield both, and hold the folder's lock.
 
-    Before the lock is held nothing there changes.
+    Nothing in the folder changes before the lock is held.
     """
     from diloco_jax.runtime.local.resume import (
         check_no_run,
@@ -54,11 +54,12 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
         SUPERVISOR_LOCK,
         SYNCER_LOCK,
         TAPE_FILE,
+        check_history,
+        has_begun,
         new_run_dir,
         newest_run_dir,
     )
     from diloco_jax.runtime.records.folder_lock import FolderLock, refuse_if_locked
-    from diloco_jax.runtime.records.history import check_history, has_begun
     from diloco_jax.runtime.records.signals import PARENT_ENV
     from diloco_jax.settings.text import as_begun, load, save
 
@@ -102,21 +103,22 @@ def _train_options(parser: Parser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue a run that ended early, or a complete one with higher train.steps or train.tokens: --run-"
-        "dir, or the last",
+        help="continue a run that ended early, or a complete run with more train.steps or train.tokens: the run in "
+        "--run-dir, or the newest",
     )
 
 
 @command(
     "train",
-    "A whole run on this machine: syncer and islands, live view, report.",
+    "Train on this machine: syncer and islands, live view, report.",
     _train_options,
     example="diloco train quickstart --train.steps 200 --run-dir runs/mine",
     trains=True,
 )
 def train(arguments: argparse.Namespace) -> int:
     live = not (arguments.json or arguments.quiet)
-    if live and sys.stdout.isatty() and not arguments.settings:  # which takes seconds, before there is a view
+    # Imports and checks take seconds before the live view starts.
+    if live and sys.stdout.isatty() and not arguments.settings:
         print(f"{IMPORTING}, checking the config and this machine", flush=True)
     from diloco_jax.cli.train import train_locally
     from diloco_jax.runtime.local.check_input import check_input
@@ -135,10 +137,12 @@ def train(arguments: argparse.Namespace) -> int:
 def _syncer_options(parser: Parser) -> None:
     parser.takes_config()
     parser.takes_run_dir()
-    parser.add_argument("--rewind", action="store_true", help="nobody is alive: go on from the newest snapshot alone")
+    parser.add_argument(
+        "--rewind", action="store_true", help="no process is alive: continue from the newest snapshot alone"
+    )
 
 
-@command("syncer", "The syncer alone, for real machines; in a run's folder it goes on.", _syncer_options)
+@command("syncer", "Run the syncer alone, for real machines; in the folder of a run it resumes.", _syncer_options)
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     with _run_folder(arguments, config) as (run_dir, config):
@@ -173,14 +177,15 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
             page.terminate()
             try:
                 page.wait(PAGE_END_S)
-            except subprocess.TimeoutExpired:  # it stands still, or hangs
+            except subprocess.TimeoutExpired:
+                # The process is suspended, or hangs.
                 page.kill()
                 page.wait()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 
 def _begin_page(config: RunConfig, run_dir: Path) -> subprocess.Popen[bytes] | None:
-    """Start the process that serves the page, if the config has one; it writes where to the syncer's log."""
+    """Start the process that serves the page, if the config has one; it prints the address to the syncer's log."""
     from diloco_jax.runtime.records.signals import PARENT_ENV
 
     if not config.syncer.page:
@@ -191,12 +196,12 @@ def _begin_page(config: RunConfig, run_dir: Path) -> subprocess.Popen[bytes] | N
 
 
 def _await_syncer(arguments: argparse.Namespace, run_dir: Path, config: RunConfig, stop: Event) -> str:
-    """Return the address of the syncer once somebody listens there, before anything is loaded or compiled for it."""
+    """Wait until the syncer listens, and return its address; nothing is loaded or compiled before."""
     from dataclasses import replace
 
     from diloco_jax.runtime.records.files import ADDRESS_FILE
     from diloco_jax.runtime.records.status import known_address
-    from diloco_jax.transport.reach import await_listener
+    from diloco_jax.transport.endpoints.reach import await_listener
 
     address = arguments.syncer or known_address(run_dir, config)
     told = run_dir / ADDRESS_FILE
@@ -209,20 +214,22 @@ def _learner_options(parser: Parser) -> None:
     parser.takes_config()
     parser.takes_run_dir()
     parser.add_argument("--island", required=True, help="name of the learner, unique in the run")
-    parser.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    parser.add_argument("--syncer", help="host:port of the syncer; default: from the run's folder, or the config")
     parser.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
-    parser.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
-    parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where host 0 of the island listens")
+    parser.add_argument("--host", type=int, help="number of this process among islands.hosts processes; 0 leads")
+    parser.add_argument(
+        "--coordinator", default="", metavar="HOST:PORT", help="address where the island's host 0 listens"
+    )
     parser.add_argument(
         "--preemption",
         metavar="gce|FILE",
-        help="leave politely when Google Cloud's metadata server, or the existence of FILE, says that this machine"
-        " will be taken away; SIGTERM always says so",
+        help="leave the run when Google Cloud's metadata server, or the existence of FILE, announces the preemption of "
+        "this machine; SIGTERM always has this effect",
     )
     parser.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)
 
 
-@command("learner", "One learner alone, for real machines.", _learner_options, trains=True)
+@command("learner", "Run one learner alone, for real machines.", _learner_options, trains=True)
 def learner(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.link import check_name, split_address
 
@@ -231,14 +238,14 @@ def learner(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir, name = learner_dir(arguments, config), check_name(arguments.island)
     with ExitStack() as held:
-        # A spare is nobody yet, and of several hosts the first one stands for all.
+        # A spare has no identity yet. Of several hosts only the first takes the lock.
         if not (arguments.standby or arguments.host):
             held.enter_context(_learner_lock(run_dir, name))
             tell_phase(run_dir, name, IMPORTING)
         return _learn(arguments, config, run_dir, held)
 
 
-# A learner of `diloco chaos`, on which faults can be brought from outside.
+# A learner of `diloco chaos`. Other processes can inject faults into it.
 chaos_learner = command(CHAOS_LEARNER, options=_learner_options, trains=True)(learner.function)
 
 
@@ -288,16 +295,17 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         return follow(joining, stop)
     reason = make(joining, stop).run()
     print(f"{arguments.island}: {reason}", flush=True)
-    return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
+    # The status is 0 only if the syncer ended the run.
+    return INTERRUPTED if stop.is_set() else 0
 
 
 def _islands_options(parser: Parser) -> None:
     parser.takes_config()
     parser.takes_run_dir()
-    parser.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    parser.add_argument("--syncer", help="host:port of the syncer; default: from the run's folder, or the config")
 
 
-@command("islands", "All islands in this process, for one controller of several slices.", _islands_options, trains=True)
+@command("islands", "Run all islands in this process, for one controller of slices.", _islands_options, trains=True)
 def islands(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.link import split_address
 
@@ -320,7 +328,8 @@ def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) ->
     if config.islands.pathways:
         use_pathways()
     run = IslandsRun(config, run_dir, address, stop)
-    tell_phase(run_dir, CONTROLLER, "")  # each island has its own
+    # From now on each island reports its phase.
+    tell_phase(run_dir, CONTROLLER, "")
     run.run()
     return INTERRUPTED if stop.is_set() else 0
 
@@ -329,13 +338,13 @@ def _chaos_options(parser: Parser) -> None:
     parser.takes_config()
     parser.takes_run_dir()
     parser.takes_json()
-    parser.add_argument("--faults", type=int, default=20, help="how many; default: 20")
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
+    parser.add_argument("--faults", type=int, default=20, help="number of faults; default: 20")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the schedule; default: 0")
     parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all")
     parser.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
 
 
-@command("chaos", "A local run under a schedule of faults: what came back, when.", _chaos_options, trains=True)
+@command("chaos", "Train under a schedule of faults, and show what recovered and when.", _chaos_options, trains=True)
 def chaos(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.chaos.schedule import KINDS, draw_schedule
 
@@ -369,7 +378,7 @@ def _baseline_options(parser: Parser) -> None:
     parser.takes_run_dir()
 
 
-@command("baseline", "The data-parallel baseline in this process, for `train`.", _baseline_options, trains=True)
+@command("baseline", "Train the data-parallel baseline in this process, for `train`.", _baseline_options, trains=True)
 def baseline(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     with _run_folder(arguments, config) as (run_dir, config):
@@ -419,7 +428,7 @@ def merge_shard(arguments: argparse.Namespace) -> int:
 
 
 class _JsonLines(logging.Formatter):
-    """A record as one line of JSON with its severity, as Google Cloud's logging and others read it."""
+    """Log records as lines of JSON with a severity, for Google Cloud's logging and similar readers."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage() + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
@@ -428,7 +437,7 @@ class _JsonLines(logging.Formatter):
 
 
 def _begin_log() -> None:
-    # force: a library has put a handler of its own there when it was imported
+    # A library may have added a handler when it was imported. `force` replaces it.
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
     if os.environ.get("DILOCO_LOG") == "json":
         logging.getLogger().handlers[0].setFormatter(_JsonLines())
@@ -437,9 +446,10 @@ def _begin_log() -> None:
 
 def _begin_process(run_dir: Path) -> Any:
     _begin_log()
-    from diloco_jax.runtime.records.programs import keep_programs
+    from diloco_jax.runtime.records.files import PROGRAMS
     from diloco_jax.runtime.records.signals import die_with_parent, stop_on_signals
+    from diloco_jax.settings.compiler import keep_programs
 
     die_with_parent()
-    keep_programs(run_dir)
+    keep_programs(run_dir / PROGRAMS)
     return stop_on_signals()

@@ -1,9 +1,10 @@
-"""The beginning of several subcommands: the config, and the folder of the run."""
+"""Steps that several subcommands share: load the config, find the folder of the run, print the result."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,23 +12,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
+WIDTH_MAX = 100
+
 
 def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], object]) -> None:
-    """Print a result: one JSON object with --json, else as `describe` writes it for people."""
+    """Print a result: one JSON object with --json, else the text of `describe`."""
     print(json.dumps(result) if arguments.json else describe(result))
 
 
 def load_config(arguments: argparse.Namespace) -> RunConfig:
-    """Load the config that the command line names, with the settings that follow it; its path is known from then on."""
+    """Load the config of a command line with the settings after it, and replace `arguments.config` by its path."""
     from diloco_jax.settings.packed import find_config
     from diloco_jax.settings.run import RunConfig
-    from diloco_jax.settings.text import load, show_settings
+    from diloco_jax.settings.text import load
 
     command = f"diloco {arguments.name} {arguments.way}" if arguments.name == "launch" else f"diloco {arguments.name}"
     word = arguments.config
     arguments.config = find_config(word)
     if arguments.settings:
-        show_settings(arguments.config, f"{command} {word}")
+        from diloco_jax.settings.schema import describe_settings
+
+        width = min(WIDTH_MAX, shutil.get_terminal_size().columns)
+        print(describe_settings(load(arguments.config), f"{command} {word}", width))
         raise SystemExit(0)
     _check_content(Path(arguments.config))
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
@@ -56,7 +62,7 @@ def run_config(run: str) -> Path:
 
 
 def _check_content(path: Path) -> None:
-    """Check that a config in the folder of a run that has begun is not empty, which would mean the defaults."""
+    """Refuse an empty config in the folder of a run that has started: it would mean the defaults."""
     from diloco_jax.runtime.records.files import CONFIG_FILE, TAPE_FILE
 
     if path.name == CONFIG_FILE and (path.parent / TAPE_FILE).exists():
@@ -66,7 +72,7 @@ def _check_content(path: Path) -> None:
 
 
 def learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
-    """Return the run's folder, the same at every start of a learner: it finds its own saved state there."""
+    """Return the run's folder. It is the same at every start of a learner, which finds its saved state there."""
     from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
 
     path = Path(arguments.config)

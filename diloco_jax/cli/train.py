@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -12,12 +10,10 @@ from rich.console import Console
 
 from diloco_jax.runtime.local.check_input import memory_bytes, oversized
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE
-from diloco_jax.runtime.records.history import has_begun
+from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, has_begun
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.live.keys import Keys, PageOpener, Terminal, drain_in_words
-from diloco_jax.tools.live.view import LiveView, run_in
+from diloco_jax.tools.live.view import LiveView, run_in, show_cursor
 from diloco_jax.tools.live.words import alarm_line, ended_lines, scores_text, stands
 from diloco_jax.tools.view.page import write_report
 
@@ -25,12 +21,13 @@ ALARMS_SHOWN = 8
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
-    """Run syncer and islands to the end, or go on with a run that ended early (`resume`), then write the report.
+    """Run syncer and islands to the end, or resume a run that ended early, then write the report.
 
-    Returns the summary; empty when the run failed, after a message that says why. ValueError if a setting is wrong.
+    Returns the summary; it is empty when the run failed, after a message with the reason. ValueError if a setting is
+    wrong.
     """
-    console, terminal = Console(stderr=quiet), Terminal()
-    stop = stop_on_signals(terminal.restore)
+    console = Console(stderr=quiet)
+    stop = stop_on_signals(lambda: show_cursor(console))
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -41,10 +38,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         say(warning)
     try:
         if live:
-            ask = partial(drain_in_words, str(run_dir), config.transport)
-            page = PageOpener(run_dir, served=bool(config.syncer.page))
-            keys = Keys(ask, page.open, quits=False)
-            with closing(page), LiveView(run_in(run_dir), console, keys, terminal):
+            with LiveView(run_in(run_dir), console):
                 run.run()
         else:
             run.run()
@@ -56,24 +50,27 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     summary_file = run_dir / SUMMARY_FILE
     if not summary_file.exists():
         say(
-            "stopped while the syncer was away; --resume goes on"
+            "stopped while the syncer was away; --resume continues"
             if has_begun(run_dir)
             else "stopped before training began"
         )
         return {"complete": False}
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
+    # A run that stopped before its first step has no report.
     try:
         report = f"report {write_report(run_dir)}"
-    except ValueError as error:  # stopped before the first step
+    except ValueError as error:
+        # The run stopped before its first step.
         report = f"no report: {error}"
     say(ending(summary, config))
-    from diloco_jax.cli.inference import written  # with what computes, of which this process had no need
+    # The import loads JAX with its compiler, which this process did not need until now.
+    from diloco_jax.cli.inference import written
 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)
     if not summary["complete"] and has_begun(run_dir):
-        say(f"go on: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
+        say(f"to continue: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
     told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
     if more := told[ALARMS_SHOWN:]:
         told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
@@ -83,7 +80,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
 
 
 def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
-    """Say how a run ended: how far it came, and what its newest evaluation found."""
+    """Describe how far a run came, and its newest evaluation."""
     loss, scores = summary["eval_loss"], scores_text(summary["eval_scores"])
     own = config.model.own
     if loss is not None:

@@ -21,9 +21,9 @@ PARTS_MAX = 1 << 22
 FRAGMENTS_MAX = 16384
 # Pairs of a fingerprint.
 PAIRS_MAX = 256
-# The evaluations have a lower limit: above it the syncer asks another learner.
+# Evaluations have a lower limit (messages.SCORES_MAX). Above that one the syncer asks another learner.
 SCORES_MAX = 1024
-# Names that a message mentions; membership.py has the rule for the name of a learner itself.
+# Names in a message; membership.py has the rule for the name of a learner itself.
 NAME_LENGTH_MAX = 100
 TEXT_LENGTH_MAX = 1 << 16
 
@@ -45,9 +45,10 @@ def objection(message: LearnerMessage) -> str:
 
 
 def without_value(message: LearnerMessage) -> FragmentValue | None:
-    """Return a value that is out of bounds as an answer that holds nothing; None for any other message.
+    """Return a FragmentValue that is out of bounds as an empty answer; None for any other message.
 
-    The round that asked for it need not wait for another answer. None, too, if the answer does not tell which round.
+    The round that requested the value then need not wait for another answer. The result is also None if the number of
+    that round is out of bounds.
     """
     if not isinstance(message, FragmentValue):
         return None

@@ -1,8 +1,8 @@
 """Compares the counters of a learner's value or report with its earlier reports and with what is usual.
 
-A wrong counter may have an innocent cause, such as a flipped bit. Steps divide the norm by which values are judged.
-Tokens decide the weight of a value and when a token budget is reached. So the syncer believes neither on the word of
-one message.
+A wrong counter may have an innocent cause, such as a flipped bit. Steps divide the norm in the check of a value. Tokens
+decide the weight of a value, and when a token budget is reached. So one message is not enough for the syncer to believe
+either.
 """
 
 from math import inf
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.messages import Adopted, FragmentValue
 
-# Bulk connections may overtake the control connection, so a value may come before the reports of its last steps.
+# Bulk connections may overtake the control connection, so a value may arrive before the reports of its last steps.
 OVERTAKES_MAX = 256
-# One value counts for at most 1/LEAPS of a token budget. It may be large: a learner that was cut off trains on.
+# One value counts for at most 1/LEAPS of a token budget. It may be large: a learner without a link continues to train.
 LEAPS = 64
 
 
@@ -38,8 +38,8 @@ class Reported(NamedTuple):
 def contradiction(value: FragmentValue, asked: AskedReport, newest: Reported) -> str:
     """Return which counter of a value contradicts its sender's own reports; "" if none does.
 
-    The value is of the step that was asked for, or of a later one. Its base is the version that the sender held at
-    that step, or one that it has adopted since.
+    The value is of the requested step, or of a later one. Its base is the version that the sender held at that step, or
+    one that it has adopted since.
     """
     step = value.local_step
     if not asked.local_step <= step <= newest.local_step + OVERTAKES_MAX:

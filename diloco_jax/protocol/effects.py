@@ -1,8 +1,10 @@
-"""Effects, the requests of a machine to its driver, executed in the order in which they are returned.
+"""The effects of a machine: requests that its driver executes in the order of the machine's decisions.
 
-Rules of this file
-  * Plain immutable values, no behaviour, no arrays. Units and words are those of messages.py.
-  * An effect says who executes it: (learner), (donor), (receiver), (syncer), or nothing when both do.
+One convention holds for both machines. Each machine owns one list, Effects, which all its parts share. A part appends
+effects and returns none. A public input of the machine (`on_<event>`) drains the list at its end and returns it.
+
+Effects are plain immutable values without behaviour and without arrays. Units and terms are those of messages.py. The
+end of a docstring names in brackets who executes the effect; without a name both drivers do.
 """
 
 from typing import NamedTuple
@@ -11,21 +13,21 @@ from diloco_jax.protocol.messages import Message, Score
 
 
 class Send(NamedTuple):
-    """Hand `message` to the link to `peer`, with the payload that the message names."""
+    """Hand a message to the link to `peer`, with the payload that the message names."""
 
     peer: str
     message: Message
 
 
 class Stage(NamedTuple):
-    """Copy the fragment to host memory as it is now, after `local_step` (learner)."""
+    """Copy a fragment to host memory as it is now, after inner step `local_step` (learner)."""
 
     fragment_id: int
     local_step: int
 
 
 class Unstage(NamedTuple):
-    """The staged copy is not needed any more (learner)."""
+    """Free the staged copy of a fragment, which is not needed any more (learner)."""
 
     fragment_id: int
     local_step: int
@@ -39,13 +41,13 @@ class Adopt(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """Copy the inner optimizer state to host memory as it is now, after `local_step` (donor)."""
+    """Copy the inner optimizer state to host memory as it is now, after inner step `local_step` (donor)."""
 
     local_step: int
 
 
 class UnstageState(NamedTuple):
-    """That copy is not needed any more (donor)."""
+    """Free the copy of the inner optimizer state, which is not needed any more (donor)."""
 
     local_step: int
 
@@ -53,19 +55,20 @@ class UnstageState(NamedTuple):
 class KeepPart(NamedTuple):
     """Keep the payload of the StatePart that just arrived (receiver)."""
 
-    part: int  # 0, 1, ...
-    parts: int  # in all
+    # Number of the part, from 0, and the number of all parts.
+    part: int
+    parts: int
 
 
 class DropParts(NamedTuple):
-    """Forget all kept parts: they are of a state that will never be complete (receiver)."""
+    """Free all kept parts of a state that will never be complete (receiver)."""
 
 
 class AdoptState(NamedTuple):
-    """Take over a state before the first step: the kept parts, or, without a donor, the own saved state.
+    """Load a state before the first step: the kept parts of a donor's state or, without a donor, the saved state.
 
-    The inner optimizer state is taken whole. Of the parameters only `fragments` are, of an own state: of the others a
-    newer global value arrived meanwhile, and is in place already.
+    The inner optimizer state is loaded whole. Of a saved state, only the parameters of `fragments` are loaded. For each
+    other fragment a newer global value has arrived meanwhile and is in place already.
     """
 
     donor: str
@@ -74,20 +77,21 @@ class AdoptState(NamedTuple):
 
 
 class SaveState(NamedTuple):
-    """A snapshot's marker came by: save parameters and inner optimizer state (learner)."""
+    """Save parameters and inner optimizer state, because global step `global_step` passed a snapshot (learner)."""
 
     global_step: int
 
 
 class EvaluateModel(NamedTuple):
-    """Evaluate the global values that were adopted last, then call on_evaluated; no step meanwhile (learner)."""
+    """Evaluate the newest adopted global values without a step meanwhile, then call on_evaluated (learner)."""
 
     global_step: int
-    final: bool  # with the batches of the evaluation at the end
+    # Whether to use the batches of the evaluation at the end.
+    final: bool
 
 
 class Part(NamedTuple):
-    """One learner's share in a merge; its weight follows from tokens and steps (core/merge.py)."""
+    """Contribution of one learner to a merge; its weight follows from tokens and steps (core/merge.py)."""
 
     learner_id: str
     local_step: int
@@ -95,15 +99,17 @@ class Part(NamedTuple):
     tokens: int
     base_version: int
     samples: int
-    since: int = 0  # as of FragmentValue
+    # First sample whose work the value still contains, as in FragmentValue.
+    since: int = 0
 
 
 class Merge(NamedTuple):
-    """Merge the payloads of these parts, apply the outer update, then call on_merged (syncer)."""
+    """Merge the payloads of these learners, apply the outer update, then call on_merged (syncer)."""
 
     global_step: int
     fragment_id: int
-    parts: tuple[Part, ...]  # sorted by learner_id: equal inputs give equal bits
+    # Sorted by learner_id, so that equal inputs give equal bits.
+    parts: tuple[Part, ...]
 
 
 class Restore(NamedTuple):
@@ -120,38 +126,39 @@ class SaveSnapshot(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Tell people of an evaluation of the global model (syncer)."""
+    """Record and show an evaluation of the global model (syncer)."""
 
     score: Score
 
 
 class Discard(NamedTuple):
-    """Free every payload that is held for this round: it ends without a merge (syncer)."""
+    """Free every payload that is held for a round, because the round ended without a merge (syncer)."""
 
     global_step: int
 
 
 class Drop(NamedTuple):
-    """The peer's message was not used; why. Its payload, if any, can be freed."""
+    """Free the payload, if any, of a peer's message that the machine did not use, and log the reason."""
 
     peer: str
     reason: str
 
 
 class Note(NamedTuple):
-    """A decision worth telling people, for logs and the timeline; drivers must not act on it."""
+    """Show a decision in logs and on the timeline; a driver must not act on it."""
 
-    kind: str  # "closed", "merged", "abandoned", "joined", "left", "silent", "back", "finished", "restarted",
-    # "restored", "lost", "recovering", "recovered", "strike", "expelled", "unmerged", "released", "evaluating",
-    # "unevaluated"
+    # "closed", "merged", "abandoned", "joined", "left", "silent", "back", "finished", "restarted", "restored", "lost",
+    # "recovering", "recovered", "strike", "expelled", "unmerged", "released", "evaluating" or "unevaluated".
+    kind: str
     global_step: int
-    fragment_id: int  # -1 when no fragment is meant
+    # -1 if the note is not about a fragment.
+    fragment_id: int
     members: tuple[str, ...]
     reason: str
 
 
 class Finish(NamedTuple):
-    """The machine has nothing left to do."""
+    """End the driver's loop, because the machine has nothing left to do."""
 
     reason: str
 
@@ -160,3 +167,13 @@ StateEffect = StageState | UnstageState | KeepPart | DropParts | AdoptState | Sa
 LearnerEffect = Stage | Unstage | Adopt | StateEffect | EvaluateModel
 SyncerEffect = Merge | Restore | SaveSnapshot | Evaluated | Discard
 Effect = Send | LearnerEffect | SyncerEffect | Drop | Note | Finish
+
+
+class Effects(list[Effect]):
+    """The effects that the present input of a machine has led to, in order; empty between two inputs."""
+
+    def drain(self) -> list[Effect]:
+        """Return the effects so far and start an empty list."""
+        effects = self[:]
+        self.clear()
+        return effects

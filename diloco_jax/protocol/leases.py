@@ -1,20 +1,20 @@
-"""Leases of data: ranges of one global sample order, leased to learners, each handed out index with one fate.
+"""Leases of data: ranges of one global sample order, leased to learners. Each leased index has one fate.
 
-The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. An index that was handed out
+The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. The fate of a leased index:
 
     out  --every fragment of the model took a value of its learner that had seen it-->  merged, or overwritten
-    out  --its learner's incarnation ended, or was away for too long-->                 released, to be leased again
+    out  --its learner's incarnation ended, or was lost for too long-->                 released, to be leased again
 
-so at any time  leased = merged + overwritten + released + out  (an index that is leased again counts again). It is
-merged if one of these values still held what it taught, and overwritten if none did: its learner had adopted a newer
-version of every fragment before a round took it. A value counts once a learner reports to hold the version that it went
-into: a merge whose result died with the syncer merged nothing.
+So at any time  leased = merged + overwritten + released + out  (an index that is leased again counts again). An index
+is merged if one of these values still contained its work. It is overwritten if none did: its learner had adopted a
+newer version of every fragment before a round took its value. A value counts once a learner reports that it holds the
+version that contains the value. So a merge whose result was lost with the syncer merged nothing.
 
 Rules of this file
-  * A learner's own samples are numbered 0, 1, 2, ... in the order of its grants; `Lease.first_sample` says where a
-    range begins, so that a lost or repeated message does no harm.
-  * When its data went to others while it was away, its numbers go on from the next multiple of BOOK: what it had not
-    read by then is void, and an old lease that still arrives is recognised.
+  * A learner's own samples are numbered 0, 1, 2, ... in the order of its grants. `Lease.first_sample` is the number of
+    a range's first sample, so that a lost or repeated message does no harm.
+  * If a learner's data went to others while it was lost, its numbers continue from the next multiple of BOOK. What it
+    had not read by then is void, and it recognises an old lease that still arrives.
   * Released ranges are leased again before new ones.
 """
 
@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol.messages import Adopted, Lease
 
 Range = tuple[int, int]
-Share = tuple[int, int, int, int]  # that a value has in a version: fragment, version, since, samples (as on_merged)
-BOOK = 1 << 32  # more samples than one incarnation is ever given
+# What a value gave to a version: fragment, version, since and samples, as in on_merged.
+Share = tuple[int, int, int, int]
+# More samples than one incarnation ever gets.
+BOOK = 1 << 32
 # Largest position and sample number of a lease: a message carries numbers up to 2^62.
 ORDER_MAX = 1 << 61
 
@@ -34,12 +36,14 @@ ORDER_MAX = 1 << 61
 class Batch(NamedTuple):
     """The data of one inner step."""
 
-    ranges: tuple[Range, ...]  # positions of the global order
-    end: int  # samples of its leases that are used up then
+    # Positions of the global order.
+    ranges: tuple[Range, ...]
+    # Samples of the learner's leases that are used up after the step.
+    end: int
 
 
 def cut(ranges: Iterable[Range], first: int, stop: int) -> list[Range]:
-    """Return the positions first..stop-1 of these ranges, counted from the begin of the first one."""
+    """Return the positions first..stop-1 of these ranges, counted from the start of the first one."""
     found: list[Range] = []
     before = 0
     for begin, end in ranges:
@@ -53,16 +57,17 @@ def cut(ranges: Iterable[Range], first: int, stop: int) -> list[Range]:
 
 
 class Allotment:
-    """The learner's side: leases that arrived, and how far it is.
+    """The learner's side of leases: those that arrived, and how much of them is read.
 
     Args:
-        keep_steps: steps whose positions are remembered, to be read again when no new lease comes.
+        keep_steps: steps whose positions are remembered, to be read again when no new lease arrives.
     """
 
     def __init__(self, step_samples: int, keep_steps: int) -> None:
         self.step_samples = step_samples
         self._keep = keep_steps * step_samples
-        self._ranges: list[Range] = []  # the samples first, first + 1, ..., granted - 1
+        # Positions of the samples _first, _first + 1, ..., granted - 1.
+        self._ranges: list[Range] = []
         self._first = 0
         self.granted = 0
         self._taken = 0
@@ -70,11 +75,11 @@ class Allotment:
 
     @property
     def ready(self) -> bool:
-        """True once there is anything to train on."""
+        """True once there is data for a step."""
         return self.granted - self._first >= self.step_samples
 
     def add(self, lease: Lease) -> None:
-        """Take a lease, as far as it is new; one that leaves a gap is left to be sent again."""
+        """Take the new part of a lease; the syncer repeats a lease that would leave a gap."""
         if lease.first_sample > self.granted and lease.first_sample % BOOK == 0:
             self._begin_book(lease.first_sample)
         skipped = self.granted - lease.first_sample
@@ -83,13 +88,13 @@ class Allotment:
             self.granted += lease.stop - lease.start - skipped
 
     def _begin_book(self, first_sample: int) -> None:
-        """Give up the samples that are not read yet: they are somebody else's now. The others may be read again."""
+        """Give up the samples that are not read yet, because other learners have them; the rest may be read again."""
         self._ranges = cut(self._ranges, 0, self._taken - self._first)
         self._first += first_sample - self._taken
         self._taken = self.granted = first_sample
 
     def take(self) -> Batch:
-        """The positions of the next step; of an earlier one again while leases are used up, so that no step waits."""
+        """Return the data of the next step; while leases are used up, of an earlier step, so that no step waits."""
         if self._taken + self.step_samples <= self.granted:
             start = self._taken
             self._taken += self.step_samples
@@ -103,9 +108,9 @@ class Allotment:
         return Batch(self._positions(start, self.step_samples), self._taken)
 
     def upcoming(self, steps: int) -> tuple[Range, ...]:
-        """The positions that the steps after those taken will read, of whole steps and at most so many.
+        """Return the positions that the next steps will read: whole steps, and at most so many.
 
-        They are as good as their leases: what is given up before it is taken goes to others.
+        If the learner has to give up a lease before it takes the data, other learners read it.
         """
         known = min(steps, (self.granted - self._taken) // self.step_samples)
         return self._positions(self._taken, known * self.step_samples)
@@ -123,7 +128,7 @@ class Allotment:
 
 
 class Fates(NamedTuple):
-    """Counts of the indices that were handed out, and of each fate."""
+    """Numbers of leased indices, and of indices with each fate."""
 
     leased: int
     merged: int
@@ -134,18 +139,21 @@ class Fates(NamedTuple):
 
 @dataclass(slots=True)
 class Holding:
-    """The samples of one incarnation of a learner of which the fate is open."""
+    """The samples of one incarnation of a learner whose fate is open."""
 
     settled: int
     granted: int
-    marks: list[int]  # fragment -> samples in its newest confirmed share
-    ranges: list[Range] = field(default_factory=list)  # the samples settled, settled + 1, ..., granted - 1
-    pending: list[Share] = field(default_factory=list)  # in versions that nobody is known to hold
-    # samples of which a confirmed share held something: sorted, never adjacent
+    # Fragment -> samples in its newest confirmed share.
+    marks: list[int]
+    # Positions of the samples settled, settled + 1, ..., granted - 1.
+    ranges: list[Range] = field(default_factory=list)
+    # Shares in versions that no learner is known to hold.
+    pending: list[Share] = field(default_factory=list)
+    # Samples whose work a confirmed share contained: sorted, never adjacent.
     taught: list[Range] = field(default_factory=list)
 
     def after(self, sample: int) -> list[Lease]:
-        """The leases from this sample on."""
+        """Return the leases from this sample on."""
         leases, first = [], max(sample, self.settled)
         for start, stop in cut(self.ranges, sample - self.settled, BOOK):
             leases.append(Lease(first, start, stop))
@@ -153,7 +161,7 @@ class Holding:
         return leases
 
     def confirm(self, fragment_id: int, version: int) -> bool:
-        """Note that versions of this fragment up to this one are safe; returns whether it was the last one behind."""
+        """Confirm this version of a fragment and older ones; return whether no fragment was further behind."""
         last = self.marks[fragment_id] == self.settled
         left: list[Share] = []
         for share in self.pending:
@@ -168,15 +176,16 @@ class Holding:
         return last
 
     def _teach(self, start: int, stop: int) -> None:
-        """A confirmed share held something of these samples."""
+        """Record that a confirmed share contained work of these samples."""
         taught = self.taught
-        if taught and taught[-1][0] <= start <= taught[-1][1] < stop:  # as nearly always
+        # Nearly always the samples extend the last range.
+        if taught and taught[-1][0] <= start <= taught[-1][1] < stop:
             taught[-1] = (taught[-1][0], stop)
         elif start < stop:
             self.taught = joined([*taught, (start, stop)])
 
     def settle(self) -> tuple[int, int]:
-        """Let go of what every fragment has passed; returns how much of it is merged, and how much overwritten."""
+        """Remove the samples that every fragment has passed; return how many are merged, and how many overwritten."""
         end = min(self.marks)
         done = end - self.settled
         if done <= 0:
@@ -194,7 +203,7 @@ class Holding:
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same positions in as few ranges as can be, sorted."""
+    """Return the same positions in as few ranges as possible, sorted."""
     found: list[Range] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -205,25 +214,28 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 class LeaseBook:
-    """The syncer's book of leases. See the rules above."""
+    """The syncer's record of all leases and fates; the rules are in the docstring of this module."""
 
     def __init__(self, num_fragments: int) -> None:
         self._num_fragments = num_fragments
         self._next = 0
-        self.pool: list[Range] = []  # released, sorted, never adjacent
-        self.unconfirmed: dict[int, int] = {}  # fragment with pending shares -> its version, which nobody has told of
+        # Released ranges: sorted, never adjacent.
+        self.pool: list[Range] = []
+        # Fragment with pending shares -> its version, which no learner has reported yet.
+        self.unconfirmed: dict[int, int] = {}
         self._leased = self._merged = self._overwritten = self._released = 0
         self.holdings: dict[str, Holding] = {}
-        self._ended: dict[str, int] = {}  # learner -> samples up to the end of its newest book, which is closed
+        # Learner -> end of its newest sample numbers, which are closed.
+        self._ended: dict[str, int] = {}
 
     @property
     def fates(self) -> Fates:
-        """The counts of the identity above."""
+        """Return the samples by fate; they add up to what was leased."""
         out = sum(holding.granted - holding.settled for holding in self.holdings.values())
         return Fates(self._leased, self._merged, self._overwritten, self._released, out)
 
     def open(self, learner_id: str, first_sample: int = 0) -> Holding:
-        """Begin the book of an incarnation that has none; where it left off, if it had one before."""
+        """Make the holding of an incarnation that has none; its numbers continue if it had one before."""
         assert learner_id not in self.holdings, f"{learner_id} holds leases already"
         ended = self._ended.pop(learner_id, None)
         if ended is not None:
@@ -250,7 +262,7 @@ class LeaseBook:
         return holding.after(sample)
 
     def _take(self, count: int) -> Range:
-        """At most `count` positions in one range: released ones first."""
+        """Return at most `count` positions in one range, released ones first."""
         if self.pool:
             start, stop = self.pool[0]
             if stop - start > count:
@@ -262,7 +274,7 @@ class LeaseBook:
         return start, self._next
 
     def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int, since: int = 0) -> None:
-        """A value that had seen so many samples, and held what those from `since` on taught, went into a version."""
+        """Record that a version contains a value, which contains the work of the samples from `since` to `samples`."""
         holding = self.holdings.get(learner_id)
         if holding is not None:
             known = samples if samples < holding.granted else holding.granted
@@ -270,12 +282,12 @@ class LeaseBook:
             self.unconfirmed[fragment_id] = version
 
     def on_version(self, fragment_id: int, version: int) -> None:
-        """A fragment is at this version now: whoever holds it holds what went into those before."""
+        """Record a fragment's newest version; a learner that holds it holds everything that earlier ones contain."""
         if fragment_id in self.unconfirmed:
             self.unconfirmed[fragment_id] = version
 
     def confirm(self, fragment_id: int, version: int) -> None:
-        """A learner holds this version: what went into it is safe."""
+        """Settle what a version contains, because a learner holds it."""
         if version >= self.unconfirmed.get(fragment_id, 0):
             self.unconfirmed.pop(fragment_id, None)
         for holding in self.holdings.values():
@@ -285,20 +297,20 @@ class LeaseBook:
                 self._overwritten += overwritten
 
     def on_held(self, adopted: Sequence[Adopted]) -> None:
-        """A learner holds these versions: what went into them is safe."""
+        """Settle what these versions contain, because a learner holds them."""
         for fragment_id, version in tuple(self.unconfirmed.items()):
             if adopted[fragment_id].version == version:
                 self.confirm(fragment_id, version)
 
     def revert(self, fragment_id: int, version: int) -> None:
-        """Every newer version than this one is lost: what went into it was not merged."""
+        """Remove what newer versions than this one contained, because they are lost."""
         for holding in self.holdings.values():
             holding.pending = [one for one in holding.pending if one[0] != fragment_id or one[1] <= version]
         if not any(one[0] == fragment_id for holding in self.holdings.values() for one in holding.pending):
             self.unconfirmed.pop(fragment_id, None)
 
     def release(self, learner_id: str) -> int:
-        """Take back of what a lost incarnation has the fate is open; returns how many samples."""
+        """Take back the samples of a lost incarnation whose fate is open; return how many."""
         holding = self.holdings.pop(learner_id, None)
         if holding is None:
             return 0
@@ -309,7 +321,7 @@ class LeaseBook:
         return count
 
     def forget(self, learner_id: str) -> None:
-        """A newer incarnation numbers its samples from 0 on."""
+        """Let the samples of a newer incarnation start at 0."""
         self._ended.pop(learner_id, None)
 
     def state(self) -> dict[str, Any]:

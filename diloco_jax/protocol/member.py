@@ -1,4 +1,4 @@
-"""Everything that the syncer knows of one learner; membership.py has what moves it from state to state."""
+"""Everything that the syncer knows about one learner; membership.py has the changes of its state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ class Sent(NamedTuple):
     """A version of a fragment that was sent to a member."""
 
     version: int
-    steps: int  # times that it went out as a step
-    local_step: int  # of the member, when it last did
-    wait_steps: int  # in how many of the member's steps it is due
-    broadcast_s: float | None  # when, if that was the broadcast after its merge
+    # How often it was sent as a delta.
+    steps: int
+    # The member's local step when it was sent last, and the number of its steps until it is due.
+    local_step: int
+    wait_steps: int
+    # Time of the broadcast after the merge, if this was part of it.
+    broadcast_s: float | None
 
 
 class Held(NamedTuple):
@@ -33,28 +36,34 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Downlink:
-    """The versions that went to a member in this incarnation, and how long they take to it."""
+    """The versions that were sent to one incarnation of a member, and how long they take to arrive."""
 
-    sent: dict[int, Sent] = field(default_factory=dict)  # fragment -> its newest version's way to this member
-    offered: tuple[int, ...] = ()  # versions held when it last greeted
-    will_hold: list[Held] = field(default_factory=list)  # per fragment, once all sent since then is there; for steps
-    arrived_s: float = 0.0  # when it last read a global value
-    broadcast_s: float | None = None  # moving average: how long a new value is on its way to it, by itself
-    wait_s: float = 0.0  # moving average: how long it first waits behind the version before
+    # Fragment -> how its newest version was sent to this member.
+    sent: dict[int, Sent] = field(default_factory=dict)
+    # Versions that the member held when it last greeted.
+    offered: tuple[int, ...] = ()
+    # For each fragment, the value that the member holds once everything sent since then has arrived; deltas need it.
+    will_hold: list[Held] = field(default_factory=list)
+    # When the member last read a global value.
+    arrived_s: float = 0.0
+    # Moving averages: how long a new value is in transit, and how long it first waits behind the version before it.
+    broadcast_s: float | None = None
+    wait_s: float = 0.0
 
     def greeted(self, hello: Hello) -> None:
-        """Note what the member holds as it (re)connects: nothing else is on its way."""
+        """Record what the member holds when it greets; nothing else is in transit."""
         self.offered = hello.versions
         self.will_hold = [Held(*told) for told in zip(hello.versions, hello.digests, strict=True)]
 
     def disregard(self, fragment_id: int) -> None:
-        """Take it that the member holds no version of a fragment, whatever it offered."""
+        """Assume that the member holds no version of a fragment, whatever it offered."""
         self.offered = tuple(NO_VERSION if p == fragment_id else held for p, held in enumerate(self.offered))
 
     def record(self, arrived: Sequence[Arrived], longest_s: float, decay: float, now_s: float) -> None:
-        """Take over what a report tells of versions that have arrived; a sample counts for at most `longest_s`."""
+        """Record the arrivals that a report names; a sample counts for at most `longest_s`."""
         for fragment_id, version, ago_s in arrived:
-            arrived_s = now_s - (ago_s if ago_s > 0 else 0.0)  # not in the future, whatever it says
+            # Whatever the report says, no arrival is in the future.
+            arrived_s = now_s - (ago_s if ago_s > 0 else 0.0)
             sent, free_s = self.sent.get(fragment_id), self.arrived_s
             if arrived_s > free_s:
                 self.arrived_s = arrived_s
@@ -71,25 +80,31 @@ class Downlink:
 
 @dataclass(slots=True)
 class Credit:
-    """The share that an incarnation of a member has had in merges, and what speaks against it."""
+    """Record of one incarnation's work in merges, and of its faults."""
 
-    used_step: int = 0  # newest local step that a closed round has counted
-    merged_base: dict[int, int] = field(default_factory=dict)  # fragment -> version under its newest value used up
-    merged_round: dict[int, int] = field(default_factory=dict)  # fragment -> newest round that merged a value of it
-    merged_tokens: int = 0  # of its reported ones, those up to its newest value that a round has merged
-    merged_mark: int = 0  # rounds merged when it last had a share in one, or became active
-    # For each fragment: the newest report when a round last asked for it.
+    # Newest local step that a closed round has counted.
+    used_step: int = 0
+    # Fragment -> base version of the newest value whose steps are used up.
+    merged_base: dict[int, int] = field(default_factory=dict)
+    # Fragment -> newest round that merged a value of this incarnation.
+    merged_round: dict[int, int] = field(default_factory=dict)
+    # Reported tokens up to the newest value that a round has merged.
+    merged_tokens: int = 0
+    # Number of merged rounds when a round last merged this incarnation, or when it became active.
+    merged_mark: int = 0
+    # Fragment -> the newest report when a round last asked for it.
     asked: dict[int, AskedReport] = field(default_factory=dict)
     alarmed: bool = False
-    strikes: int = 0  # values in a row that could not be used
+    # Unusable values in a row.
+    strikes: int = 0
     expelled: bool = False
 
     def merge(self, told_tokens: int, value_tokens: int) -> int:
-        """Count a merged value, and return how many tokens are merged by it for the first time.
+        """Count a merged value; return how many tokens it merges for the first time.
 
         Args:
-            told_tokens: reported when the value was asked for.
-            value_tokens: of these, newest first, what the value may hold: those since its version was adopted.
+            told_tokens: tokens that were reported when the value was requested.
+            value_tokens: most tokens that the value may contain: those since its version was adopted.
         """
         news = max(0, told_tokens - self.merged_tokens)
         self.merged_tokens += news
@@ -98,19 +113,22 @@ class Credit:
 
 @dataclass(slots=True)
 class Member:
-    """One learner: its standing, the newest report of its incarnation, and the totals of all of them."""
+    """One learner: its state, the newest report of its incarnation, and the totals of all its incarnations."""
 
     learner_id: str
     incarnation: int
-    since_s: float  # when it came into its state
+    # When its state changed last, and when its newest message arrived.
+    since_s: float
     heard_s: float
     state: str = JOINING
-    past_steps: int = 0  # inner steps of earlier incarnations
+    # Inner steps and tokens of earlier incarnations.
+    past_steps: int = 0
     past_tokens: int = 0
     restarts: int = 0
-    rounds: int = 0  # rounds in which a value of this learner was merged
+    # Rounds that merged a value of this learner.
+    rounds: int = 0
     local_step: int = 0
-    # Reported tokens, as far as they are plausible (claims.py).
+    # The plausible part of the reported tokens (claims.py), and all of them.
     tokens: int = 0
     reported_tokens: int = 0
     # Samples in its newest report; -1 if unknown.
@@ -118,22 +136,26 @@ class Member:
     global_step: int = 0
     adopted: tuple[Adopted, ...] = ()
     step_samples: int = 1
-    evaluates: bool = True  # as it said when it greeted
-    goodbye: str = ""  # why it left, if it said so
-    lease_step: int = 0  # its local step when leases were last sent
+    # Whether its driver can evaluate the global model, from its greeting.
+    evaluates: bool = True
+    # The reason in its goodbye, if it sent one.
+    goodbye: str = ""
+    # Its local step when leases were last sent.
+    lease_step: int = 0
     step_s: float | None = None
     loss: float = nan
     down: Downlink = field(default_factory=Downlink)
     credit: Credit = field(default_factory=Credit)
 
     def restarted(self, incarnation: int, now_s: float) -> Member:
-        """Begin a newer incarnation; what the old one did stays in the totals."""
+        """Return the member for a newer incarnation; the counters of the old one are added to the totals."""
         totals = (self.total_steps, self.total_tokens, self.restarts + 1, self.rounds)
         return Member(self.learner_id, incarnation, now_s, now_s, JOINING, *totals)
 
     def record(self, report: StepReport, tokens: int, config: ProtocolConfig, now_s: float) -> None:
         """Record a report that is newer than all before it; `tokens` is the plausible number of its tokens."""
-        if self.local_step > 0:  # the first step of an incarnation compiles: no sample of its speed
+        # The first step of an incarnation compiles, so it is not a sample of its speed.
+        if self.local_step > 0:
             self.step_s = ema(self.step_s, report.step_s, config.ema_decay)
         if report.arrived and self.step_s is not None:
             self.down.record(report.arrived, config.overlap_steps * self.step_s, config.ema_decay, now_s)
@@ -144,26 +166,27 @@ class Member:
         self.loss = report.loss
 
     def asked_for(self, fragment_id: int, global_step: int) -> None:
-        """Remember its newest report at the moment when a round asks it for a fragment."""
+        """Remember the newest report when a round asks for a fragment."""
         held = self.adopted[fragment_id]
         self.credit.asked[fragment_id] = AskedReport(global_step, self.local_step, self.reported_tokens, held)
 
     def reported(self, fragment_id: int) -> Reported:
-        """Return its newest report, with the version that it holds of one fragment."""
+        """Return the newest report, with the held version of one fragment."""
         return Reported(self.local_step, self.reported_tokens, self.samples, self.adopted[fragment_id])
 
     @property
     def holds_all(self) -> bool:
-        """True if its newest report holds every fragment."""
+        """True if the newest report holds every fragment."""
         return bool(self.adopted) and all(a.version != NO_VERSION for a in self.adopted)
 
     def is_fresh(self, global_step: int, fragment_id: int, lockstep: bool) -> bool:
-        """Say if the newest report counts for this round: a step that no earlier round has counted.
+        """Return whether the newest report counts for this round: its step was not counted by an earlier round.
 
-        A fragment that was adopted after the reported step has no step yet, and would have weight 0/0. One that was
-        not adopted since this member's last value of it still holds the steps of that value: they count once.
+        A fragment that was adopted after the reported step has no step yet, and would have weight 0/0. A fragment that
+        was not adopted since this member's last value of it still contains the steps of that value, which count once.
         """
-        if lockstep:  # it waits at this step; also when a syncer that lost the end of its tape has counted it before
+        if lockstep:
+            # The member waits at this step, even if a syncer that lost the end of its tape has counted it before.
             return self.global_step >= global_step
         if self.local_step <= self.credit.used_step:
             return False
@@ -181,7 +204,7 @@ class Member:
         return self.past_tokens + self.tokens
 
     def to_plain(self) -> dict[str, Any]:
-        """Everything, as plain values that JSON keeps exactly."""
+        """Return all fields as plain values that JSON keeps exactly."""
         owners = (self, self.down, self.credit)
         plain = {name: getattr(owner, name) for owner in owners for name in owner.__slots__}
         del plain["down"], plain["credit"]
@@ -194,10 +217,11 @@ class Member:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Member:
-        """The member that `to_plain` described."""
+        """Make the member that `to_plain` described."""
         member = cls(plain["learner_id"], plain["incarnation"], 0.0, 0.0)
         for owner in (member, member.down, member.credit):
-            for name in plain.keys() & set(owner.__slots__):  # one that an older release did not write has its default
+            # A field that an older release did not write has its default.
+            for name in plain.keys() & set(owner.__slots__):
                 setattr(owner, name, plain[name])
         member.adopted = tuple(Adopted(*held) for held in plain["adopted"])
         member.reported_tokens = plain.get("reported_tokens", member.tokens)

@@ -3,11 +3,11 @@
 States of a member, and what moves it:
 
     joining  --first report that holds every fragment-->  active
-    joining, active  --no message within the lease-->      silent  --any message-->  joining or active
+    joining, active  --no message for lease_s-->           silent  --any message-->  joining or active
     any      --disconnect, leave, expulsion-->             gone    --hello-->        joining or active
     any      --hello of a newer incarnation-->             joining (counters of the old one are added to the totals)
 
-Only active members count as live. A member that is gone keeps its record: its totals belong to the run.
+Only active members count as live. A disconnected member keeps its record, because its totals belong to the run.
 """
 
 import re
@@ -20,18 +20,19 @@ from diloco_jax.protocol.messages import STALE, SYNCER, Hello
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-OPEN = ""  # a value of a fingerprint that is not compared; the syncer takes it from the first learner that has one
+# A value of a fingerprint that is not compared; the syncer takes it from the first learner that has one.
+OPEN = ""
 
 
 def difference(
     ours: Mapping[str, str], theirs: Iterable[tuple[str, str]], agreed: Mapping[str, str] | None = None
 ) -> str:
-    """Find the first thing on which a learner and the syncer differ; empty if they agree.
+    """Return the name of the first entry that differs between a learner and the syncer; "" if they agree.
 
     Args:
-        ours: what the syncer has; OPEN where it has nothing to compare with.
-        theirs: what the learner has; likewise.
-        agreed: what the first learner said of the open things.
+        ours: the syncer's fingerprint; OPEN where it has nothing to compare with.
+        theirs: the learner's fingerprint; OPEN likewise.
+        agreed: the first learner's values of the open entries.
     """
     mine, other = {**ours, **(agreed or {})}, dict(theirs)
     unequal = (what for what in sorted(mine.keys() | other.keys()) if mine.get(what) != other.get(what))
@@ -43,7 +44,8 @@ class Membership:
 
     def __init__(self, fingerprint: tuple[tuple[str, str], ...], num_fragments: int, learners_max: int) -> None:
         self._fingerprint = dict(fingerprint)
-        self.agreed: dict[str, str] = {}  # what is open in it, as the first learner that was let in has it
+        # The open entries of the fingerprint, as the first accepted learner has them.
+        self.agreed: dict[str, str] = {}
         self._num_fragments = num_fragments
         self._learners_max = learners_max
         self.members: dict[str, Member] = {}
@@ -55,33 +57,34 @@ class Membership:
             self._fingerprint[what] = value
 
     def get(self, learner_id: str, incarnation: int) -> Member | None:
-        """The member if this incarnation of it is connected, else None."""
+        """Return the member if this incarnation of it is connected, else None."""
         member = self.members.get(learner_id)
         if member is None or member.incarnation != incarnation or member.state == GONE:
             return None
         return member
 
     def connected(self) -> list[Member]:
-        """Members with a link, sorted by name."""
+        """Return the members with a link, sorted by name."""
         return [m for _, m in sorted(self.members.items()) if m.state != GONE]
 
     def present(self) -> list[Member]:
-        """Members with a link that were heard within the lease, sorted by name."""
+        """Return the connected members that are not silent, sorted by name."""
         return [m for m in self.connected() if m.state != SILENT]
 
     def live_members(self) -> list[Member]:
-        """Members that count as live, sorted by name."""
+        """Return the members that count as live, sorted by name."""
         return [m for _, m in sorted(self.members.items()) if m.state == ACTIVE]
 
     def refusal(self, hello: Hello, epoch: int, rewound: int) -> str:
-        """Why this learner cannot join, or an empty string.
+        """Return why this learner cannot join, or an empty string.
 
         Args:
-            rewound: the life in which the run was last put back to a snapshot: earlier ones have another history.
+            rewound: the life that last put the run back to a snapshot; earlier lives have another history.
         """
         if hello.learner_id == SYNCER or not hello.learner_id:
             return f"the name {hello.learner_id!r} is reserved; give the learner another name"
-        if not _NAME.fullmatch(hello.learner_id):  # drivers use it in file names
+        # Drivers use the name in file names.
+        if not _NAME.fullmatch(hello.learner_id):
             return f"the name {hello.learner_id[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
         if not OLDEST <= hello.speaks <= PROTOCOL:
             which = "the syncer first, then the islands" if hello.speaks > PROTOCOL else hello.learner_id
@@ -127,7 +130,7 @@ class Membership:
         return ""
 
     def join(self, hello: Hello, now_s: float) -> Member:
-        """Enter or re-enter a learner that was not refused."""
+        """Add a learner that was not refused, or let it return."""
         for what, value in hello.fingerprint:
             if self._fingerprint.get(what) == OPEN != value:
                 self.agreed.setdefault(what, value)
@@ -150,11 +153,11 @@ class Membership:
         member.state, member.since_s = state, now_s
 
     def expired(self, lease_s: float, now_s: float) -> list[Member]:
-        """Members that are to become silent: not heard within the lease, sorted by name."""
+        """Return the members that become silent, because no message came for `lease_s`; sorted by name."""
         return [m for m in self.present() if now_s - m.heard_s >= lease_s]
 
     def median_step_s(self) -> float | None:
-        """Lower median of the live learners' step times: one slow island must not stretch everybody's window."""
+        """Return the lower median of the live learners' step times: one slow island must not stretch every window."""
         times = sorted([m.step_s for m in self.members.values() if m.state == ACTIVE and m.step_s is not None])
         return times[(len(times) - 1) // 2] if times else None
 
@@ -171,12 +174,13 @@ class Membership:
         return rates[(len(rates) - 1) // 2] if rates else inf
 
     def broadcast_s(self, step_s: float | None) -> tuple[float, float]:
-        """Return the way of a new version to the live learners, and its wait before that; 0 before any has told.
+        """Return how long a new version is in transit to the live learners, and how long it waits before that.
 
-        The way is the longest, the wait the mean. A version waits behind the one before it if rounds follow each other
-        too fast. A shorter grace window would make them faster: so the wait is no part of the way, and slows rounds
-        down instead. Whoever gets a version more than an inner step later than half of them is not waited for: with a
-        slow link it would close everybody's window for good.
+        The first is the longest time of all learners, the second the mean; both are 0 before the first arrival. A
+        version waits behind the one before it if rounds follow each other too fast. A shorter grace window would make
+        rounds faster still, so the wait is not part of the first number. It slows rounds down instead. A learner that
+        gets a version more than an inner step later than half of them does not count, because its slow link would
+        close every learner's window forever.
 
         Args:
             step_s: the median of the inner steps.

@@ -1,17 +1,18 @@
 """Messages between learners and the syncer. effects.py has the requests of machines to their drivers.
 
 Rules of this file
-  * Plain immutable values, no behaviour. Messages never hold arrays: a payload (opaque bytes) travels beside its
-    message, and only drivers look inside.
+  * Messages are plain immutable values without behaviour. They never hold arrays: a payload (opaque bytes) travels
+    beside its message, and only drivers read it.
   * Steps, tokens and samples are counters, times are seconds on the driver's clock, sizes are bytes.
   * `version` of a fragment is the global step whose round produced it; 0 is the initial model, -1 means "none held".
-  * `epoch` counts the lives of the syncer, from 1. `incarnation` counts those of a learner.
+  * A life is the time from the start of a process to its end. `epoch` counts the lives of the syncer, from 1.
+    `incarnation` counts the lives of a learner.
   * `digest` is the driver's 64-bit checksum of a fragment's float32 bytes, or of a part of a state; opaque here.
-  * A step is small and leads from one version's value to the next one's; a whole value needs nothing to be read.
-  * A sample is a window of data. The global order has positions 0, 1, 2, ...; a learner counts the samples that it took
-    from its leases, in the order in which they were granted.
+  * A delta, added to the value of its base version, gives the value of the newer one. A whole value stands alone.
+  * A sample is a window of data. The global order has positions 0, 1, 2, ... A learner counts the samples that it took
+    from its leases, in the order of their grants.
 
-The steady state, in the order in which the messages travel (paper, Alg. 1 and 2):
+The steady state, in the order of travel (paper, Alg. 1 and 2):
 
     StepReport -> (quorum, grace) -> PullRequest -> FragmentValue -> (merge) -> GlobalFragment
 
@@ -22,21 +23,26 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.releases import PROTOCOL
 
-SYNCER = "syncer"  # the peer name of the syncer; no learner may take it
+# The peer name of the syncer, which no learner may take.
+SYNCER = "syncer"
 NO_VERSION = -1
-STALE = "is stale"  # in words to a process of which a newer incarnation is known (also in sessions.py), to nobody else
-OWN_TIME = "unix_s"  # among the values of a report of metrics: an island's clock when it sent it, since 1970
-METRICS_MAX = 64  # values in one report of metrics
-METRIC_LENGTH_MAX = 64  # characters of a name
-SCORES_MAX = 256  # values in one Score
-SCORE_LENGTH_MAX = 128  # characters of a name
+# Only the refusal of a process whose newer incarnation is known contains these words (also in sessions.py).
+STALE = "is stale"
+# Name of the value in a report of metrics that holds the island's clock at sending, in seconds since 1970.
+OWN_TIME = "unix_s"
+# Values in one report of metrics, and characters of a name.
+METRICS_MAX = 64
+METRIC_LENGTH_MAX = 64
+# Values in one Score, and characters of a name.
+SCORES_MAX = 256
+SCORE_LENGTH_MAX = 128
 
 
 class Adopted(NamedTuple):
-    """The version of a fragment that a learner holds, and its own counters when it adopted that.
+    """The version of a fragment that a learner holds, and the learner's counters when it adopted that version.
 
-    Steps since adoption are `report.local_step - adopted.local_step`, tokens likewise: c_steps and c_tokens of the
-    paper without touching P counters at every inner step.
+    Steps since adoption are `report.local_step - adopted.local_step`, and tokens likewise. These are c_steps and
+    c_tokens of the paper, without an update of P counters at every inner step.
     """
 
     version: int = NO_VERSION
@@ -45,17 +51,26 @@ class Adopted(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """First message on every connection: who I am and what I was built from."""
+    """The first message on every connection: who the learner is, and what it holds."""
 
     learner_id: str
-    incarnation: int  # grows with every restart of the learner; equal after a mere reconnection
-    fingerprint: tuple[tuple[str, str], ...]  # (what, value) pairs that both sides must agree on
-    versions: tuple[int, ...]  # version held of each fragment, so that a reconnection moves only what is missing
-    digests: tuple[int, ...]  # of the values held, 0 where none is: equal versions must be equal bits
-    epoch: int  # newest life of the syncer that this incarnation has heard of, 0 for none
-    step_samples: int  # samples in one inner step
-    granted: int  # samples of the leases that have arrived
-    evaluates: bool = True  # can tell what the global model is worth
+    # Grows with every restart of the learner, and stays the same over a reconnection.
+    incarnation: int
+    # Pairs (what, value) that both sides must agree on.
+    fingerprint: tuple[tuple[str, str], ...]
+    # Held version of each fragment, so that a reconnection moves only what is missing.
+    versions: tuple[int, ...]
+    # Digests of the held values, 0 where none is held: equal versions must be equal bits.
+    digests: tuple[int, ...]
+    # Newest life of the syncer that this incarnation knows, 0 for none.
+    epoch: int
+    # Samples in one inner step.
+    step_samples: int
+    # Samples of the leases that have arrived.
+    granted: int
+    # Whether the learner can evaluate the global model.
+    evaluates: bool = True
+    # The protocol's number (releases.py).
     speaks: int = PROTOCOL
 
 
@@ -68,19 +83,27 @@ class Arrived(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """Metadata of one finished inner step. Sent after every step, holds no tensors, the newest replaces older ones."""
+    """The counters of one finished inner step. A learner sends one after each step; a newer one replaces older ones."""
 
     learner_id: str
     incarnation: int
-    local_step: int  # inner steps of this incarnation
-    tokens: int  # tokens trained on by this incarnation
-    global_step: int  # newest global step that the learner knows of (its schedule clock)
-    adopted: tuple[Adopted, ...]  # per fragment
-    step_s: float  # how long the step took
-    loss: float  # training loss of the step, for people; no rule reads it
-    samples: int  # samples of its leases that this incarnation has trained on
-    granted: int  # samples of the leases that have arrived
-    arrived: tuple[Arrived, ...] = ()  # since the report before, the newest of each fragment
+    # Inner steps of this incarnation, and the tokens that it has trained on.
+    local_step: int
+    tokens: int
+    # Newest global step that the learner knows: its schedule clock.
+    global_step: int
+    # What is held of each fragment.
+    adopted: tuple[Adopted, ...]
+    # Duration of the step.
+    step_s: float
+    # Training loss of the step. It is for people; no rule reads it.
+    loss: float
+    # Samples of its leases that this incarnation has trained on.
+    samples: int
+    # Samples of the leases that have arrived.
+    granted: int
+    # Arrivals since the report before, the newest of each fragment.
+    arrived: tuple[Arrived, ...] = ()
 
 
 class Metric(NamedTuple):
@@ -93,35 +116,42 @@ class Metric(NamedTuple):
 class MetricsReport(NamedTuple):
     """Means over the steps since the report before, about once per second; for people.
 
-    No input of a machine and not on the tape: the syncer's driver tells it on. docs/metrics.md lists the names.
+    It is not an input of a machine and not on the tape. The syncer's driver forwards it. docs/metrics.md has the names.
     """
 
     learner_id: str
     incarnation: int
-    local_step: int  # newest step in it
-    values: tuple[Metric, ...]  # at most METRICS_MAX
+    # The newest step that the means include.
+    local_step: int
+    # At most METRICS_MAX.
+    values: tuple[Metric, ...]
 
 
 class FragmentValue(NamedTuple):
-    """Answer to a pull: counters of the same local step as the payload (outer gradient against `base_version`)."""
+    """Answer to a pull; its counters are of the payload's local step (outer gradient against `base_version`)."""
 
     learner_id: str
     incarnation: int
-    global_step: int  # the round that asked
+    # The round that asked.
+    global_step: int
     fragment_id: int
     local_step: int
-    steps: int  # inner steps since the fragment was adopted
-    tokens: int  # tokens since the fragment was adopted
-    base_version: int  # version that the learner's anchor had
-    samples: int  # samples trained on when the fragment was staged
+    # Inner steps and tokens since the fragment was adopted.
+    steps: int
+    tokens: int
+    # Version of the learner's anchor.
+    base_version: int
+    # Samples that were trained on when the fragment was staged.
+    samples: int
     payload_bytes: int
-    since: int = 0  # samples of these of which it holds nothing any more: adoption has overwritten it
+    # The value contains nothing of the samples before this one, because adoption has overwritten their work.
+    since: int = 0
 
 
 class AnchorValue(NamedTuple):
     """Answer to an AnchorRequest: the exact global value that this learner adopted last (float32 payload).
 
-    If the driver finds that a value cannot be used, it passes the message to the syncer's machine with version -1.
+    If the driver finds that a value is unusable, it passes the message to the syncer's machine with version -1.
     """
 
     learner_id: str
@@ -133,57 +163,74 @@ class AnchorValue(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Answer to Evaluate: what the global values that this learner holds are worth on the held-out data."""
+    """Answer to Evaluate: the result of the learner's global values on the held-out data."""
 
     learner_id: str
     incarnation: int
     number: int
-    global_step: int  # newest that it knew of
-    versions: tuple[int, ...]  # of the values
-    loss: float  # nats per token; not finite if there is none
-    bits_per_byte: float  # not finite if nobody knows the text of the tokens
-    tokens: int  # that were predicted
-    scores: tuple[Metric, ...]  # what else was measured, at most SCORES_MAX; not finite where there is no number
+    # Newest global step that the learner knew.
+    global_step: int
+    # Versions of the evaluated values.
+    versions: tuple[int, ...]
+    # Nats per token; not finite if there is none.
+    loss: float
+    # Not finite if the text of the tokens is unknown.
+    bits_per_byte: float
+    # Predicted tokens.
+    tokens: int
+    # Other results, at most SCORES_MAX; not finite where there is no number.
+    scores: tuple[Metric, ...]
     took_s: float
-    reason: str  # why there is no loss, or some of the scores; "" if all is well
+    # Why the loss, or some of the scores, is missing; "" if none is.
+    reason: str
 
 
 class StateRequest(NamedTuple):
-    """I need one part of a healthy learner's state; without a donor's name, choose one for me."""
+    """Request for one part of a healthy learner's state; without a donor's name the syncer chooses the donor."""
 
     learner_id: str
     incarnation: int
-    clock: int  # newest global step of which I hold the broadcast: the donor must have seen it too
-    donor: str  # "" lets the syncer choose
-    donor_step: int  # local step of the state that I already have parts of, 0 for none
-    part: int  # 0, 1, ...
+    # Newest global step whose broadcast the receiver holds. The donor must have seen it too.
+    clock: int
+    # "" lets the syncer choose.
+    donor: str
+    # Local step of the state whose first parts have arrived, 0 for none.
+    donor_step: int
+    # Number of the part, from 0.
+    part: int
 
 
 class StatePart(NamedTuple):
-    """One part of a donor's inner optimizer state; the syncer passes it on to the receiver."""
+    """One part of a donor's inner optimizer state; the syncer forwards it to the receiver."""
 
-    learner_id: str  # the donor
+    # The donor.
+    learner_id: str
     incarnation: int
     receiver: str
-    local_step: int  # of the donor, when the state was staged
+    # The donor's local step when the state was staged.
+    local_step: int
+    # Number of the part, from 0, and the number of all parts.
     part: int
-    parts: int  # in all
-    digest: int  # of this part's bytes
+    parts: int
+    # Digest of this part's bytes.
+    digest: int
     payload_bytes: int
-    clock: int = 0  # newest global step that the donor had seen when the state was staged
+    # Newest global step that the donor had seen when the state was staged.
+    clock: int = 0
 
 
 class StateRefused(NamedTuple):
-    """I cannot give this state (any more); why."""
+    """The donor cannot give this state (any more), and why."""
 
-    learner_id: str  # the donor
+    # The donor.
+    learner_id: str
     incarnation: int
     receiver: str
     reason: str
 
 
 class StateDone(NamedTuple):
-    """All parts are here, or, without the donor's name, no more are wanted: it may free them."""
+    """The receiver has all parts or, without the donor's name, wants no more: the donor may free them."""
 
     learner_id: str
     incarnation: int
@@ -191,17 +238,18 @@ class StateDone(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """I am alive, whatever my steps do (a first compile may take minutes)."""
+    """A sign of life that does not depend on steps, because a first compilation may take minutes."""
 
     learner_id: str
     incarnation: int
 
 
-DRAINED, STOPPED_OUTSIDE = ON_PURPOSE = "drained", "stopped from outside"  # why a learner leaves that people stopped
+# Reasons of a Leave that an operator caused.
+DRAINED, STOPPED_OUTSIDE = ON_PURPOSE = "drained", "stopped from outside"
 
 
 class Leave(NamedTuple):
-    """A polite goodbye: expect nothing more from this incarnation."""
+    """Goodbye: the syncer can expect nothing more from this incarnation."""
 
     learner_id: str
     incarnation: int
@@ -209,22 +257,23 @@ class Leave(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Accepted. One GlobalFragment follows for every fragment of which the learner holds another value."""
+    """The learner is accepted. A GlobalFragment follows for each fragment whose newest value the learner lacks."""
 
     global_step: int
     versions: tuple[int, ...]
     epoch: int
-    schedule_lead: int = 0  # of the learning-rate schedule before `global_step`, in steps: syncer/progress.py
+    # The learning-rate schedule is so many steps ahead of `global_step` (syncer/progress.py).
+    schedule_lead: int = 0
 
 
 class Refuse(NamedTuple):
-    """Not accepted, and why; the learner must not retry unchanged."""
+    """The learner is not accepted, and why; it must not try again unchanged."""
 
     reason: str
 
 
 class Expel(NamedTuple):
-    """This incarnation may not go on (its values were not usable); a new one may join."""
+    """This incarnation must stop, because its values were unusable; a new one may join."""
 
     reason: str
 
@@ -238,21 +287,23 @@ class Lease(NamedTuple):
 
 
 class AnchorRequest(NamedTuple):
-    """A restarted syncer lacks this version, which you hold: send it, or the newer one that you hold by now."""
+    """A restarted syncer lacks this version: send it, or the newer one that replaced it here."""
 
     fragment_id: int
     version: int
 
 
 class Evaluate(NamedTuple):
-    """Evaluate the global values that you hold, between two steps, and answer with a Score."""
+    """Evaluate the held global values between two steps, and answer with a Score."""
 
-    number: int  # of this request: grows; repeated if no answer comes
-    versions: tuple[int, ...]  # of the final model: wait until you hold it, and make no step after; else empty
+    # Number of this request. It grows; a repeated request has the same number.
+    number: int
+    # Versions of the final model: wait until they are here, and make no step afterwards. Else empty.
+    versions: tuple[int, ...]
 
 
 class StatePull(NamedTuple):
-    """Give a part of your state to `receiver`; of a new one, once you have seen `clock`, if donor_step is 0."""
+    """Give a part of the state of `donor_step` to `receiver`; if that is 0, of a new state once `clock` was seen."""
 
     receiver: str
     clock: int
@@ -261,20 +312,20 @@ class StatePull(NamedTuple):
 
 
 class StateEnd(NamedTuple):
-    """The receiver needs no more parts; free them."""
+    """The receiver needs no more parts, so the donor frees them."""
 
     receiver: str
 
 
 class StateUnavailable(NamedTuple):
-    """No parts will come from this donor; without a name, nobody can give a state: go on from the syncer alone."""
+    """No parts will come from this donor; without a name, no learner has a state to give, and none will come."""
 
     donor: str
     reason: str
 
 
 class PullRequest(NamedTuple):
-    """Send me this fragment as it was after your `local_step`."""
+    """Send this fragment as it was after the learner's `local_step`."""
 
     global_step: int
     fragment_id: int
@@ -284,14 +335,14 @@ class PullRequest(NamedTuple):
 class GlobalFragment(NamedTuple):
     """A merged fragment. `global_step` is the syncer's clock, `version` the round that made the value.
 
-    The payload is the whole value in float32, or, when `base` names a version, the quantised step that leads from the
-    value of that version to this one. `digest` is of the value of `version` in both cases.
+    The payload is the whole value in float32 or, when `base` names a version, the quantised delta from the value of
+    that version to this one. `digest` is of the value of `version` in both cases.
 
-    `merged_round` differs by receiver: a round may leave a value out, and what rounding kept back of that value must
-    then never come back. A receiver that missed versions learns here that one of them has its value in it.
+    `merged_round` differs by receiver. A round may exclude a value, and what rounding kept back of that value must then
+    never return. A receiver that missed versions learns here that one of them contains its value.
 
-    A later epoch's value replaces any of an earlier one, whatever their versions: the earlier life may have made
-    versions that nobody but this learner remembers.
+    A value of a later epoch replaces any value of an earlier one, whatever their versions: the earlier life may have
+    made versions that only this learner remembers.
     """
 
     global_step: int
@@ -301,7 +352,8 @@ class GlobalFragment(NamedTuple):
     digest: int
     payload_bytes: int
     base: int = NO_VERSION
-    merged_round: int = NO_VERSION  # newest round of this fragment that merged a value of the receiver's incarnation
+    # Newest round of this fragment that merged a value of the receiver's incarnation.
+    merged_round: int = NO_VERSION
     schedule_lead: int = 0
 
 
@@ -313,7 +365,7 @@ class Advance(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The run is complete; the learner leaves after its current step."""
+    """The learner leaves after its current step, because the run is complete or an operator wants it to leave."""
 
     global_step: int
     reason: str

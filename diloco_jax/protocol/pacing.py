@@ -1,7 +1,7 @@
-"""The pace of rounds: settings, moving averages, grace window, quorum. Pure values in, pure values out.
+"""The pace of rounds: settings, moving averages, grace window, quorum. All functions are pure.
 
 Rules of this file
-  * Every predicate returns its decision together with the numbers that led to it; `Closing.reason` puts them in words.
+  * Every predicate returns its decision with the numbers that led to it; `Closing.reason` describes them.
   * No predicate reads a clock: `now_s` is an argument.
 """
 
@@ -14,7 +14,8 @@ from typing import NamedTuple
 from diloco_jax.protocol.turns import Groups, Periods, Schedule, fits, groups_of
 
 LEARNERS_MAX_LIMIT = 4096
-OVERLAP_STEPS_MAX = 10_000  # learners look so far ahead in every step
+# Learners look so many global steps ahead after every step.
+OVERLAP_STEPS_MAX = 10_000
 RECOVERY_TURNS_MAX = 1000
 GRACE_MIN_S_MAX = 10.0
 # Steps are short if this many of them take less than `grace_min_s`.
@@ -30,84 +31,92 @@ class ProtocolConfig:
     sync_every: Periods = 24
     """H: global steps between two merges of the same fragment. Low: more traffic, less drift. High: the reverse.
     Or by class of tensor, such as {mlp: 4, rest: 24}: mlp, attention, embedding, norm, or patterns of whole paths such
-    as '*/experts_*'. The first that names a tensor counts; rest is all else. Each period divides the next longer one.
+    as '*/experts_*'. The first class that names a tensor counts; rest has all other tensors. Each period divides the
+    next longer one.
     """
     sync_later: dict[int, Periods] = field(default_factory=dict)
     """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before."""
     num_fragments: int = 24
     """P: fragments of the model, at most H. Low: 1, DiLoCo, moves all at once. High: P = H moves one in every step.
-    With periods by class: at most so many; as many of each class as make the bytes of a step even."""
+    With periods by class: the limit of all classes; each class gets as many as make the bytes of a step even."""
     class_fragments: tuple[int, ...] = ()
-    """Fragments of each class, in the order of sync_every, where classes with equal periods are one; they add up to
-    num_fragments. Empty: chosen by size."""
+    """Fragments of each class, in the order of sync_every; classes with equal periods count as one. The numbers add up
+    to num_fragments. Empty: chosen by size."""
     overlap_steps: int = 2
-    """tau: inner steps that a round may take while training goes on, and rounds in flight. 0: learners wait. Low:
-    rounds must be quick, and values are fresh. High: slow links suffice, and merges are of older values."""
+    """tau: inner steps that a round may take while training continues, and rounds in flight. 0: learners wait. Low:
+    rounds must be quick, and values are fresh. High: slow links are enough, and rounds merge older values."""
     quorum: int = 1
-    """K: learners that must have finished a step before a round may close. M waits for everybody. Low: an island may
-    move the model alone. High: M, nothing is merged while one is away."""
+    """K: learners that must have finished a step before a round may close. M waits for all islands. Low: an island may
+    move the model alone. High: M, nothing is merged while an island is disconnected."""
     grace_steps_max: float = 1.0
     """Cap of the grace window in inner steps. Low: 0, which with K = 1 merges one learner at a time.
-    High: rounds wait for slow islands, and more of them have a share."""
+    High: rounds wait for slow islands, and merge more of them."""
     grace_min_s: float = 0.1
     """Least grace window in seconds, minus three inner steps. It has an effect only if steps are shorter than a third
-    of it and grace_steps_max is above 0. A round then waits so long for learners with such steps, even without slack.
-    In the first turn of the fragments it waits up to 1 s for learners that are still starting. Low: 0, with steps of
-    milliseconds the first learner to report is merged alone. High: each round waits as long for a fast learner that
+    of it and grace_steps_max is above 0. A round then waits for learners with such steps, even without slack. In the
+    first turn of the fragments it waits up to 1 s for learners that are still starting. Low: 0, with steps of
+    milliseconds the first learner to report is merged alone. High: each round waits longer for a fast learner that
     hangs."""
     grace_safety: float = 0.9
     """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Low: rounds close early,
     with few islands. High: 1 leaves nothing for a slow link, and rounds may end late."""
     ema_decay: float = 0.9
-    """Decay of the averages of step, quorum and sync time, in [0, 1). Low: 0, the last sample. High: follows late."""
+    """Decay of the averages of step, quorum and sync time, in [0, 1). Low: 0, only the last sample counts. High:
+    the averages follow late."""
     lease_s: float = 15.0
-    """Silence after which a connected learner counts as dead, in seconds. Heartbeats flow while a step compiles. Low:
-    calls islands dead that are only silent. High: rounds wait as long for one that hangs."""
+    """A connected learner without a sign of life for so many seconds counts as lost. Heartbeats continue while a step
+    compiles. Low: working islands count as lost. High: rounds wait longer for an island that hangs."""
     heartbeat_s: float = 2.0
-    """Seconds between two heartbeats of a learner, below half the lease. Low: more messages. High: longer leases."""
+    """Seconds between two heartbeats of a learner, at most half of lease_s. Low: more messages. High: lease_s must be
+    longer."""
     resend_s: float = 2.0
-    """Seconds until an unanswered request (hello, pull) is repeated. Low: asks twice. High: what was lost waits."""
+    """Seconds until a request without an answer (hello, pull) is repeated. Low: requests are repeated too early. High:
+    a lost request waits longer."""
     pull_timeout_s: float = 30.0
-    """Seconds after which a round stops waiting for a value that it asked for and merges without it. Low: values on
-    slow links are left out. High: one stuck island holds its round as long."""
+    """Seconds that a round waits for a requested value; then it merges without that value. Low: values on slow links
+    are excluded. High: one stuck island holds its round longer."""
     anchor_history: int = 2
-    """Versions of a fragment that the syncer keeps: a value against an older one is refused, its sender refreshed. Low:
-    1, values that were under way during a merge may be lost. High: more memory of the syncer."""
+    """Versions of a fragment that the syncer keeps. A value against an older version is refused, and its sender gets
+    the newest one. Low: 1, values in transit during a merge may be lost. High: the syncer needs more memory."""
     learners_max: int = 64
-    """Most learners that the syncer accepts at a time. Low: later ones are refused. High: no cost of its own."""
+    """Most learners that the syncer accepts at a time. Low: later ones are refused. High: a higher limit costs
+    nothing."""
     lease_ahead_steps: int = 64
-    """Steps of data that a learner is given ahead. While the syncer is away it trains on these, and then again. Low:
-    data is repeated soon while the syncer is away. High: more that a death gives back to be read again."""
+    """Steps of data that a learner gets in advance. Without a syncer it trains on these, and then on them again. Low:
+    data is repeated soon without a syncer. High: a lost learner gives back more data, which is then read again."""
     release_s: float = 60.0
-    """Seconds after which the unfinished data of a lost learner goes to others. A new incarnation frees it at once.
-    Low: data of islands that come back is read twice. High: data of a lost one is read late."""
+    """Seconds until the unfinished data of a lost learner goes to others. A new incarnation frees it at once. Low: data
+    of islands that return is read twice. High: data of a lost island is read late."""
     snapshot_every: int = 0
-    """Global steps between two snapshots of the run; 0: one at the end. Low: much writing. High: more to lose."""
+    """Global steps between two snapshots of the run; 0: one at the end. Low: much writing. High: a failure loses more
+    steps."""
     restore_s: float = 15.0
     """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions. Low:
-    newer versions may be lost. High: rounds begin later."""
+    newer versions may be lost. High: rounds start later."""
     recover_from_peers: bool = True
-    """Learners that join later take parameters and inner optimizer state from a healthy one."""
+    """Learners that join later get parameters and inner optimizer state from a healthy learner."""
     recovery_attempts: int = 3
-    """States that a joining learner tries to get, each within recovery_turns, before it goes on without. Low: 1, begins
-    without moments if a donor dies. High: waits long where no state comes through."""
+    """States that a joining learner tries to get, each within recovery_turns, before it starts without one. Low: 1, it
+    starts without moments if a donor is lost. High: it waits long if no state arrives."""
     recovery_turns: int = 10
-    """Times sync_every (H; the longest period) global steps for which a state may be on its way. Its receiver makes no
-    steps meanwhile. Low: a large state is never there in time. High: waits long for a donor that hangs."""
+    """Limit of the transfer of a state, as a multiple of sync_every (H; the longest period) global steps. The receiver
+    makes no steps meanwhile. Low: a large state never arrives in time. High: it waits long for a donor that hangs."""
     strikes_max: int = 3
-    """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, at once. High: late."""
+    """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, the first one
+    does. High: many unusable values arrive before that."""
     tokens_per_step_factor_max: float = 64.0
     """Most tokens that one inner step of an island counts for, in its weight and towards train.tokens, as a multiple of
     the islands' median; 0 for no limit. It keeps one wrong counter from deciding a merge or ending a run. Low: large
     islands count for less than they trained. High: a wrong counter counts for more; weights grow with its square."""
     unmerged_rounds_max: int = 96
-    """Rounds without a share of a live learner after which an alarm is raised: it works for nothing. Low: alarms about
-    slow islands. High: an island works long for nothing before anybody hears."""
+    """Rounds in a row without a value of a live learner that raise an alarm, because its work is lost. Low: alarms
+    about slow islands. High: an island works long for nothing before the alarm."""
 
     def __post_init__(self) -> None:
-        groups = self.groups  # checks the periods
+        # Reading the groups checks the periods.
+        groups = self.groups
         shortest = min(min(phase.periods) for phase in groups.phases)
-        turns = f"at most sync_every = {shortest}, so that every fragment has a global step of its own"
+        turns = f"at most sync_every = {shortest}, so that every fragment has a separate global step"
         overlaps = not self.by_class or self.overlap_steps < shortest
         limits = [
             ("num_fragments", self.num_fragments >= 1, "at least 1"),
@@ -147,12 +156,12 @@ class ProtocolConfig:
     def _deal_limit(self, groups: Groups) -> str:
         return (
             f"{len(groups.classes)} numbers, for {', '.join('+'.join(names) for names in groups.classes)}, which add "
-            f"up to num_fragments = {self.num_fragments} and leave each fragment a global step of its own"
+            f"up to num_fragments = {self.num_fragments} and leave each fragment a separate global step"
         )
 
     @property
     def groups(self) -> Groups:
-        """Return the classes of tensors that share periods, and these in each phase."""
+        """Return the classes of tensors that share periods, and the periods of each phase."""
         return groups_of(self.sync_every, self.sync_later)
 
     @property
@@ -160,15 +169,15 @@ class ProtocolConfig:
         """Return the table of turns, if the fragments of each class are known."""
         return Schedule(self.sync_every, self.num_fragments, self.sync_later, self.class_fragments)
 
-    def settled(self, counts: tuple[int, ...]) -> ProtocolConfig:
-        """Return these settings for a model that is cut into so many fragments of each class."""
+    def with_fragments(self, counts: tuple[int, ...]) -> ProtocolConfig:
+        """Return these settings for a model whose classes of tensors have `counts` fragments."""
         if len(counts) < 2:
             return self
         return replace(self, num_fragments=sum(counts), class_fragments=tuple(counts))
 
     @property
     def by_class(self) -> bool:
-        """Tell if classes of tensors differ in their periods, so that each has fragments of its own."""
+        """True if classes of tensors differ in their periods, so that no fragment has tensors of two classes."""
         return len(self.groups.classes) > 1
 
     def check_steps(self, total_steps: int) -> None:
@@ -182,27 +191,30 @@ class ProtocolConfig:
 
     @property
     def words(self) -> str:
-        """Return in words what fixes the table of turns, as the processes of a run compare it."""
+        """Describe what determines the table of turns; the processes of a run compare this text."""
         later = f" later {self.sync_later}" if self.sync_later else ""
         counts = "+".join(map(str, self.class_fragments)) or self.num_fragments
         return f"H={self.sync_every}{later} P={counts} tau={self.overlap_steps}"
 
     def agreed(self, words: str) -> ProtocolConfig:
-        """Return these settings with the numbers of fragments that a run's processes agreed on, see `words`.
+        """Return these settings with the numbers of fragments that a run's processes agreed on.
+
+        Args:
+            words: the property `words` of their settings.
 
         Raises:
-            ValueError: they say none.
+            ValueError: the text has no numbers of fragments.
         """
         if not self.by_class or self.class_fragments:
             return self
         counts = words.rpartition(" P=")[2].partition(" ")[0].split("+")
         if not all(count.isdecimal() for count in counts):
             raise ValueError("the tape does not say how many fragments each class of tensors has; is it this config's?")
-        return self.settled(tuple(map(int, counts)))
+        return self.with_fragments(tuple(map(int, counts)))
 
     @property
     def lockstep(self) -> bool:
-        """Learners stop at a due step until its fragment came back: synchronous DiLoCo."""
+        """True if learners stop at a due step until its fragment is back: synchronous DiLoCo."""
         return self.overlap_steps == 0
 
     @property
@@ -212,12 +224,12 @@ class ProtocolConfig:
 
     @property
     def own_state_age_max(self) -> int:
-        """Return how many global steps an island's own saved state may be old: the last save may not have ended."""
+        """Return the greatest age of a usable saved state in global steps; the newest save may not have ended."""
         return max(self.groups.gap_max, 2 * self.snapshot_every)
 
 
 def ema(average: float | None, sample: float, decay: float) -> float:
-    """Exponential moving average that starts at its first sample."""
+    """Return an exponential moving average after another sample; it starts at its first sample."""
     return sample if average is None else decay * average + (1.0 - decay) * sample
 
 
@@ -254,21 +266,24 @@ def grace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
 
 
 class Closing(NamedTuple):
-    """The decision to close a round or not, and the numbers behind it."""
+    """The decision whether to close a round, and the numbers behind it."""
 
-    state: str  # "below quorum", "collecting", "grace", "closed"
+    # "below quorum", "collecting", "grace" or "closed".
+    state: str
     fresh: int
     live: int
     quorum: int
-    waits_s: float  # what is left of the grace window
+    # The rest of the grace window.
+    waits_s: float
 
     @property
     def reason(self) -> str:
-        if self.state == "below quorum" and not self.live:  # before anybody trains, or when nobody is left
+        # No learner trains yet, or none is left.
+        if self.state == "below quorum" and not self.live:
             return f"no learner is live, the quorum is {self.quorum}"
         if self.state == "below quorum":
             few = f"{self.live} live learners are fewer than the quorum of {self.quorum}"
-            return f"{few}: training goes on, merging is paused"
+            return f"{few}: training continues, merging is paused"
         if self.state == "collecting":
             return f"{self.fresh} of {self.live} live learners reported a step, the quorum is {self.quorum}"
         if self.state == "grace":
@@ -279,11 +294,11 @@ class Closing(NamedTuple):
 
 
 def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float) -> Closing:
-    """Decide whether a round closes, and say why.
+    """Decide whether a round closes.
 
     Args:
         fresh: learners that reported a step which no round used yet.
-        live: learners that are connected, hold every fragment and were heard within the lease.
+        live: learners that are connected, hold every fragment and are not silent.
         quorum: K.
         closes_s: when the grace window ends; None while the quorum is not met.
     """

@@ -1,32 +1,35 @@
-"""The way of a healthy learner's state to one that joins late (paper, App. E.3), relayed by the syncer.
+"""Start of a learner: with its saved state, with the state of a healthy peer, or from the global model alone.
+
+The state of a peer travels through the syncer (paper, App. E.3):
 
     receiver                     syncer                        donor
     StateRequest(clock)  ----->  chooses a donor
                                  StatePull(clock)  --------->  waits until it has seen `clock` itself, then copies its
                                                                inner optimizer state between two steps
-    KeepPart  <----------------  passes on  <----------------  StatePart 0
-    StateRequest(1, 2, ...)      ...                           a window of parts is on its way at a time
+    KeepPart  <----------------  forwards   <----------------  StatePart 0
+    StateRequest(1, 2, ...)      ...                           a window of parts is in transit at a time
     AdoptState; StateDone  --->  StateEnd  ----------------->  frees the copy
 
-Parts are asked for one by one, so the receiver sets the pace, a broken link resumes where it was, and nobody buffers
-more than a window. Broadcasts go on meanwhile: the receiver's parameters are the newest global values, of the donor it
-takes the moments alone. It makes no step before it has them.
+The receiver requests each part, so it sets the pace, a broken link resumes where it stopped, and no process buffers
+more than a window. Broadcasts continue meanwhile: the receiver's parameters are the newest global values, and only the
+moments are the donor's. The receiver makes no step before it has them.
 
-The transfer may take recovery_turns times sync_every global steps; then, and when its donor is lost, another attempt
-begins, each after a longer wait. Without a donor, or after the last attempt, the learner goes on from the syncer alone.
+The transfer may take recovery_turns times sync_every global steps. If it takes longer, or if the donor is lost, another
+attempt starts, each after a longer wait. Without a donor, or after the last attempt, the learner starts from the global
+model alone.
 
-Receiver and Donor are parts of a learner's machine, Matchmaker is one of the syncer's.
+Start, Receiver and Donor are parts of a learner's machine; Matchmaker is a part of the syncer's machine.
 """
 
-from collections.abc import Container
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.bounds import PARTS_MAX
 from diloco_jax.protocol.effects import (
     AdoptState,
     Drop,
     DropParts,
-    Effect,
+    Effects,
     KeepPart,
     Note,
     Send,
@@ -48,234 +51,347 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig
 
 PARTS_IN_FLIGHT = 4
-PATIENCE = 2.0  # times the longest wait for a part so far: what a narrow link still carries is not asked for twice
-PATIENCE_LEASES = 4.0  # at most so many leases
-STATES_MAX = 2  # copies that a donor keeps at a time
-# Failed donors that are remembered for one receiver.
+# A receiver waits for this many times the longest wait so far before it repeats a request. A part that a narrow link
+# still carries is then not requested twice. The second number limits the wait, in multiples of lease_s.
+PATIENCE = 2.0
+PATIENCE_LEASES = 4.0
+# Copies that a donor keeps at a time.
+STATES_MAX = 2
+# Failed donors that the syncer remembers for one receiver.
 AVOIDED_MAX = 64
 
 
-class Receiver:
-    """A joining learner's side."""
+class Saved(NamedTuple):
+    """A learner's state on its own disk, from an earlier incarnation."""
 
-    def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig) -> None:
+    global_step: int
+    # Digests of the global values under its parameters. A version number alone is not enough: after the syncer went
+    # back to a snapshot, the same number names another value.
+    digests: tuple[int, ...]
+
+
+class Start:
+    """The source of a learner's first state, and how much of the state is there."""
+
+    def __init__(
+        self, effects: Effects, learner_id: str, incarnation: int, config: ProtocolConfig, saved: Saved | None
+    ) -> None:
+        # Whether the syncer has accepted the learner.
+        self.welcomed = False
+        # Whether the driver is loading a state now.
+        self.adopting = False
+        self.receiver = Receiver(effects, learner_id, incarnation, config)
+        self._effects = effects
+        self._config = config
+        self._saved = saved
+
+    @property
+    def over(self) -> bool:
+        """True once no state is expected any more, so that the first step may start."""
+        return self._saved is None and not self.adopting and self.receiver.over
+
+    def on_welcome(self, global_step: int, now_s: float) -> None:
+        """Choose the source of the state when the first welcome arrives; a run under way has states to give."""
+        if self.welcomed:
+            return
+        self.welcomed = True
+        if self._saved is not None and abs(self._saved.global_step - global_step) > self._config.own_state_age_max:
+            # The state on disk is too old to be better than a peer's.
+            self._saved = None
+        if self._saved is None and global_step > 0 and self._config.recover_from_peers:
+            self.receiver.begin(global_step, now_s)
+
+    def load(self, digests: Sequence[int], global_step: int, now_s: float) -> None:
+        """Load the state, if it is there; the global values of all fragments are.
+
+        Args:
+            digests: digest of each fragment's global value, as the learner holds it.
+        """
+        if self.adopting:
+            return
+        if self._saved is not None:
+            self.adopting = True
+            same = tuple(p for p, digest in enumerate(self._saved.digests) if digest == digests[p])
+            self._effects.append(AdoptState("", self._saved.global_step, same))
+            return
+        self.receiver.adopt(global_step, now_s)
+        self.adopting = self.receiver.ready
+
+    def on_adopted(self, ok: bool, global_step: int, now_s: float) -> None:
+        """Record that the driver has loaded a state, or could not use it."""
+        self.adopting = False
+        own, self._saved = self._saved is not None, None
+        if not own:
+            if ok:
+                self.receiver.adopted()
+            else:
+                self.receiver.failed(global_step, now_s)
+        elif not ok and self._config.recover_from_peers:
+            self.receiver.begin(global_step, now_s)
+
+
+class Receiver:
+    """A joining learner's side of the transfer of a peer's state."""
+
+    def __init__(self, effects: Effects, learner_id: str, incarnation: int, config: ProtocolConfig) -> None:
+        self._effects = effects
         self._who = (learner_id, incarnation)
         self._config = config
-        self.over = True  # nothing is wanted, or nothing can be had
-        self.complete = False  # every part is kept
+        # True if no state is wanted, or none can be had.
+        self.over = True
+        # True if every part is kept.
+        self.complete = False
         self.donor = ""
         self.donor_step = 0
         self.resend_s: float | None = None
         self._clock = 0
         self._count = 0
         self._kept: set[int] = set()
-        self._incarnation = 0  # of the donor
-        self._asked = 0  # parts asked for so far
+        self._donor_incarnation = 0
+        # Parts requested so far.
+        self._asked = 0
         self._attempts = 0
         self._resend_wait_s = config.resend_s
-        self._heard_s = 0.0  # when a part came, or the first one was asked for
-        self._longest_s = 0.0  # between two parts
+        # When the newest part arrived, or the first one was requested.
+        self._heard_s = 0.0
+        # The longest time between two parts.
+        self._longest_s = 0.0
 
-    def begin(self, clock: int, now_s: float) -> list[Effect]:
-        """Ask for a state of a donor that has seen `clock`."""
+    @property
+    def ready(self) -> bool:
+        """True while a complete state waits to be loaded."""
+        return self.complete and not self.over
+
+    def begin(self, clock: int, now_s: float) -> None:
+        """Request a state of a donor that has seen global step `clock`."""
         self.over = False
-        return self._ask_anybody(clock, now_s)
+        self._ask_anybody(clock, now_s)
 
-    def _ask_anybody(self, clock: int, now_s: float) -> list[Effect]:
-        effects = self._forget()
+    def _ask_anybody(self, clock: int, now_s: float) -> None:
+        self._forget()
         self._clock, self._asked, self._heard_s = clock, 1, now_s
         self._wait(now_s)
-        return [*effects, self._request(0)]
+        self._request(0)
 
-    def _forget(self) -> list[Effect]:
-        effects: list[Effect] = [DropParts()] if self._kept else []
+    def _forget(self) -> None:
+        if self._kept:
+            self._effects.append(DropParts())
         self.donor, self.donor_step = "", 0
         self._count, self._asked, self._kept, self.complete = 0, 0, set(), False
-        return effects
 
-    def _request(self, index: int) -> Send:
-        return Send(SYNCER, StateRequest(*self._who, self._clock, self.donor, self.donor_step, index))
+    def _request(self, index: int) -> None:
+        request = StateRequest(*self._who, self._clock, self.donor, self.donor_step, index)
+        self._effects.append(Send(SYNCER, request))
 
     def _wait(self, now_s: float) -> None:
         self.resend_s = now_s + self._resend_wait_s
 
-    def on_part(self, message: StatePart, clock: int, now_s: float) -> list[Effect]:
-        """A part came: keep it, and ask for what follows."""
+    def on_part(self, message: StatePart, clock: int, now_s: float) -> None:
+        """Keep a part that arrived, and request the parts after it."""
         if self.over or self.complete or self._asked == 0 or message.receiver != self._who[0]:
-            return []
+            return
         if not 1 <= message.parts <= PARTS_MAX or not 0 <= message.part < message.parts:
-            return [Drop(SYNCER, f"part {message.part} of {message.parts} of a state is impossible")]
+            self._effects.append(Drop(SYNCER, f"part {message.part} of {message.parts} of a state is impossible"))
+            return
         if message.clock < self._clock:
-            return []  # of an attempt that was given up
+            # The part belongs to an attempt that was given up.
+            return
         if not self.donor and message.part == 0:
             self.donor, self.donor_step = message.learner_id, message.local_step
-            self._incarnation, self._count = message.incarnation, message.parts
-        wanted = (self.donor, self._incarnation, self.donor_step, self._count)
+            self._donor_incarnation, self._count = message.incarnation, message.parts
+        wanted = (self.donor, self._donor_incarnation, self.donor_step, self._count)
         if (message.learner_id, message.incarnation, message.local_step, message.parts) != wanted:
-            return []  # of a state that was given up
+            # The part belongs to a state that was given up.
+            return
         if message.part in self._kept or message.part >= self._asked:
-            return []
+            return
         if clock - self._clock > self._config.transfer_steps_max:
-            return self._abandon(clock, now_s)
+            self._abandon(clock, now_s)
+            return
         self._kept.add(message.part)
         self._longest_s, self._heard_s = max(self._longest_s, now_s - self._heard_s), now_s
         patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.lease_s)
         self._resend_wait_s = max(self._config.resend_s, patience_s)
         self._wait(now_s)
-        effects: list[Effect] = [KeepPart(message.part, message.parts)]
+        self._effects.append(KeepPart(message.part, message.parts))
         while self._asked < min(self._count, len(self._kept) + PARTS_IN_FLIGHT):
-            effects.append(self._request(self._asked))
+            self._request(self._asked)
             self._asked += 1
         if len(self._kept) == self._count:
             self.complete, self.resend_s = True, None
-        return effects
 
-    def on_unavailable(self, message: StateUnavailable, clock: int, now_s: float) -> list[Effect]:
-        """Nobody can give a state, or this donor cannot any more."""
+    def on_unavailable(self, message: StateUnavailable, clock: int, now_s: float) -> None:
+        """Try again, or give up if no learner can give a state."""
         if self.over or self.complete or message.donor not in ("", self.donor or message.donor):
-            return []
+            return
         if not message.donor:
-            return self.give_up()
-        return self._again(clock, now_s, at_once=self._attempts == 0)  # most likely its donor died: others are ready
+            self.give_up()
+            return
+        # The most likely reason of a first failure is that the donor was lost, and other donors are ready.
+        self._again(clock, now_s, at_once=self._attempts == 0)
 
-    def _again(self, clock: int, now_s: float, *, at_once: bool = False) -> list[Effect]:
-        """Another attempt, unless that was the last."""
+    def _again(self, clock: int, now_s: float, *, at_once: bool = False) -> None:
+        """Start another attempt, unless the failed one was the last."""
         self._attempts += 1
         if self._attempts >= self._config.recovery_attempts:
-            return self.give_up()
+            self.give_up()
+            return
         self._resend_wait_s = min(self._config.resend_s * 2 ** (self._attempts - 1), self._config.lease_s)
         if at_once:
-            return self._ask_anybody(clock, now_s)
-        effects = self._forget()
+            self._ask_anybody(clock, now_s)
+            return
+        self._forget()
         self._wait(now_s)
-        return effects
 
-    def _abandon(self, clock: int, now_s: float) -> list[Effect]:
-        """It took too long, or cannot be used: the donor may free it."""
-        done: list[Effect] = [Send(SYNCER, StateDone(*self._who, ""))] if self.donor else []
-        return done + self._again(clock, now_s)
+    def _abandon(self, clock: int, now_s: float) -> None:
+        """End an attempt that took too long, or whose state is not usable; the donor may free its copy."""
+        if self.donor:
+            self._effects.append(Send(SYNCER, StateDone(*self._who, "")))
+        self._again(clock, now_s)
 
-    def give_up(self) -> list[Effect]:
-        """Go on without a state."""
-        effects: list[Effect] = [DropParts()] if self._kept else []
+    def give_up(self) -> None:
+        """Start without a state."""
+        if self._kept:
+            self._effects.append(DropParts())
+        self.stop()
+
+    def stop(self) -> None:
+        """Request nothing more."""
         self.over, self.resend_s, self._kept = True, None, set()
-        return effects
 
-    def adopted(self) -> list[Effect]:
-        """A complete state was taken over."""
+    def adopted(self) -> None:
+        """Report that a complete state was loaded."""
         self.over, self._kept = True, set()
-        return [Send(SYNCER, StateDone(*self._who, self.donor))]
+        self._effects.append(Send(SYNCER, StateDone(*self._who, self.donor)))
 
-    def failed(self, clock: int, now_s: float) -> list[Effect]:
-        """A complete state turned out to be unusable."""
+    def failed(self, clock: int, now_s: float) -> None:
+        """Abandon a complete state that turned out to be unusable."""
         self._kept = set()
-        return self._abandon(clock, now_s)
+        self._abandon(clock, now_s)
 
-    def on_connected(self, now_s: float) -> list[Effect]:
-        """The link is back: go on where it broke."""
+    def on_connected(self, now_s: float) -> None:
+        """Resume where the link broke."""
         self._heard_s = now_s
-        return [] if self.over or self.complete else self._repeat(now_s)
+        if not (self.over or self.complete):
+            self._repeat(now_s)
 
-    def on_tick(self, clock: int, now_s: float) -> list[Effect]:
-        """Ask again for what does not come; begin again when it takes too long."""
+    def on_tick(self, clock: int, now_s: float) -> None:
+        """Repeat requests without an answer; start another attempt when the transfer takes too long."""
         if self.resend_s is None or now_s < self.resend_s:
-            return []
-        if self._asked == 0:  # the wait before another attempt is over
-            return self._ask_anybody(clock, now_s)
+            return
+        if self._asked == 0:
+            # The wait before another attempt is over.
+            self._ask_anybody(clock, now_s)
+            return
         if clock - self._clock > self._config.transfer_steps_max:
-            return self._abandon(clock, now_s)
+            self._abandon(clock, now_s)
+            return
         self._resend_wait_s = max(self._resend_wait_s, min(2 * self._resend_wait_s, self._config.lease_s))
-        return self._repeat(now_s)
+        self._repeat(now_s)
 
-    def _repeat(self, now_s: float) -> list[Effect]:
-        # with the same clock: a newer one would make the donor copy its state anew, and void the part that is under way
+    def _repeat(self, now_s: float) -> None:
+        # The clock stays the same. With a newer one the donor would copy its state again, and the part in transit
+        # would be void.
         self._wait(now_s)
-        return [self._request(index) for index in range(self._asked) if index not in self._kept]
+        for index in range(self._asked):
+            if index not in self._kept:
+                self._request(index)
 
-    def adopt(self, clock: int, now_s: float) -> list[Effect]:
-        """Take a complete state over, if it is recent; the parameters are those of the syncer."""
-        if self.over or not self.complete:
-            return []
+    def adopt(self, clock: int, now_s: float) -> None:
+        """Load a complete state, if it is recent; the parameters are the syncer's."""
+        if not self.ready:
+            return
         if clock - self._clock > self._config.transfer_steps_max:
-            return self._abandon(clock, now_s)  # the global model was longer on its way than the state
-        return [AdoptState(self.donor, self.donor_step, ())]
+            # The global model took longer to arrive than the state.
+            self._abandon(clock, now_s)
+            return
+        self._effects.append(AdoptState(self.donor, self.donor_step, ()))
 
 
 class Donor:
-    """A healthy learner's side."""
+    """A healthy learner's side of the transfer of its state to peers."""
 
-    def __init__(self, learner_id: str, incarnation: int) -> None:
+    def __init__(self, effects: Effects, learner_id: str, incarnation: int) -> None:
+        self._effects = effects
         self._who = (learner_id, incarnation)
-        self._copies: dict[int, int] = {}  # local step of a state in host memory -> clock
-        self._given: dict[str, int] = {}  # receiver -> local step of its copy
-        self.waiting: dict[str, int] = {}  # receiver -> clock that must be seen first
+        # Local step of each state in host memory -> the clock of its copy.
+        self._copies: dict[int, int] = {}
+        # Receiver -> local step of its copy.
+        self._given: dict[str, int] = {}
+        # Receiver -> clock that this learner must see first.
+        self.waiting: dict[str, int] = {}
 
-    def on_pull(self, message: StatePull) -> list[Effect]:
-        """Give a part of a copy that exists, or remember that one is wanted. Touches nothing that a step depends on."""
+    def on_pull(self, message: StatePull) -> None:
+        """Send a part of an existing copy, or remember that one is wanted; no running step depends on either."""
         receiver = message.receiver
         step = self._given.get(receiver)
         if message.donor_step:
             if step != message.donor_step:
-                return [Send(SYNCER, StateRefused(*self._who, receiver, f"no state of step {message.donor_step}"))]
-            return [self._part(receiver, step, message.part)]
-        if step is not None and self._copies[step] >= message.clock:
-            return [self._part(receiver, step, 0)]  # its first part was lost
-        self.waiting[receiver] = message.clock
-        return []
+                self._refuse(receiver, f"no state of step {message.donor_step}")
+            else:
+                self._part(receiver, step, message.part)
+        elif step is not None and self._copies[step] >= message.clock:
+            # The first part of this copy was lost.
+            self._part(receiver, step, 0)
+        else:
+            self.waiting[receiver] = message.clock
 
-    def serve(self, clock: int, local_step: int) -> list[Effect]:
-        """Between two steps: copy the state for those who wait, if their clock has been seen."""
-        effects: list[Effect] = []
-        seen = self._copies.get(local_step, clock)  # a copy was made earlier between the same two steps
+    def serve(self, clock: int, local_step: int) -> None:
+        """Copy the state for the waiting receivers whose clock has been seen; only between two steps."""
+        # A copy may have been made earlier between the same two steps.
+        seen = self._copies.get(local_step, clock)
         for receiver in sorted(r for r, wanted in self.waiting.items() if wanted <= seen):
             del self.waiting[receiver]
-            effects += self._forget(receiver)
+            self._forget(receiver)
             if local_step not in self._copies:
                 if len(self._copies) >= STATES_MAX:
-                    reason = f"{STATES_MAX} states are being given already"
-                    effects.append(Send(SYNCER, StateRefused(*self._who, receiver, reason)))
+                    self._refuse(receiver, f"{STATES_MAX} states are being given already")
                     continue
                 self._copies[local_step] = clock
-                effects.append(StageState(local_step))
+                self._effects.append(StageState(local_step))
             self._given[receiver] = local_step
-            effects.append(self._part(receiver, local_step, 0))
-        return effects
+            self._part(receiver, local_step, 0)
 
-    def _part(self, receiver: str, local_step: int, index: int) -> Send:
-        # count, digest and size are the driver's: it alone knows the bytes
-        return Send(SYNCER, StatePart(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step]))
+    def _refuse(self, receiver: str, reason: str) -> None:
+        self._effects.append(Send(SYNCER, StateRefused(*self._who, receiver, reason)))
 
-    def on_end(self, receiver: str) -> list[Effect]:
-        """The receiver needs no more."""
+    def _part(self, receiver: str, local_step: int, index: int) -> None:
+        # The driver fills in count, digest and size: only it has the bytes.
+        part = StatePart(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step])
+        self._effects.append(Send(SYNCER, part))
+
+    def on_end(self, receiver: str) -> None:
+        """Free the copy of a receiver that needs no more of it."""
         self.waiting.pop(receiver, None)
-        return self._forget(receiver)
+        self._forget(receiver)
 
-    def _forget(self, receiver: str) -> list[Effect]:
+    def _forget(self, receiver: str) -> None:
         step = self._given.pop(receiver, None)
-        if step is None or step in self._given.values():
-            return []
-        del self._copies[step]
-        return [UnstageState(step)]
+        if step is not None and step not in self._given.values():
+            del self._copies[step]
+            self._effects.append(UnstageState(step))
 
-    def forget_all(self) -> list[Effect]:
-        """The link is gone: the syncer sends its receivers to others."""
+    def forget_all(self) -> None:
+        """Free all copies when the link is lost: the syncer sends the receivers to other donors."""
         self.waiting.clear()
         self._given.clear()
-        effects: list[Effect] = [UnstageState(step) for step in self._copies]
+        self._effects.extend([UnstageState(step) for step in self._copies])
         self._copies.clear()
-        return effects
 
 
 class Matchmaker:
-    """The syncer's side: who gives to whom."""
+    """The syncer's side of recovery: the donor of each receiver."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, effects: Effects, membership: Membership) -> None:
+        self._effects = effects
         self._membership = membership
-        self._donors: dict[str, tuple[str, int]] = {}  # receiver -> donor and its incarnation
-        self._avoided: dict[str, list[str]] = {}  # receiver -> donors that refused or were lost
+        # Receiver -> its donor and the donor's incarnation.
+        self._donors: dict[str, tuple[str, int]] = {}
+        # Receiver -> donors that refused or were lost.
+        self._avoided: dict[str, list[str]] = {}
 
-    def on_request(self, message: StateRequest, global_step: int, awaited: Container[str] = ()) -> list[Effect]:
-        """Pass a request on, to the donor that it names or to one that is chosen now.
+    def on_request(self, message: StateRequest, global_step: int, awaited: Container[str] = ()) -> None:
+        """Forward a request to the donor that it names or, if it names none, to a donor that is chosen now.
 
         Args:
             awaited: learners that a restarted syncer still expects back.
@@ -284,29 +400,39 @@ class Matchmaker:
         donor = self._live(receiver)
         if message.donor:
             if donor is None or donor.learner_id != message.donor:
-                return [Send(receiver, StateUnavailable(message.donor, "it is not the donor any more"))]
-            return [Send(donor.learner_id, StatePull(receiver, message.clock, message.donor_step, message.part))]
-        effects: list[Effect] = []
+                self._unavailable(receiver, message.donor, "it is not the donor any more")
+                return
+            self._send(donor.learner_id, StatePull(receiver, message.clock, message.donor_step, message.part))
+            return
         if donor is None:
             donor = self._choose(receiver)
             if donor is None:
                 self._avoided.pop(receiver, None)
-                if self._comes_back(receiver, awaited):
-                    return []  # it will be asked for again
-                return [Send(receiver, StateUnavailable("", "no other learner is active and free to give its state"))]
+                # If a possible donor is about to be active again, the receiver's next request finds it.
+                if not self._comes_back(receiver, awaited):
+                    self._unavailable(receiver, "", "no other learner is active and free to give its state")
+                return
             former = self._membership.get(*self._donors.get(receiver, ("", 0)))
-            if former is not None:  # silent: it may come back, and need not keep its copy then
-                effects.append(Send(former.learner_id, StateEnd(receiver)))
+            if former is not None:
+                # The former donor is silent. It may return, and need not keep its copy then.
+                self._send(former.learner_id, StateEnd(receiver))
             self._donors[receiver] = (donor.learner_id, donor.incarnation)
-            effects.append(Note("recovering", global_step, -1, (receiver, donor.learner_id), "takes its state"))
-        return [*effects, Send(donor.learner_id, StatePull(receiver, message.clock, 0, 0))]
+            note = Note("recovering", global_step, -1, (receiver, donor.learner_id), "takes its state")
+            self._effects.append(note)
+        self._send(donor.learner_id, StatePull(receiver, message.clock, 0, 0))
+
+    def _send(self, peer: str, message: StatePull | StateEnd | StatePart | StateUnavailable) -> None:
+        self._effects.append(Send(peer, message))
+
+    def _unavailable(self, receiver: str, donor: str, reason: str) -> None:
+        self._send(receiver, StateUnavailable(donor, reason))
 
     def _live(self, receiver: str) -> Member | None:
         donor = self._membership.get(*self._donors.get(receiver, ("", 0)))
         return donor if donor is not None and donor.state == ACTIVE else None
 
     def _choose(self, receiver: str) -> Member | None:
-        """The active learner that failed this receiver least often, then that gives to the fewest, first by name."""
+        """Return the active learner with fewest failures for this receiver, then fewest receivers, then first name."""
         busy = [name for name, _ in self._donors.values()]
         failed = self._avoided.get(receiver, [])
         others = [m.learner_id for m in self._membership.live_members() if m.learner_id != receiver]
@@ -314,52 +440,54 @@ class Matchmaker:
         return self._membership.members.get(name)
 
     def _comes_back(self, receiver: str, awaited: Container[str]) -> bool:
-        """Say if another learner that has trained is about to be active again, as after a restart of the syncer."""
+        """Return whether another learner that has trained is about to be active again, as after a syncer's restart."""
         trained = [m for m in self._membership.members.values() if m.local_step > 0 and m.learner_id != receiver]
         return any(m.state == JOINING or m.learner_id in awaited for m in trained)
 
-    def on_part(self, part: StatePart) -> list[Effect]:
-        """Pass a part on."""
+    def on_part(self, part: StatePart) -> None:
+        """Forward a part to its receiver."""
         if not part.part < part.parts:
-            return [Drop(part.learner_id, f"part {part.part} of {part.parts} of a state is impossible")]
-        if self._donors.get(part.receiver) != (part.learner_id, part.incarnation):
-            return [Drop(part.learner_id, f"a part of its state for {part.receiver[:64]!r}, who asked for none")]
-        if self._membership.members[part.receiver].state == GONE:
-            return [Drop(part.learner_id, f"a part of its state for {part.receiver}, who is away")]
-        return [Send(part.receiver, part)]
+            self._drop(part, f"part {part.part} of {part.parts} of a state is impossible")
+        elif self._donors.get(part.receiver) != (part.learner_id, part.incarnation):
+            self._drop(part, f"a part of its state for {part.receiver[:64]!r}, who asked for none")
+        elif self._membership.members[part.receiver].state == GONE:
+            self._drop(part, f"a part of its state for {part.receiver}, who is away")
+        else:
+            self._send(part.receiver, part)
 
-    def on_refused(self, message: StateRefused) -> list[Effect]:
-        """Send the receiver to somebody else."""
-        if self._donors.get(message.receiver) != (message.learner_id, message.incarnation):
-            return []
-        return [self._part_ways(message.receiver, message.reason)]
+    def _drop(self, part: StatePart, reason: str) -> None:
+        self._effects.append(Drop(part.learner_id, reason))
 
-    def _part_ways(self, receiver: str, reason: str) -> Send:
+    def on_refused(self, message: StateRefused) -> None:
+        """Tell the receiver to request a state of another donor."""
+        if self._donors.get(message.receiver) == (message.learner_id, message.incarnation):
+            self._part_ways(message.receiver, message.reason)
+
+    def _part_ways(self, receiver: str, reason: str) -> None:
         donor, _ = self._donors.pop(receiver)
         failed = self._avoided.setdefault(receiver, [])
         failed.append(donor)
         del failed[:-AVOIDED_MAX]
-        return Send(receiver, StateUnavailable(donor, reason))
+        self._unavailable(receiver, donor, reason)
 
-    def on_done(self, receiver: str) -> list[Effect]:
-        """The receiver is finished with its donor."""
+    def on_done(self, receiver: str) -> None:
+        """Release the donor of a receiver that needs no more."""
         self._avoided.pop(receiver, None)
         donor, _ = self._donors.pop(receiver, ("", 0))
-        return [Send(donor, StateEnd(receiver))] if donor else []
+        if donor:
+            self._send(donor, StateEnd(receiver))
 
-    def on_lost(self, learner_id: str, reason: str) -> list[Effect]:
-        """A donor is gone. A receiver that is gone may come back, and go on where it was."""
-        effects: list[Effect] = []
+    def on_lost(self, learner_id: str, reason: str) -> None:
+        """Tell the receivers of a lost donor. A lost receiver keeps its donor, since it may return and resume."""
         for receiver in [r for r, (donor, _) in self._donors.items() if donor == learner_id]:
-            effects.append(self._part_ways(receiver, reason))
-        return effects
+            self._part_ways(receiver, reason)
 
     def donor_of(self, receiver: str) -> str:
-        """Name the learner that gives to this one, or nobody."""
+        """Return the name of a receiver's donor, or an empty string."""
         return self._donors.get(receiver, ("", 0))[0]
 
     def clear(self) -> None:
-        """The syncer lost everybody."""
+        """Forget all matches when the syncer lost every link."""
         self._donors.clear()
         self._avoided.clear()
 

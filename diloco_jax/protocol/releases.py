@@ -3,32 +3,32 @@
 from typing import Any
 
 RELEASE = "0.2.0"
-# Messages and what they mean, settings on which both sides must agree and their defaults, what the machines decide on a
-# tape and keep in a snapshot. A change of these that an older release would misread raises PROTOCOL; what this one no
-# longer understands, of islands or in files, raises OLDEST.
+# The protocol has the messages and their meaning, the settings that both sides must agree on with their defaults, and
+# what the machines decide from a tape and keep in a snapshot. PROTOCOL grows with a change that an older release would
+# misread. OLDEST grows when this release stops understanding the islands or files of a protocol.
 PROTOCOL, OLDEST = 1, 1
 STAMP = (PROTOCOL, RELEASE)
 
 
 class OtherRelease(Exception):
-    """A file of a release that this one does not read. No ValueError, which would stand for a damaged file."""
+    """A file of a release that this one does not read. It is not a ValueError, which means a damaged file."""
 
 
 def check_readable(what: str, stamp: Any = STAMP) -> None:
     """Refuse a file whose release speaks a protocol that this one does not read.
 
     Args:
-        what: the file, in words.
-        stamp: (protocol, release) as its writer put it there; releases before 0.2.0 put none.
+        what: name of the file for people.
+        stamp: (protocol, release) of its writer; releases before 0.2.0 wrote none.
 
     Raises:
-        OtherRelease: names both releases, and the remedy.
+        OtherRelease: the release does not read the file; the message names both releases and the remedy.
     """
     protocol, release = stamp
     if not OLDEST <= protocol <= PROTOCOL:
         raise OtherRelease(
             f"{what} is of diloco-jax {release}, protocol {protocol}; this is {RELEASE}, which reads {OLDEST} to "
-            f"{PROTOCOL}: go on with {release}, or begin a new run with the model (`diloco export --format hf` by "
+            f"{PROTOCOL}: continue with {release}, or start a new run with the model (`diloco export --format hf` by "
             f"{release}, `diloco import` by this one)"
         )
 

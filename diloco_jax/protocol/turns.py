@@ -1,9 +1,9 @@
 """The table of turns: the fragment that is due at each global step. Both machines derive it from the settings alone.
 
 * At most one fragment is due at a step, so that each step moves the bytes of one fragment at most.
-* Classes of tensors with equal periods form one group, which has fragments of its own.
+* Classes of tensors with equal periods form one group. No fragment belongs to two groups.
 * Of two periods of a phase the smaller divides the larger. Then the turns of a fragment are exactly its period apart,
-  and fragments find a place whenever sum_g P_g / H_g <= 1.
+  and all fragments find a place if sum_g P_g / H_g <= 1.
 * Groups take their steps in ascending order of periods. With F of the H steps of its period left, a group puts its
   n fragments on those number floor(i F / n), i < n: with one group on floor(p H / P).
 """
@@ -14,9 +14,11 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-Periods = int | dict[str, int]  # of all tensors, or by class of tensor
+# One period for all tensors, or one by class of tensor.
+Periods = int | dict[str, int]
 
-REST = "rest"  # the class of tensors that no other class names
+# The class of tensors that no other class names.
+REST = "rest"
 _NEVER_LATER: Mapping[int, Periods] = MappingProxyType({})
 
 
@@ -24,23 +26,26 @@ class Phase(NamedTuple):
     """A part of the run, from a global step to the next phase or the end."""
 
     first_step: int
-    periods: tuple[int, ...]  # of each group
+    # The period of each group.
+    periods: tuple[int, ...]
 
     @property
     def cycle(self) -> int:
-        """Return after how many steps the table repeats itself: the longest period."""
+        """Return the longest period: after so many steps the table repeats."""
         return max(self.periods)
 
     def turns(self, counts: Sequence[int]) -> int:
-        """Count the steps of a cycle at which a fragment is due, if groups have so many fragments."""
+        """Count the steps of a cycle that have a due fragment, if the groups have so many fragments."""
         return sum(count * self.cycle // period for count, period in zip(counts, self.periods, strict=True))
 
 
 class Groups(NamedTuple):
     """The classes of tensors that share their periods, and these periods in each phase of the run."""
 
-    classes: tuple[tuple[str, ...], ...]  # names of each group's
-    phases: tuple[Phase, ...]  # the first from step 0 on
+    # Names of each group's classes.
+    classes: tuple[tuple[str, ...], ...]
+    # The first phase starts at step 0.
+    phases: tuple[Phase, ...]
 
     @property
     def gap_max(self) -> int:
@@ -53,8 +58,8 @@ def groups_of(sync_every: Periods, sync_later: Mapping[int, Periods] = _NEVER_LA
     """Read the settings of periods.
 
     Raises:
-        ValueError: a period or a step is no positive number, phases name other classes, or a period does not divide
-            the next longer one; names setting, value and remedy.
+        ValueError: a period or a step is not a positive number, phases name different classes, or a period does not
+            divide the next longer one; the message names setting, value and remedy.
     """
     told: list[tuple[int, str, Periods]] = [(0, "sync_every", sync_every)]
     for first_step, periods in sorted(sync_later.items()):
@@ -98,12 +103,12 @@ def _by_class(where: str, periods: Periods, names: Sequence[str]) -> dict[str, i
 def deal(sizes: Sequence[int], groups: Groups, at_most: int) -> tuple[int, ...]:
     """Return how many fragments each group gets, so that the bytes of a step are as even as its periods allow.
 
-    The largest fragments are made smaller as long as a step is left for one more of them, and others down to the mean
-    of all steps: a fragment more is a round more.
+    Each more fragment is one more round. So a group gets one more only while its fragments are larger than the mean of
+    all steps and a step is left for it; the group with the largest fragments is first.
 
     Args:
-        sizes: elements of each group; one without any gets no fragment.
-        at_most: fragments of all groups.
+        sizes: elements of each group; a group without elements gets no fragment.
+        at_most: limit of the fragments of all groups.
 
     Raises:
         ValueError: not even one fragment of each group fits.
@@ -112,7 +117,7 @@ def deal(sizes: Sequence[int], groups: Groups, at_most: int) -> tuple[int, ...]:
     if not fits(counts, groups, at_most):
         each = ", ".join(f"{'+'.join(names)}: {size:,}" for names, size in zip(groups.classes, sizes, strict=True))
         raise ValueError(
-            f"protocol.sync_every leaves no global step of its own for one fragment of each class ({each} elements) "
+            f"protocol.sync_every leaves no separate global step for one fragment of each class ({each} elements) "
             f"within num_fragments = {at_most}; use longer periods, or fewer different ones"
         )
     mean = max(sum(size / period for size, period in zip(sizes, phase.periods, strict=True)) for phase in groups.phases)
@@ -128,12 +133,12 @@ def deal(sizes: Sequence[int], groups: Groups, at_most: int) -> tuple[int, ...]:
 
 
 def fits(counts: Sequence[int], groups: Groups, at_most: int) -> bool:
-    """Say if so many fragments of each group have a global step of their own, in every phase."""
+    """Return whether so many fragments of each group have separate global steps, in every phase."""
     return sum(counts) <= at_most and all(phase.turns(counts) <= phase.cycle for phase in groups.phases)
 
 
 class Schedule:
-    """The table of turns; see the rules above. `class_fragments` are those of each group, none if there is but one."""
+    """The table of turns; `class_fragments` has the number of each group, and is empty for a single group."""
 
     def __init__(
         self,
@@ -150,12 +155,13 @@ class Schedule:
         self._windows: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def due(self, global_step: int) -> int:
-        """The fragment due at this global step, or -1."""
+        """Return the fragment that is due at this global step, or -1."""
         cycle, due = self._tables[self._phase(global_step)]
         return due.get(global_step % cycle, -1)
 
     def due_within(self, first_step: int, count: int) -> tuple[int, ...]:
-        """The fragments due at `count` global steps from the first one on, sorted. Learners ask after every step."""
+        """Return the fragments that are due at `count` global steps from the first one on, sorted."""
+        # Learners call this after every step, so results are kept.
         phase, last = self._phase(first_step), self._phase(first_step + count - 1)
         begins = first_step % self._tables[phase][0] if phase == last else -first_step
         fragments = self._windows.get((phase, begins, count))
@@ -165,7 +171,7 @@ class Schedule:
         return fragments
 
     def next_due(self, global_step: int) -> int:
-        """The first global step after this one at which a fragment is due."""
+        """Return the first global step after this one that has a due fragment."""
         step = global_step + 1
         while self.due(step) < 0:
             step += 1
@@ -179,7 +185,8 @@ def _table(phase: Phase, counts: Sequence[int]) -> dict[int, int]:
     """Return the fragments that are due, by global step modulo the cycle."""
     due: dict[int, int] = {}
     before = 1
-    free = [0]  # steps modulo `before` that nobody has taken
+    # Steps modulo `before` that no group has taken.
+    free = [0]
     for period, group in sorted((period, group) for group, period in enumerate(phase.periods)):
         free = sorted(start + step for start in range(0, period, before) for step in free)
         chosen = [free[i * len(free) // counts[group]] for i in range(counts[group])]

@@ -1,4 +1,4 @@
-"""Settings of a run on Google Cloud, for `diloco launch`: what the islands' own settings do not say."""
+"""Settings of a run on Google Cloud and on GPU hosts, for `diloco launch`."""
 
 import ipaddress
 import re
@@ -9,9 +9,11 @@ Capacity = Literal["on-demand", "spot", "reservation", "flex-start"]
 
 PORT_MAX = 65535
 DISK_MIN_GB, DISK_MAX_GB = 50, 65_536
-WORDS_MAX, LENGTH_MAX = 64, 4096  # of env and xla_flags: how many, and characters of a value
+# Entries of env and of xla_flags, and characters of one value.
+WORDS_MAX, LENGTH_MAX = 64, 4096
 AUTO = "auto"
-PLAIN = (  # become words of scripts and manifests
+# These settings become arguments in scripts and manifests.
+PLAIN = (
     "project", "image", "network", "subnetwork", "service_account", "tpu_image_family", "bucket", "reservation",
     "queue", "priority_class", "nat", "syncer_zone", "syncer_machine_type",
 )  # fmt: skip
@@ -20,63 +22,69 @@ NAMES = {"env": r"[A-Za-z_][A-Za-z0-9_]*", "xla_flags": r"xla_[a-z0-9_]+"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudConfig:
-    """The place where the run's machines are made; an island's zone and slice are islands.zone and islands.topology."""
+    """The place of the run's machines on Google Cloud. An island's zone and slice are islands.zone and
+    islands.topology."""
 
     project: str = ""
     """Google Cloud project."""
     image: str = ""
-    """Container image with this package, such as us-docker.pkg.dev/PROJECT/diloco/diloco:1; the Dockerfile makes it."""
+    """Container image with this package, such as us-docker.pkg.dev/PROJECT/diloco/diloco:1; the Dockerfile builds
+    it."""
     network: str = "default"
-    """VPC network that all machines are in."""
+    """VPC network of all machines."""
     subnetwork: str = ""
-    """Subnetwork, of the same name in every region; empty: named like the network, as in auto mode."""
+    """Subnetwork with the same name in every region; empty: the network's name, as in auto mode."""
     service_account: str = ""
-    """E-mail address of the account that machines and, on GKE, pods run as. It reads the image and uses the bucket."""
+    """E-mail address of the account that machines and, on GKE, pods run as. It needs to read the image and to read and
+    write the bucket."""
     tpu_image_family: str = ""
-    """Image family of TPU hosts in project ubuntu-os-accelerator-images; for gce."""
+    """Image family of TPU hosts in the project ubuntu-os-accelerator-images; for gce."""
     bucket: str = ""
-    """Cloud Storage bucket (without gs://) for what a new machine needs to go on: states and compiled programs of the
-    islands. It holds the data too where data.path names it."""
+    """Cloud Storage bucket, without gs://, for what a new machine needs to continue: saved states and compiled programs
+    of the islands. It also holds the data if data.path names it."""
     capacity: Capacity = "on-demand"
-    """Where the islands' machines come from. spot: spare ones, cheaper, taken away at any time. reservation: those of
-    cloud.reservation. flex-start: whenever there are some (Dynamic Workload Scheduler), for at most 7 days."""
+    """Kind of the islands' machines. spot: spare machines, cheaper, which Google may take away at any time.
+    reservation: the machines of cloud.reservation. flex-start: machines as soon as they are free (Dynamic Workload
+    Scheduler), for at most 7 days."""
     reservation: str = ""
     """Name of the reservation; with capacity: reservation."""
     queue: str = ""
-    """Kueue's LocalQueue through which islands start, in the namespace; for gke. Empty: they start at once."""
+    """Kueue's LocalQueue in the namespace, which admits the islands' jobs; for gke. Empty: they start immediately."""
     priority_class: str = ""
     """Kubernetes PriorityClass of the islands' pods; for gke."""
     private: bool = False
-    """Give no machine an address on the internet. It needs Private Google Access on the subnetwork."""
+    """Give no machine a public address. The subnetwork then needs Private Google Access."""
     nat: str = ""
-    """Cloud NAT, and its router, through which private machines reach the internet; made in each region that has none
-    of this name. Empty: none, so everything has to come from Google's APIs."""
+    """Name of a Cloud NAT and its router, which connect private machines to the internet; created in each region that
+    has none with this name. Empty: no NAT, so everything must come from Google's APIs."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the islands' processes."""
     xla_flags: dict[str, str] = field(default_factory=dict)
-    """Options of XLA's compiler, {xla_name: value}, added to those of the slice's generation; "" takes one away."""
+    """Options of XLA's compiler, {xla_name: value}, added to the defaults of the TPU generation; "" removes a
+    default."""
     syncer_zone: str = ""
-    """Zone of the syncer; empty: that of the first island."""
+    """Zone of the syncer; empty: the zone of the first island."""
     syncer_machine_type: str = AUTO
-    """Machine type of the syncer's host; auto: the smallest one on a list whose memory does."""
+    """Machine type of the syncer's host; auto: the smallest listed type with enough memory."""
     syncer_disk_gb: int = 500
-    """GB of the disk with the run's folder, which outlives the syncer. Low: too small for snapshots. High: costs."""
+    """Size in GB of the disk with the run's folder, which is kept when the syncer's machine is deleted. It must hold
+    the snapshots."""
     host_disk_gb: int = 200
-    """Size in GB of the boot disk of TPU hosts, on which an island saves its state; for gke and gce. Low: no room for
-    states and images. High: costs money on every host."""
+    """Size in GB of the boot disk of TPU hosts, where an island saves its state; for gke and gce. Every host pays for
+    it."""
     port: int = 50051
-    """Where the syncer listens; merge shards take the ports that follow."""
+    """Port where the syncer listens; merge shards listen on the ports after it."""
     source_ranges: tuple[str, ...] = ("10.0.0.0/8",)
-    """Addresses, as ranges, that may reach the syncer."""
+    """Address ranges that may reach the syncer."""
     external: bool = False
-    """Give the syncer an address on the internet, for islands outside of its network."""
+    """Give the syncer a public address, for islands outside of its network."""
     cluster: str = "diloco"
-    """Name of the GKE cluster, in each region that has islands."""
+    """Name of the GKE cluster in each region that has islands."""
     namespace: str = "diloco"
     """Kubernetes namespace."""
     restarts_max: int = 100
-    """How often GKE starts an island again that failed by itself; preemptions and maintenance do not count, and wrong
-    input is never tried again. Low: 0 gives it up at once. High: one that cannot run costs money."""
+    """How often GKE restarts an island that failed. Preemptions and maintenance do not count, and an island with wrong
+    input is never restarted. High: an island that cannot run keeps costing money."""
 
     def __post_init__(self) -> None:
         for name in PLAIN:
@@ -92,7 +100,7 @@ class CloudConfig:
                 f"cloud.capacity is {self.capacity}, but cloud.reservation {self.reservation!r}; set both or neither"
             )
         if self.nat and not self.private:
-            raise ValueError(f"cloud.nat is {self.nat!r}, but machines have addresses of their own; set cloud.private")
+            raise ValueError(f"cloud.nat is {self.nat!r}, but machines have public addresses; set cloud.private")
         for name, pattern in NAMES.items():
             _check_words(name, pattern, getattr(self, name))
         if not 1 <= self.port <= PORT_MAX:
@@ -110,20 +118,20 @@ class CloudConfig:
         if self.external and all(network.is_private for network in networks):
             raise ValueError(
                 f"cloud.external is true, but cloud.source_ranges {', '.join(self.source_ranges)} are private "
-                "addresses, which nobody on the internet has; write those that the islands come from"
+                "addresses, which nobody on the internet has; write the ranges of the islands' addresses"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConfig:
-    """GPU hosts, for `diloco launch slurm` and `sky`; they take cloud.env, port, image and restarts_max too."""
+    """GPU hosts, for `diloco launch slurm` and `sky`; cloud.env, port, image and restarts_max apply there too."""
 
     accelerator: str = ""
-    """GPU as SkyPilot names it, such as H100."""
+    """GPU by SkyPilot's name, such as H100."""
     options: tuple[str, ...] = ()
     """Options of sbatch for every job: [--partition=gpu, --account=me, --time=48:00:00]."""
     setup: str = ""
-    """A line of bash before each process, such as source /shared/venv/bin/activate."""
+    """One line of bash that runs before each process, such as source /shared/venv/bin/activate."""
 
     def __post_init__(self) -> None:
         for option in self.options:

@@ -1,4 +1,4 @@
-"""The fingerprint of a run: all that its learners and its syncer must agree on."""
+"""The fingerprint of a run: the settings that its learners and its syncer must share."""
 
 import json
 from dataclasses import MISSING, asdict, fields
@@ -9,15 +9,17 @@ from diloco_jax.settings.run import RunConfig
 
 
 def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[tuple[str, str], ...]:
-    """List what a learner and the syncer must agree on, as (what, value) pairs that an error can show.
+    """List what a learner and the syncer must agree on, as (name, value) pairs that an error can show.
 
     Args:
-        plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
-        corpus: what this process reads (training/data/corpus.py); "" if it reads none, then the first learner says it.
+        plan_fingerprint: fingerprint of the fragment plan, computed from the shapes of this process's model.
+        corpus: name of what this process reads (training/data/corpus.py); "" if it reads nothing. The first learner
+            then determines the corpus.
     """
     data = _told(config.data)
     for part in (data, *data.get("mixture", {}).values()):
-        part.pop("path", None)  # the same corpus may lie elsewhere on another machine; what it holds is compared
+        # The same corpus may be stored elsewhere on another machine. `corpus` compares its content.
+        part.pop("path", None)
     for own in ("evaluation", "tokenizer", "prefetch"):
         data.pop(own, None)
     pairs = {
@@ -39,7 +41,8 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
 
 
 def _told(section: Any) -> dict[str, Any]:
-    """Return what differs from the defaults: a release that has more settings agrees with one that lacks them."""
+    """Return the settings that differ from their defaults, so that a release with more settings agrees with this
+    one."""
     usual = {
         each.name: each.default if each.default_factory is MISSING else each.default_factory()
         for each in fields(section)
@@ -48,7 +51,7 @@ def _told(section: Any) -> dict[str, Any]:
 
 
 def _shares(config: RunConfig) -> str:
-    """Name the settings from which learners and shards compute the parts of a payload."""
+    """Name the settings that determine which part of a payload each shard gets."""
     if config.syncer.shards < 2:
         return "none"
     merge, outer = config.merge, config.outer.module or config.outer.optimizer

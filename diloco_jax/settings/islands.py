@@ -1,4 +1,4 @@
-"""The islands of a run: alike by default, each with what it has differently."""
+"""The islands of a run: common settings, and what single islands have differently."""
 
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -13,12 +13,13 @@ Devices = int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 DEVICES_MAX = 64
 ISLANDS_MAX = 1024
-HOSTS_MAX = 2048  # a slice of 6144 v5p chips has 1536
+# A slice of 6144 v5p chips has 1536 hosts.
+HOSTS_MAX = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandOverride:
-    """The differences of one island; what is not given is as for all islands."""
+    """The settings of one island that differ from the common ones. A setting that is left out has the common value."""
 
     devices: Devices | None = None
     """See islands.devices."""
@@ -35,71 +36,81 @@ class IslandOverride:
 
 
 class IslandConfig(NamedTuple):
-    """One island, resolved."""
+    """One island's settings after its differences are applied."""
 
-    name: str  # of the learner
-    devices: int  # how many, over all its hosts; 0: what is there
+    # The learner has the same name.
+    name: str
+    # Over all hosts of the island. 0: all devices that the island finds.
+    devices: int
     hosts: int  # processes
-    topology: str  # TPU slice, "" if none was named
-    mesh: MeshConfig  # how its devices are used
-    batch_size: int  # sequences in an inner step
-    zone: str  # where it runs, "" if that was not said
-    generations: dict[str, Generation]  # that the config describes
+    # TPU slice; "" if none is named.
+    topology: str
+    mesh: MeshConfig
+    batch_size: int  # sequences
+    # Cloud zone; "" if none is named.
+    zone: str
+    # TPU generations that the config describes itself.
+    generations: dict[str, Generation]
 
     @property
     def slice(self) -> Topology | None:
-        """Return the TPU slice, None if none was named."""
+        """Return the TPU slice; None if none is named."""
         return Topology.parse(self.topology, self.generations) if self.topology else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandsConfig:
-    """The islands of the run; `each` says what one has differently."""
+    """The islands of the run; `each` has the differences of single islands."""
 
     count: int = 4
-    """M: number of islands. Low: fewer samples per second. High: a somewhat higher loss after the same tokens."""
+    """M: number of islands. High: more samples per second, and a somewhat higher loss after the same tokens."""
     devices: Devices = AUTO
-    """Devices per island, over all its hosts. auto: what is there: TPU chips, an equal number of the machine's GPUs, a
-    share of one GPU's memory, or 2 emulated CPU devices where there is neither. A number counts GPUs where there are
-    any, and emulated devices elsewhere; JAX_PLATFORMS=cpu in the environment emulates in any case."""
+    """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
+    GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
+    GPUs, and emulated devices elsewhere. JAX_PLATFORMS=cpu in the environment always emulates."""
     hosts: int = 1
-    """Processes of an island, one SPMD program over all of them. With a topology as many as that has hosts. If one
-    dies, the island is started again as a whole. Low: 1 drives all devices. High: more die together."""
+    """Processes of an island that run one SPMD program together. A topology determines this number. If one process
+    fails, the island restarts as a whole."""
     topology: str = ""
-    """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. Needs islands.devices auto."""
+    """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices
+    auto."""
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
-    """How an island's devices are laid out."""
+    """Layout of an island's devices."""
     batch_size: int = 0
-    """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size. Low:
-    short, noisy steps that weigh less in a merge. High: more memory, fewer updates per token."""
+    """Sequences in one inner step of an island; islands may differ. 0: an equal share of train.batch_size. Low: steps
+    are short and noisy, and the island has less weight in a merge. High: a step takes more memory, and the same tokens
+    give fewer updates."""
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch."""
     controller: Controller = "processes"
-    """processes: each island has its own. single: one process drives them all, a thread for each, on devices of its
-    own; for a controller that sees several slices, such as Pathways. If it dies, all islands start again."""
+    """processes: each island has a separate process. single: one process drives all islands, each in a thread with
+    separate devices; for a controller that sees several slices, such as Pathways. If that process fails, all islands
+    restart."""
     pathways: bool = False
-    """Let that one process see its devices through Pathways; needs the package pathwaysutils there."""
+    """Let the one process of controller single see its devices through Pathways; it needs the package pathwaysutils."""
     command: tuple[str, ...] = ()
     """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
-    [python, my_loop.py]; python is the one that runs diloco. It sees islands.devices, and its place in DILOCO_SYNCER,
-    DILOCO_ISLAND, DILOCO_RUN_DIR and the like. Empty: the built-in loop."""
+    [python, my_loop.py]; python is the interpreter that runs diloco. The program sees islands.devices, and finds its
+    place in the run in DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and similar variables. Empty: the built-in loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
-    """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
+    """Differences of single islands by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
     generations: dict[str, Generation] = field(default_factory=dict)
-    """TPU generations that the package does not know, by the name with which a topology begins, which libtpu must know;
-    one of a known name replaces it."""
+    """TPU generations that the package does not know, by the first word of their topology names. libtpu must know them.
+    A generation with a known name replaces the known one."""
     peak_tflops: float = 0.0
-    """Peak of one device in TFLOP/s, of which MFU is a share; 0: that of the known TPUs and GPUs, without it no MFU."""
+    """Peak of one device in TFLOP/s; MFU is the share of it that a step uses. 0: the known peak of TPUs and GPUs, and
+    no MFU on other devices."""
     restarts_max: int = 10
-    """How often a local run starts a failed island again before it gives it up; ten minutes of life count anew. Low: 0
-    gives it up at its first death. High: one that cannot run dies and starts without end."""
+    """How often a local run restarts a failed island. The count restarts after ten minutes without a failure. 0: an
+    island is given up after its first failure."""
     restart_delay_s: float = 1.0
-    """Seconds between an island's death and its next start in a local run; while its lives are shorter than 20 s, twice
-    as many each time, up to a minute. Low: it is back sooner. High: it is away longer."""
+    """Seconds between a failure of an island and its next start in a local run. While the island fails within 20 s of
+    each start, the delay doubles up to one minute."""
     standby: bool = False
-    """Keep a spare process for each island in a local run, which becomes it at once when it dies: imports done, and on
-    emulated devices the model and its programs loaded, so it has the memory of an island. Only for the built-in loop
-    and islands of one process. Spares are started one after the other, once their islands train."""
+    """Keep a spare process for each island in a local run, which replaces the island immediately when it fails. A spare
+    has done its imports and, on emulated devices, has loaded the model and its programs, so it takes as much memory as
+    an island. Only for islands of one process with the built-in loop. Spares start one after another once their islands
+    train."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= ISLANDS_MAX:
@@ -150,7 +161,7 @@ class IslandsConfig:
             )
 
     def _own(self, name: str) -> IslandConfig:
-        """Return an island as the settings say, before anything is derived."""
+        """Return an island's settings before anything is derived from them."""
         other = self.each.get(name, IslandOverride())
         own = {each.name: getattr(other, each.name) for each in fields(IslandOverride)}
         given = {key: getattr(self, key) if value is None else value for key, value in own.items()}
@@ -168,7 +179,7 @@ class IslandsConfig:
         return tuple(f"island-{index}" for index in range(self.count))
 
     def resolve(self, name: str, batch_size: int) -> IslandConfig:
-        """Return what this island has; a name that is none of `names` has what all have."""
+        """Return the settings of one island; a name that is not in `names` has the common settings."""
         island = self._own(name)
         if island.slice and self.controller == "processes":
             island = island._replace(hosts=island.slice.hosts)

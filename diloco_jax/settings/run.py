@@ -1,7 +1,6 @@
-"""One run's settings: the owners' configurations composed, and the checks that concern several of them.
+"""Settings of a run: the sections of all owners in one `RunConfig`, and the checks that concern several sections.
 
-Every section is a frozen dataclass that lives beside the code which it configures; nothing is decided twice.
-`text.py` reads and writes this as YAML.
+Every section is a frozen dataclass beside the code that it configures. `text.py` reads and writes a RunConfig as YAML.
 """
 
 from dataclasses import dataclass, field
@@ -26,32 +25,42 @@ from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig, split_address
 
 SHARDS_MAX = 64
-TOKENS_MAX = 10**18  # and of every count below train
-NAME_LENGTH_MAX = 100  # of a folder, which gets a number behind it
-OUTLETS_MAX = 16  # trackers, and callbacks
+# The limit holds for every count below `train`.
+TOKENS_MAX = 10**18
+# A folder gets this name, and a number may follow it there.
+NAME_LENGTH_MAX = 100
+# The limit holds for trackers and for callbacks.
+OUTLETS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncerConfig:
-    """The syncer's process in a local run."""
+    """The syncer's process: restarts, merge threads and shards, and what it serves."""
 
     restarts_max: int = 20
-    """Starts of a dead syncer before a local run ends; ten minutes of life count anew. Low: 0, none. High: no end."""
+    """How often a local run restarts a syncer that failed. The count restarts after ten minutes without a failure. 0:
+    the run ends with the first failure."""
     restart_delay_s: float = 0.2
-    """Seconds from its death to its next start, longer after brief lives. Low: merges soon. High: merges late."""
+    """Seconds between a failure of the syncer and its next start. The delay grows while the syncer fails soon after
+    each start."""
     merge_threads: int = 0
-    """Threads of a merge, shared by shards; 0: one per core. Low: slow merges. High: takes cores from islands."""
+    """Threads that all merges share, also those of merge shards; 0: one per core. High: merges take cores from islands
+    on the same machine."""
     shards: int = 0
-    """Processes on the syncer's host among which the model is dealt out, at most 64; 0 or 1: the syncer merges itself.
-    Learners send each its part and get parts back. Decisions and values are the same. They listen on the ports after
-    that of transport.address. Low: one process has all memory and traffic. High: costs processes."""
+    """Processes on the syncer's host that share the model and its merges, at most 64; 0 or 1: the syncer merges alone.
+    Learners exchange each shard's part with that shard directly. Decisions and values do not depend on this number.
+    Shards listen on the ports after that of transport.address. Low: one process holds the whole model and carries all
+    traffic. High: each process takes extra memory."""
     parameters_max: int = 2_000_000_000
-    """Parameters of a model that a first learner may bring (model.module: own). Low: refuses it. High: takes memory."""
+    """The most parameters of a model that a first learner may bring (model.module: own). Larger models are refused.
+    High: a mistaken or hostile learner can take more of the syncer's memory."""
     metrics: str = ""
-    """host:port where the syncer tells Prometheus about the run (docs/metrics.md), without encryption, to whoever asks;
-    0.0.0.0 for a scraper on another machine. Port 0 lets the system choose one, and the log says which. Empty: none."""
+    """host:port where Prometheus scrapes the run's metrics (docs/metrics.md), without encryption and without a
+    password; 0.0.0.0 lets scrapers on other machines connect. Port 0 lets the system choose a port, which the log
+    names. Empty: no metrics are served."""
     page: str = ""
-    """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: nowhere."""
+    """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: no page is
+    served."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
@@ -74,10 +83,12 @@ class CheckpointsConfig:
     """Snapshots of the run on disk; how often they are taken is protocol.snapshot_every."""
 
     keep: int = 3
-    """Snapshots of the whole run that stay, at least 1. Low: with 1, a bad disk may end the run. High: takes disk."""
+    """Snapshots of the whole run that are kept, at least 1. Low: with 1, a damaged snapshot cannot be replaced by an
+    older one. High: snapshots fill the disk."""
     states: str = ""
-    """Another folder for what each host of an island saves of itself, beside the run's own: a path or a URL that fsspec
-    writes, such as gs://bucket/folder. With it an island comes back with its moments where its disk does not."""
+    """A second folder for the state that each host of an island saves, beside the run's folder: a path or a URL that
+    fsspec can write, such as gs://bucket/folder. An island restores its optimizer's moments from it when its disk is
+    lost."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -86,33 +97,37 @@ class CheckpointsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The amount of training, its batches, and how it is watched."""
+    """The length of the training, its batches, and its evaluations."""
 
     steps: int = 1000
-    """T: global steps of the run; about as many inner steps on every island. 0, with train.tokens only: as many as the
-    tokens need. Low: ends before the model has learned. High: a longer run, whose schedule stretches with it."""
+    """T: global steps of the run; every island makes about as many inner steps. 0, only with train.tokens: as many as
+    the tokens need. The learning-rate schedule stretches with this number."""
     tokens: int = 0
-    """Tokens that rounds must have merged before the run ends, whoever trained on them; 0 = it ends after train.steps.
-    The learning rate then follows the merged tokens, where a step (optimizer.warmup_steps) is as many as a global step
-    of all islands has: train.seq_len times the sum of their batches. train.steps still ends the run where it comes
-    first: 0, or no less than the tokens need, more of it for absent islands. Low: one global step's. High: long."""
+    """Tokens that rounds must have merged before the run ends, over all islands; 0: the run ends after train.steps. The
+    learning rate then follows the merged tokens: one step of the schedule (optimizer.warmup_steps) is train.seq_len
+    times the sum of the islands' batches. train.steps still ends the run if it comes first; use 0, or more steps than
+    the tokens need so that absent islands have time to return."""
     batch_size: int = 32
-    """Sequences per global step over all islands together; each takes an equal share, unless islands.batch_size says
-    how many. Low: noisy steps. High: more memory, and fewer updates for the same tokens."""
+    """Sequences per global step over all islands together. Each island takes an equal share unless islands.batch_size
+    is set. Low: gradients are noisy. High: a step takes more memory, and the same tokens give fewer updates."""
     seq_len: int = 128
-    """Tokens per sequence that are predicted. Low: no long context is learned. High: takes memory and time."""
+    """Tokens per sequence that are predicted. Low: the model learns no long context. High: a step takes more memory and
+    time."""
     eval_every: int = 0
-    """Global steps between two evaluations of the global model; 0: at the end only. Low: costs steps. High: late."""
+    """Global steps between two evaluations of the global model; 0: only at the end. Low: evaluations take time from
+    training."""
     eval_batches: int = 16
-    """Batches per evaluation during the run. Low: a noisy loss. High: an island is longer away from its steps."""
+    """Batches per evaluation during the run. Low: the loss is noisy. High: the evaluating island is away from its steps
+    for longer."""
     final_eval_batches: int = 64
-    """Batches of the evaluation at the end, and of `diloco eval`. Low: a noisy result. High: the run ends later."""
+    """Batches of the evaluation at the end and of `diloco eval`. Low: the result is noisy."""
     eval_batch_size: int = 16
-    """Sequences per batch of an evaluation. Low: slow. High: more memory."""
+    """Sequences per batch of an evaluation. Low: the evaluation is slow. High: it takes more memory."""
     settle_batches: int = 300
-    """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange:
-    training batches that go through the global model before an evaluation, without an update, so that this state is the
-    model's own. Of its first value momentum^settle_batches remains: 5 % of 300 with 0.99. Low: 0, all. High: slow."""
+    """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange. So
+    many training batches pass through the global model before an evaluation, without an update, so that this state fits
+    the model. A share momentum^settle_batches of the initial value remains: 5 % after 300 batches with momentum 0.99.
+    0: the state keeps its initial value."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tokens <= TOKENS_MAX:
@@ -128,18 +143,20 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """Evaluations of the global model, which islands do, and numbers of your own beside the held-out loss."""
+    """Evaluations of the global model on islands, and your own numbers beside the held-out loss."""
 
     module: str = ""
-    """A class of your own as package.module:Name. An object of it is called with the global model (flax.nnx.Module, in
-    the mode of an evaluation) and its global step, and returns named numbers; at most 32."""
+    """Your own class as package.module:Name. An object of it is called with the global model (flax.nnx.Module, in
+    evaluation mode) and its global step, and returns at most 32 named numbers."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Passed to the class by name."""
+    """Keyword arguments for the class."""
     timeout_s: float = 600.0
-    """Seconds for one call, then the run goes on without these numbers. Low: cuts slow ones off. High: a hang lasts."""
+    """Seconds for one call of the module. The run continues without its numbers after that. High: a module that hangs
+    is noticed late."""
     wait_s: float = 900.0
-    """Seconds for an island to evaluate the global model, compiling included, after which another is asked; at the end
-    of a run also for one to come back. A module's timeout_s comes on top. Low: asks twice. High: late results."""
+    """Seconds for an island to evaluate the global model, compiling included. Then another island is asked; at the end
+    of a run, the syncer also waits so long for an island to return. The timeout_s of a module is added. Low: two
+    islands may evaluate the same model. High: results of a lost island come late."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
@@ -151,13 +168,14 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptConfig:
-    """The learner's way to take a global fragment that arrives."""
+    """The learner's way to take in a global fragment."""
 
     mode: Literal["overwrite", "blend", "rebase"] = "overwrite"
-    """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: keep
-    what was learned while the fragment travelled, local = global + (local now - local sent)."""
+    """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: local
+    = global + (local now - local sent), which keeps what the island learned while the fragment travelled."""
     alpha: float = 0.5
-    """Share of the local value that blend keeps, in [0, 1). Low: 0 is overwrite. High: global values hardly arrive."""
+    """Share of the local value that blend keeps, in [0, 1). 0 is overwrite. High: the global value has little
+    effect."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:
@@ -166,33 +184,35 @@ class AdoptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireConfig:
-    """The formats of fragments on their way."""
+    """Number formats of what travels between learners and syncer."""
 
     up: Format = "int4"
-    """Format of the outer gradients that learners send: float32, bfloat16, int8, int4 or int2. What rounding takes
-    from one is added to the learner's next one of the fragment (error feedback)."""
+    """Format of the outer gradients that learners send: float32, bfloat16, int8, int4 or int2. The learner adds the
+    rounding error of a fragment to the next outer gradient of that fragment (error feedback)."""
     down: Format = "int4"
-    """Format of what the syncer sends after a round: the step from the value before, which every learner adds to its
-    anchor, so that anchors equal the syncer's value bit for bit; float32 sends the whole value each round."""
+    """Format of the syncer's answer to a round: the difference to the version before, which every learner adds to its
+    anchor, so that anchors equal the syncer's value bit for bit. float32 sends the whole value each round."""
     states: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of the inner optimizer's moments on their way to an island that returns without a state of its own."""
+    """Format of the inner optimizer's moments on their way to an island that returns without its saved state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """The end of a process that hangs, so that whoever supervises it starts it again."""
+    """Limits on the time of a step. A process that exceeds them ends itself, and its supervisor restarts it."""
 
     least_s: float = 300.0
-    """Seconds that a step of an island, or a turn of the syncer, may take in any case; one that takes longer than this
-    and than median_factor times the median of the last ones ends its process with the stacks of all threads in its log.
-    Time in which the whole process is stopped does not count. 0: nothing is ever ended. Low: ends what is only slow.
-    High: a hang is found as late."""
+    """Seconds that a step of an island, or a turn of the syncer's loop, may always take. A process ends if a step takes
+    longer than this and longer than median_factor times the median of the last steps; its log then shows the stacks of
+    all threads. Time while the whole process is suspended does not count. 0: nothing is ever ended. Low: a process that
+    is only slow is ended. High: a hang is noticed late."""
     median_factor: float = 10.0
-    """See least_s. Low: 1 ends a step that is a little slow, after least_s. High: start_s is the only bound."""
+    """Multiple of the median step time that a step may take, at least 1; see least_s. High: only start_s bounds a
+    step."""
     start_s: float = 1800.0
-    """Seconds for what may take long: everything before the first step, which compiles, taking over a whole state, an
-    evaluation, a merge (which may wait for a snapshot), the goodbye, and what a loop of the user's own does between two
-    steps. No bound is above it. Low: ends what still compiles. High: a hang in a start is found as late."""
+    """Seconds for phases that may take long: everything before the first step (compiling included), loading a whole
+    state, an evaluation, a merge (which may wait for a snapshot), the end of a process, and whatever your own loop does
+    between two steps. It is also the upper bound of every other limit. Low: a process that still compiles is ended.
+    High: a hang during the start is noticed late."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.least_s <= self.start_s and self.start_s < inf):
@@ -203,9 +223,10 @@ class WatchdogConfig:
             raise ValueError(f"watchdog.median_factor is {self.median_factor}; it must be at least 1")
 
     def bound_s(self, median_s: float | None) -> float:
-        """Return the seconds that the next step may take, of which the last ones took so many; None before the first.
+        """Return the seconds that the next step may take; infinity if nothing is to be ended.
 
-        It is infinite if nothing is to be ended.
+        Args:
+            median_s: median of the last steps in seconds, None before the first step.
         """
         if not self.least_s:
             return inf
@@ -217,21 +238,21 @@ class RunConfig:
     """Everything that defines a run."""
 
     name: str = "run"
-    """Name of the run, also of its folder."""
+    """Name of the run and of its folder."""
     runs_dir: str = "runs"
-    """Folder that holds the run folders."""
+    """Folder that holds the folders of runs."""
     algorithm: Literal["decoupled", "data_parallel"] = "decoupled"
-    """decoupled: islands and a syncer. data_parallel: one process, one mesh, gradients summed in every step."""
+    """decoupled: islands and a syncer. data_parallel: one process, one mesh, and gradients summed in every step."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the data."""
     islands: IslandsConfig = field(default_factory=IslandsConfig)
     """The islands."""
     syncer: SyncerConfig = field(default_factory=SyncerConfig)
-    """The syncer of a local run."""
+    """The process that merges."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """Amount of training."""
+    """Length of the training, batches and evaluations."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """Evaluation beside the held-out loss."""
+    """Your own evaluation beside the held-out loss."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -241,7 +262,7 @@ class RunConfig:
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     """H, P, tau, K, grace."""
     fragments: FragmentConfig = field(default_factory=FragmentConfig)
-    """How the model is cut."""
+    """How the model is cut into fragments."""
     weights: WeightScheme = "tokens2_per_step"
     """A learner's weight in a merge."""
     merge: MergeConfig = field(default_factory=MergeConfig)
@@ -249,30 +270,32 @@ class RunConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
     """The outer optimizer."""
     adopt: AdoptConfig = field(default_factory=AdoptConfig)
-    """How learners take a global fragment."""
+    """How learners take in a global fragment."""
     wire: WireConfig = field(default_factory=WireConfig)
-    """Formats on the wire."""
+    """Number formats on the wire."""
     transport: TransportConfig = field(default_factory=TransportConfig)
     """Connections."""
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     """Snapshots on disk."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    """Processes that hang."""
+    """When a process counts as hung."""
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
     gpu: GpuConfig = field(default_factory=GpuConfig)
     """GPU hosts, for `diloco launch`."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, opentelemetry (rounds only), or a
-    class of your own as package.module:Class."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, opentelemetry (rounds only), or your
+    own class as package.module:Class."""
     callbacks: tuple[str, ...] = ()
-    """Classes of your own, package.module:Class, with on_step, on_round, on_eval or on_event."""
+    """Your own classes as package.module:Class, with methods on_step, on_round, on_eval or on_event."""
 
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and not self.name.startswith(".") and not {"/", "\\"} & {*self.name}
         if not plain or not 1 <= len(self.name) <= NAME_LENGTH_MAX:
-            told = f"a plain word of 1 to {NAME_LENGTH_MAX} characters, it names the run's folder"
-            raise ValueError(f"name is {self.name[:NAME_LENGTH_MAX]!r}; use {told}")
+            raise ValueError(
+                f"name is {self.name[:NAME_LENGTH_MAX]!r}; use a plain word of 1 to {NAME_LENGTH_MAX} characters, "
+                "it names the run's folder"
+            )
         check_setting("outer", self.outer.module, self.outer.args)
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")
@@ -327,33 +350,34 @@ class RunConfig:
 
     @property
     def budget(self) -> Budget:
-        """The tokens after which the run ends, and those of one global step of all islands."""
+        """Return the tokens that end the run, and the tokens of one global step of all islands."""
         sizes = [self.island(name).batch_size for name in self.islands.names]
         batch_size = self.train.batch_size if self.algorithm == "data_parallel" else sum(sizes)
         return Budget(self.train.tokens, batch_size * self.train.seq_len)
 
     @property
     def limits(self) -> Limits:
-        """The global steps and merged tokens after which the run is complete."""
+        """Return the global steps and merged tokens that complete the run."""
         told = f"{self.planned_steps}" + f" for {self.train.tokens} tokens" * bool(self.train.tokens)
         return Limits(self.train.steps, self.train.tokens, told)
 
     @property
     def evaluations(self) -> EvaluationPlan:
-        """The times at which an island evaluates the global model."""
+        """Return when an island evaluates the global model, and how long the syncer waits for it."""
         extra_s = self.evaluation.timeout_s if self.evaluation.module else 0.0
         return EvaluationPlan(self.evaluation.wait_s + extra_s, self.train.eval_every)
 
     @property
     def planned_steps(self) -> int:
-        """Global steps of the learning-rate schedule, and of the run if all islands take part in each."""
+        """Return the global steps of the learning-rate schedule; the run may take more if islands are absent."""
         tokens, step_tokens = self.budget
         return -(-tokens // step_tokens) if tokens else self.train.steps
 
     def check_mesh(self, island: IslandConfig) -> None:
-        """Check that an island's devices, as far as they are known, can share its batch; ValueError if not."""
+        """Check that an island's devices can share its batch, if their number is known; ValueError if not."""
         devices = island.slice.devices if island.slice else island.devices
-        if not devices:  # nobody knows yet
+        # The number of devices may be unknown until the island runs.
+        if not devices:
             return
         steps = self.optimizer.accumulate_steps
         parts = MeshLayout(planned_mesh(island.mesh, devices), island.mesh.all_rules()).batch_parts * steps
@@ -365,7 +389,7 @@ class RunConfig:
             )
 
     def _check_built_in(self) -> None:
-        """Check what only the built-in models say of themselves: their ids, lengths and axes."""
+        """Check ids, lengths and axes of arrays, which only the built-in models declare."""
         for name in ("", *self.islands.each):
             if unknown := sorted(set(self.island(name).mesh.rules) - set(AXIS_RULES)):
                 raise ValueError(
@@ -385,7 +409,7 @@ class RunConfig:
                 f"train.seq_len is {self.train.seq_len}, but model.args.seq_len_max {longest}; raise it, or lower "
                 "train.seq_len"
             )
-        # an embedding clamps ids that it does not have, silently
+        # An embedding silently clamps ids beyond its table.
         have = self.model.args.get("vocab_size", 256)
         if isinstance(have, int) and have < (need := self.data.ids):
             raise ValueError(
@@ -394,7 +418,7 @@ class RunConfig:
             )
 
     def island(self, name: str) -> IslandConfig:
-        """Return what this island has; a learner that is none of `islands.names` has what all have."""
+        """Return the settings of one island; a learner whose name is not in `islands.names` has the common settings."""
         if self.algorithm == "data_parallel":
             return self.islands.resolve(name, 0)._replace(batch_size=self.train.batch_size)
         return self.islands.resolve(name, self.train.batch_size // self.islands.count)

@@ -1,4 +1,4 @@
-"""TPU slices by name: how many chips and hosts they have, what a chip can do, and what Google Cloud calls them.
+"""TPU slices by name: their chips and hosts, what a chip can do, and Google Cloud's names for them.
 
     Topology.parse("v5p:4x4x8")    128 chips, 32 hosts, accelerator type v5p-256
 
@@ -15,12 +15,13 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
-CHIPS_PER_HOST = 4  # of every slice with more than one host
+# Every host of a slice with more than one host has this number of chips.
+CHIPS_PER_HOST = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A TPU generation; what only some ways of launching need may stay empty."""
+    """A TPU generation. Settings that only some ways of launching need may stay empty."""
 
     dims: int
     """Dimensions of the network between chips, 2 or 3."""
@@ -33,35 +34,35 @@ class Generation:
     host_gb: float
     """Memory of a host with 4 chips, GB."""
     hbm_gb_per_s: float = 0.0
-    """Bandwidth of a chip's memory, GB/s; 0: not known."""
+    """Bandwidth of a chip's memory, GB/s; 0: unknown."""
     ici_gb_per_s: float = 0.0
-    """Bandwidth of a chip's links to others, all of them and both ways together, GB/s; 0: not known."""
+    """Bandwidth of all of a chip's links to other chips, both directions together, GB/s; 0: unknown."""
     cores_per_chip: int = 1
-    """Cores that the number in an accelerator type counts per chip."""
+    """Cores per chip in the number of an accelerator type."""
     devices_per_chip: int = 1
-    """Devices that JAX has for a chip; they share its memory and its peak."""
+    """JAX devices per chip; they share its memory and its peak."""
     shapes: tuple[str, ...] = ()
-    """Slices that there are, such as 2x2x1; empty and no cube: any."""
+    """Available slices, such as 2x2x1; if this and cube are empty: any."""
     cube: int = 0
-    """Slices whose sizes are all multiples of this are there too; 0: none."""
+    """Slices whose sizes are all multiples of this number are available too; 0: none."""
     alone: tuple[int, ...] = ()
-    """Numbers of chips, other than 4, that lie on one host."""
+    """Numbers of chips, other than 4, that fit on one host."""
     accelerator: str = ""
-    """Beginning of accelerator types in the Cloud TPU API; empty: the generation's name."""
+    """First part of accelerator types in the Cloud TPU API; empty: the generation's name."""
     gke_accelerator: str = ""
     """Value of the node label cloud.google.com/gke-tpu-accelerator."""
     gke_policy: bool = False
-    """GKE places hosts of a slice by a workload policy, in place of a pool's topology."""
+    """GKE places the hosts of a slice by a workload policy instead of a pool's topology."""
     machine_family: str = ""
-    """Beginning of machine types, which are FAMILY-Nt with N chips."""
+    """First part of machine types, which are FAMILY-Nt with N chips."""
     runtime_version: str = ""
-    """Software of the Cloud TPU API; empty: it does not have this generation."""
+    """Software version for the Cloud TPU API; empty: the API does not offer this generation."""
     device_kinds: tuple[str, ...] = ()
-    """Names that JAX gives to its devices."""
+    """JAX's names of its devices."""
     libtpu_options: dict[str, str] = field(default_factory=dict)
-    """Arguments with which libtpu describes a slice, beside its name."""
+    """Arguments that describe a slice to libtpu, beside its name."""
     compiler_options: dict[str, str] = field(default_factory=dict)
-    """Options of the compiler, by name, with which islands run and preflight compiles."""
+    """Options of the compiler by name, for islands and preflight."""
 
     def __post_init__(self) -> None:
         if self.dims not in (2, 3) or min(self.chips_max, self.cores_per_chip, self.devices_per_chip) < 1:
@@ -89,7 +90,7 @@ GENERATIONS = TypeAdapter(dict[str, Generation]).validate_python(
     yaml.safe_load(Path(__file__).with_name("generations.yaml").read_text("utf-8"))
 )
 
-# Dense bfloat16 operations per second of a device, by what JAX calls it; GPUs: NVIDIA's data sheets.
+# Dense bfloat16 operations per second of a device, by JAX's name of it. GPUs are from NVIDIA's data sheets.
 DEVICE_PEAK_FLOPS = {
     **{kind: each.peak_flops for each in GENERATIONS.values() for kind in each.device_kinds},
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312e12),
@@ -99,15 +100,18 @@ DEVICE_PEAK_FLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A slice: one island's chips."""
+    """A TPU slice: the chips of one island."""
 
-    name: str  # of its generation
-    generation: Generation  # of its chips
-    shape: tuple[int, ...]  # chips along each dimension
+    # Name of the generation, such as v5p.
+    name: str
+    generation: Generation
+    # Chips along each dimension.
+    shape: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str, own: Mapping[str, Generation] | None = None) -> Topology:
-        """Read a name such as v5p:4x4x8, of a generation of the table or of islands.generations; ValueError if none."""
+        """Read a name such as v5p:4x4x8 of a known generation or of one in islands.generations; ValueError if there is
+        none."""
         known = {**GENERATIONS, **(own or {})}
         written, _, dims = text.partition(":")
         name = written if written in known else written.lower()
@@ -133,7 +137,7 @@ class Topology:
             )
         if self.chips % self.chips_per_host:
             raise ValueError(
-                f"topology '{text}' has {self.chips} chips, which is no number of whole hosts; use a multiple of "
+                f"topology '{text}' has {self.chips} chips, which do not fill whole hosts; use a multiple of "
                 f"{CHIPS_PER_HOST}"
             )
         listed = generation.shapes or generation.cube
@@ -149,7 +153,7 @@ class Topology:
 
     @property
     def dims(self) -> str:
-        """Write the shape as Google Cloud does: 4x4x8."""
+        """Return the shape in Google Cloud's notation: 4x4x8."""
         return "x".join(map(str, self.shape))
 
     @property
@@ -158,27 +162,27 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """Count the devices that JAX has on the slice."""
+        """Return the number of JAX devices on the slice."""
         return self.chips * self.generation.devices_per_chip
 
     @property
     def chips_per_host(self) -> int:
-        """Count the chips of each host: what the generation can have on a host alone, else 4."""
+        """Return the chips of each host: all of them if the generation fits them on one host, else 4."""
         return self.chips if self.chips in self.generation.alone else CHIPS_PER_HOST
 
     @property
     def hosts(self) -> int:
-        """Count the processes of an island on this slice."""
+        """Return the number of processes of an island on this slice."""
         return self.chips // self.chips_per_host
 
     @property
     def host_bytes(self) -> float:
-        """Return the memory of each host; those with fewer or more than four chips have it in proportion."""
+        """Return the memory of each host in bytes; hosts have memory in proportion to their chips."""
         return self.generation.host_gb * 1e9 * self.chips_per_host / CHIPS_PER_HOST
 
     @property
     def accelerator_type(self) -> str:
-        """Return the name in the Cloud TPU API: some generations count cores, some chips."""
+        """Return the name in the Cloud TPU API, which counts cores for some generations and chips for others."""
         return f"{self.generation.accelerator or self.name}-{self.chips * self.generation.cores_per_chip}"
 
     @property

@@ -1,9 +1,8 @@
-"""Text to RunConfig and back: YAML files, dotted overrides, one clear error for whatever is wrong.
+"""Text to RunConfig and back: YAML files, dotted overrides, and one clear error for each mistake.
 
 config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
 """
 
-import contextlib
 import copy
 import dataclasses
 import difflib
@@ -15,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import TypeAdapter, ValidationError
 from yaml.composer import ComposerError
 
 from diloco_jax.protocol.releases import RELEASE
@@ -25,34 +23,36 @@ from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
 
 CONFIG_BYTES_MAX = 1 << 20
-WRITTEN_BY = "# diloco-jax"  # and a release: the first line of the config in a run's folder
-# The config in a run's folder lists all settings that its release had. A setting of this table is missing in older
-# ones, and has the value here, with which the run decides as its release did.
+# The first line of the config in a run's folder has these words and a release.
+WRITTEN_BY = "# diloco-jax"
+# The config in a run's folder lists all settings of its release. Configs of older releases lack the settings of this
+# table. With the values here, such a run decides as its release did.
 BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0}
-PLAINER = {  # what pydantic says of a value's type, and what people write in a config
+# Pydantic's words for the type of a value, and the words of this project.
+PLAINER = {
     "Input should be": "it must be",
     "a valid string": "text, in quotes",
     "a valid tuple": "a list such as [a, b]",
     "a valid dictionary": "a mapping such as {a: 1}",
 }
 
-_BRIEF = reprlib.Repr()  # of values in messages: a line, however large or deep a value is
+# A message shows a large or deep value in one line.
+_BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 200
 _BRIEF.maxlevel = 2
 _ADAPTER = TypeAdapter(RunConfig)
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a config file and apply overrides such as `--train.steps 100`.
 
     Args:
-        path: YAML file; sections and keys are those of RunConfig. What it leaves out has its default.
-        overrides: command-line words after the config, such as `--islands.count 3`, `--data.patterns *.md *.txt` or
+        path: YAML file with the sections and keys of RunConfig. Keys that it leaves out have their defaults.
+        overrides: arguments after the config, such as `--islands.count 3`, `--data.patterns *.md *.txt` or
             `--islands.each.island-0.devices=4`.
 
     Raises:
-        ValueError: the file is missing, is no YAML mapping, or a key or value is wrong; names it and the remedy.
+        ValueError: the file is missing or not a YAML mapping, or a key or value is wrong; it names the remedy.
     """
     values = read_values(Path(path))
     first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
@@ -81,10 +81,10 @@ def _as_it_was(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_begun(config: RunConfig, began: RunConfig) -> RunConfig:
-    """Return a config in which default values of the settings in `BEFORE` are replaced by those of the run (`began`).
+    """Return a config with the run's values (`began`) of the settings in `BEFORE` in place of defaults.
 
-    A run of an earlier release may be resumed from the user's own file, which does not name these settings. Values that
-    differ from the default were chosen by the user, and stay.
+    A run of an earlier release may be resumed with the user's file, which does not name these settings. A value that
+    differs from the default was chosen by the user and stays.
     """
     for name in BEFORE:
         section, _, key = name.partition(".")
@@ -95,19 +95,13 @@ def as_begun(config: RunConfig, began: RunConfig) -> RunConfig:
     return config
 
 
-def show_settings(path: str | Path, prog: str) -> None:
-    """Print every setting with its meaning and its value in a config file; `prog` is the command that takes them."""
-    with contextlib.suppress(SystemExit):
-        tyro.cli(RunConfig, default=load(path), args=["--help"], prog=prog, config=(tyro.conf.FlagConversionOff,))
-
-
 def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Put the values of a command line in place of those of a file; neither is checked here."""
+    """Replace the values of a file by the values of a command line, without checking either."""
     result, left = copy.deepcopy(dict(values)), list(words)
     while left:
         word, equals, first = left.pop(0).partition("=")
         if not word.startswith("--") or word == "--":
-            raise ValueError(f"{word!r} is no setting; settings follow the config as --section.name value")
+            raise ValueError(f"{word!r} is not a setting; settings follow the config as --section.name value")
         given = [first] if equals else []
         while not equals and left and not left[0].startswith("--"):
             given.append(left.pop(0))
@@ -124,7 +118,7 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
 
 
 def _step(hint: Any, part: str) -> tuple[str, Any]:
-    """Resolve one part of a dotted name: as it is written in a file, and the type of what it names."""
+    """Return how a file spells one part of a dotted name, and the type of the setting or section that it names."""
     section, arguments = section_of(hint), typing.get_args(hint)
     if typing.get_origin(hint) is dict:
         return part, arguments[1]
@@ -135,7 +129,7 @@ def _step(hint: Any, part: str) -> tuple[str, Any]:
 
 
 def _value(word: str, given: list[str], hint: Any) -> Any:
-    """Read the value of a setting; what is no text is YAML, which the type of a plain setting makes unnecessary."""
+    """Read the value of a setting from its arguments; a value that is not plain text is YAML."""
     if typing.get_origin(hint) is tuple:
         return given
     if len(given) != 1:
@@ -153,7 +147,7 @@ def _value(word: str, given: list[str], hint: Any) -> Any:
             float(text) if hint is Any and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", text) else yaml.safe_load(text)
         )
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{word} is {text!r}, which is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{word} is {text!r}, which is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def parse(values: Mapping[str, Any], source: str) -> RunConfig:
@@ -165,10 +159,11 @@ def parse(values: Mapping[str, Any], source: str) -> RunConfig:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        # of a setting with several types, only its name: nobody wrote the name of a type
+        # Pydantic adds the name of a type where a setting has several types. The user did not write that.
         where = ".".join(str(part) for part in first["loc"] if part != "int" and not str(part).startswith("dict["))
         message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "value_error":  # raised by our own checks, which name setting and remedy
+        # The checks of this package name setting and remedy in their message.
+        if first["type"] == "value_error":
             raise ValueError(f"{source}: {message}") from error
         near = _nearest(first["input"], re.findall("'([^']+)'", message))
         for theirs, ours in PLAINER.items():
@@ -178,23 +173,28 @@ def parse(values: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def parse_text(text: str, source: str) -> RunConfig:
-    """Read a config that came as text, such as `dump` writes it; `source` names its origin in errors."""
+    """Read a config from text, such as the text that `dump` writes; `source` names its origin in errors."""
     if len(text) > CONFIG_BYTES_MAX:
         raise ValueError(f"{source} has {len(text)} characters, the limit is {CONFIG_BYTES_MAX}; is it a config?")
     return parse(_mapping(text, source), source)
 
 
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """Return the config as nested dicts of plain values, every setting in full."""
+    return typing.cast(dict[str, Any], _ADAPTER.dump_python(config, mode="json"))
+
+
 def dump(config: RunConfig) -> str:
-    """Write the config as YAML, every setting in full; `parse` reads it back to an equal RunConfig."""
-    return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
+    """Write the config as YAML with every setting; `parse` reads it back to an equal RunConfig."""
+    return yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def dump_chosen(config: RunConfig) -> str:
     """Return as YAML only the settings that differ from their defaults; `parse` turns them into an equal RunConfig.
 
-    So a reader of another release needs to know only the settings that were changed.
+    A reader of another release then needs to know only the settings that were changed.
     """
-    chosen = _differences(_ADAPTER.dump_python(config, mode="json"), _ADAPTER.dump_python(RunConfig(), mode="json"))
+    chosen = _differences(as_plain(config), as_plain(RunConfig()))
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 
@@ -211,7 +211,7 @@ def _differences(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[st
 
 
 def save(config: RunConfig, path: Path) -> None:
-    """Write the config into a run's folder, and which release did."""
+    """Write the config into a run's folder, with the release that wrote it."""
     draft = path.with_name(f"{path.name}.new")
     draft.write_text(f"{WRITTEN_BY} {RELEASE}\n{dump(config)}", encoding="utf-8")
     # A process that is killed here leaves the old config, not an empty one.
@@ -228,9 +228,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def read_values(path: Path) -> Mapping[str, Any]:
-    """Read the plain values of a config file, which `parse` checks; ValueError if it is missing, or no YAML mapping."""
+    """Read the plain values of a config file for `parse`; ValueError if it is missing or not a YAML mapping."""
     try:
-        with path.open("rb") as file:  # what is no file, such as /dev/zero, may have no end
+        # A device such as /dev/zero has no end.
+        with path.open("rb") as file:
             content = file.read(CONFIG_BYTES_MAX + 1)
     except OSError as error:
         raise ValueError(f"config {path} cannot be read: {error.strerror}{_choices(path)}") from error
@@ -244,7 +245,7 @@ def read_values(path: Path) -> Mapping[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of YAML that refuses a key which one mapping has twice: of two sections the first would be lost."""
+    """A YAML loader that refuses a key that occurs twice in a mapping, since the first value would be lost."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -282,7 +283,7 @@ def _nearest(word: object, known: Iterable[str]) -> str:
 
 
 def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str:
-    """Name the first key that no section has, in words, or return an empty string."""
+    """Describe the first key that no section has, or return an empty string."""
     hints = typing.get_type_hints(cls)
     for key, value in values.items():
         if key not in hints:
@@ -290,7 +291,8 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
             return f"unknown setting {prefix}{str(key)[:100]} (value {_BRIEF.repr(value)}); {advice}"
         kinds = {hints[key], *typing.get_args(hints[key])}
-        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:  # pydantic makes 1 of true
+        # Pydantic would convert true to 1.
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             return f"{prefix}{key} is {str(value).lower()}; it must be a number"
         section = section_of(hints[key])
         if section is None or (value is None and type(None) in typing.get_args(hints[key])):
@@ -307,31 +309,6 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
 
 
 def section_of(hint: Any) -> type | None:
-    """Return the dataclass that a setting holds, alone or by name, or may hold; None if it holds none."""
+    """Return the dataclass that a setting holds or may hold, alone or by name; None if it holds none."""
     found = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
     return typing.cast(type | None, found)
-
-
-def config_schema() -> dict[str, Any]:
-    """Return the schema; it refuses every key that `load` refuses as unknown."""
-    for section in {*_sections(RunConfig)}:
-        with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True))(section)
-    return {"$schema": DIALECT, **TypeAdapter(RunConfig).json_schema()}
-
-
-def setting_names(schema: Mapping[str, Any], section: str = "RunConfig", prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every setting that has a name of its own as section.name, with its help text."""
-    properties = schema["$defs"].get(section, schema)["properties"]
-    for name, facts in properties.items():
-        if "$ref" in facts:
-            yield from setting_names(schema, facts["$ref"].rpartition("/")[2], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", facts["description"]
-
-
-def _sections(section: type) -> Iterator[type]:
-    yield section
-    for hint in typing.get_type_hints(section).values():
-        inner = section_of(hint)
-        if inner is not None:
-            yield from _sections(inner)

@@ -1,25 +1,33 @@
-"""M real learner machines and a real syncer machine on virtual time, driven as the runtime drives them."""
+"""A simulated run: M real learner machines and a real syncer machine on virtual time, driven as the runtime does."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S
+from diloco_jax.sim.fault import Fault
+from diloco_jax.sim.injector import FaultInjector
 from diloco_jax.sim.learner_driver import LearnerDriver
-from diloco_jax.sim.network import Network
-from diloco_jax.sim.node import MakeLearner, MakeNetwork, MakeSyncer, Node, Observer, Steady, StepPace, World
+from diloco_jax.sim.node import MakeLearner, MakeSyncer, Node, Observer, Steady, StepPace, World
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.syncer_process import SyncerHost
+from diloco_jax.sim.syncer_host import SyncerHost
 
 
 class Cluster:
-    """The simulated run. Build it, let observers `watch` it, `run` it, read it.
+    """A simulated run with the faults of its scenario. Let observers `watch` it, `run` it, and read it.
 
     Args:
-        make_learner, make_syncer, make_network, make_host, make_driver: build these; tests and faults have others.
+        scenario: settings and faults.
+        make_learner: builds a learner's machine; tests pass broken ones.
+        make_syncer: builds the syncer's machine, likewise.
         taped: record the event tape, a line of JSON per input of the syncer.
-        paces: of each learner; if not given, as the scenario's step times say.
-        late: learners that do not start by themselves.
+        paces: pace of each learner; the scenario's step times by default.
+
+    Attributes:
+        end_s: time until which the run was simulated.
+
+    Raises:
+        ValueError: the run cannot have one of the scenario's faults.
     """
 
     def __init__(
@@ -28,40 +36,48 @@ class Cluster:
         *,
         make_learner: MakeLearner = Learner,
         make_syncer: MakeSyncer = Syncer,
-        make_network: MakeNetwork = Network,
-        make_host: Callable[..., SyncerHost] = SyncerHost,
-        make_driver: Callable[..., LearnerDriver] = LearnerDriver,
         taped: bool = True,
         paces: Mapping[str, StepPace] | None = None,
-        late: Collection[str] = (),
     ) -> None:
         self.scenario = scenario
-        self.world = world = World(scenario, make_network)
+        self.world = world = World(scenario)
         self.engine = world.engine
-        self.end_s = NEVER_S  # until when it was simulated
+        self.end_s = NEVER_S
         random = self.engine.random
         self.nodes: dict[str, Node] = {}
         for name in scenario.names:
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
             self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples))
-        self._learners: Mapping[str, LearnerDriver] = {
-            name: make_driver(world, node, lambda *who: self.host.accept(*who), self._on_end, make_learner)
+        learners = {
+            name: LearnerDriver(world, node, lambda *who: self.host.accept(*who), self._stop_if_complete, make_learner)
             for name, node in self.nodes.items()
         }
-        self.host: SyncerHost = make_host(world, self._learners, make_syncer, taped)
-        for name, learner in self._learners.items():
+        self.host = SyncerHost(world, learners, make_syncer, taped)
+        self._injector = FaultInjector(world, learners, self.host, self._stop_if_complete)
+        late = {name for fault in scenario.faults if fault.kind == "join" for name in fault.learners}
+        for name, learner in learners.items():
             if name not in late:
                 learner.start()
+        for fault in scenario.faults:
+            self.plan(fault)
 
     @property
     def syncer(self) -> Syncer:
-        """The syncer's machine, of a dead process too until there is a new one."""
+        """The syncer's machine; after the end of its process, the old machine until a new process starts."""
         return self.host.process.machine
 
     def watch(self, *observers: Observer) -> None:
-        """Add observers, before the run."""
+        """Add observers before the run."""
         self.world.observers += observers
+
+    def plan(self, fault: Fault) -> None:
+        """Add a fault that is not in the scenario.
+
+        Raises:
+            ValueError: the run cannot have such a fault.
+        """
+        self._injector.plan(fault)
 
     def run(self, until_s: float) -> None:
         """Simulate until the run is complete and every learner knows, or until this time."""
@@ -72,15 +88,16 @@ class Cluster:
 
     @property
     def finished_s(self) -> float:
+        """Time at which the syncer saved the end of the run."""
         return self.host.process.finished_s
 
     @property
     def complete(self) -> bool:
-        """True when the syncer is done, and no learner runs any more."""
+        """True if the syncer is done, no learner runs any more, and no fault is pending."""
         process = self.host.process
         done = process.alive and process.finished_s < NEVER_S and process.machine.over
-        return done and all(node.process is None for node in self.nodes.values())
+        return done and not self._injector.pending and all(node.process is None for node in self.nodes.values())
 
-    def _on_end(self) -> None:
+    def _stop_if_complete(self) -> None:
         if self.complete:
             self.engine.stop()

@@ -1,4 +1,4 @@
-"""Virtual time: a clock, a heap of events and one seeded source of randomness. Knows nothing of the protocol."""
+"""Virtual time: a clock, a heap of events and one seeded source of randomness, independent of the protocol."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -10,10 +10,10 @@ Action = Callable[[Any], None]
 
 
 class Engine:
-    """Runs actions in the order of their times; equal times in the order in which they were asked for.
+    """Runs actions in the order of their times, and actions of equal times in the order of the calls of `at`.
 
-    An event is a tuple (time_s, number, action, argument): bound methods and plain arguments instead of closures, and
-    no way to cancel one. Whoever loses interest in an event recognises it as stale when it comes.
+    An event is a tuple (time_s, number, action, argument) with bound methods and plain arguments instead of closures.
+    It cannot be cancelled: the action itself must recognise that it is void.
     """
 
     __slots__ = ("_heap", "_number", "_stopped", "now_s", "random")
@@ -22,11 +22,13 @@ class Engine:
         self.now_s = 0.0
         self.random = Random(seed)
         self._heap: list[tuple[float, int, Action, Any]] = []
-        self._number = 0  # events asked for so far
+        # Number of events planned so far.
+        self._number = 0
         self._stopped = False
 
     @property
     def events(self) -> int:
+        """Number of events that have happened."""
         return self._number - len(self._heap)
 
     def at(self, time_s: float, action: Action, argument: Any = None) -> None:
@@ -35,11 +37,11 @@ class Engine:
         heappush(self._heap, (time_s, number, action, argument))
 
     def stop(self) -> None:
-        """Leave `run` after the current event."""
+        """End `run` after the current event."""
         self._stopped = True
 
     def run(self, until_s: float) -> None:
-        """Handle events until none is left, somebody says stop, or the next one lies beyond `until_s`."""
+        """Handle events until none is left, `stop` is called, or the next one is later than `until_s`."""
         heap, pop = self._heap, heappop
         self._stopped = False
         while heap and not self._stopped:
@@ -47,6 +49,6 @@ class Engine:
             if time_s > until_s:
                 heappush(heap, event)
                 break
-            assert time_s >= self.now_s, f"an event for {time_s} s was asked for at {self.now_s} s"
+            assert time_s >= self.now_s, f"an event for {time_s} s was planned at {self.now_s} s"
             self.now_s = time_s
             action(argument)

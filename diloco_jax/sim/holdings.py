@@ -1,6 +1,6 @@
-"""The values that one process of a learner holds in memory, and what its machine asks for them. Bytes are digests.
+"""The fragments and states that one process of a learner holds in memory; digests stand for their bytes.
 
-A whole value carries its own digest; a payload that is a step makes the right one from its base only.
+A whole fragment carries its own digest. A step gives the right digest only when it is applied to its base.
 """
 
 from hashlib import blake2b
@@ -10,42 +10,51 @@ from diloco_jax.protocol.effects import Adopt, DropParts, Effect, KeepPart, Stag
 from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Message, StatePart, SyncerMessage
 from diloco_jax.sim.scenario import Scenario
 
-Value = tuple[int, int]  # version of a fragment, and the digest of its bytes
+# A fragment's version, and the digest of its bytes.
+Value = tuple[int, int]
 HELD = frozenset((Adopt, StageState, UnstageState, KeepPart, DropParts))
 
 
 def digest_of(*what: object) -> int:
-    """64 bits that stand for bytes which were never made: equal for equal arguments, different for others."""
+    """Return 64 bits that stand for bytes: equal for equal arguments, different for different ones."""
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little")
 
 
 class Step(NamedTuple):
-    """A payload that makes the one digest of the other, and garbage of any other."""
+    """A payload that turns the fragment with digest `base` into the one with digest `made`."""
 
     base: int
     made: int
 
 
-Steps = dict[tuple[int, int, int], Step]  # by the syncer's life, fragment and version
+# The key is the number of the syncer's process, the fragment and the version.
+Steps = dict[tuple[int, int, int], Step]
 
 
 class Holdings:
-    """The memory of one process, with the values to which steps apply."""
+    """The memory of one process.
+
+    Attributes:
+        anchors: fragment -> the global value that was adopted last.
+        copies: local steps of copied states.
+        kept: part of another learner's state -> the message that brought it.
+        heads: fragment -> the value that was decoded last, adopted or not; steps apply to it.
+    """
 
     __slots__ = ("_incarnation", "_name", "_scenario", "_steps", "anchors", "copies", "heads", "kept")
 
     def __init__(self, name: str, incarnation: int, scenario: Scenario, steps: Steps) -> None:
-        self.anchors: dict[int, Value] = {}  # fragment -> global value that was adopted last
-        self.copies: set[int] = set()  # local steps of copied states
-        self.kept: dict[int, StatePart] = {}  # part of another learner's state -> as it came
+        self.anchors: dict[int, Value] = {}
+        self.copies: set[int] = set()
+        self.kept: dict[int, StatePart] = {}
+        self.heads: dict[int, Value] = {}
         self._name = name
         self._incarnation = incarnation
         self._scenario = scenario
         self._steps = steps
-        self.heads: dict[int, Value] = {}  # fragment -> value that was read last, adopted or not
 
     def read(self, message: GlobalFragment) -> bool:
-        """Decode a payload; returns whether the value has the digest that it should."""
+        """Decode a payload; return whether the result has the right digest."""
         fragment_id = message.fragment_id
         if message.base != NO_VERSION:
             step, held = self._steps.get((message.epoch, fragment_id, message.version)), self.heads.get(fragment_id)
@@ -55,7 +64,7 @@ class Holdings:
         return True
 
     def fill(self, message: AnchorValue | StatePart) -> Message | None:
-        """Complete a message of the machine with bytes that only the driver knows; None: there is no such part."""
+        """Complete a message of the machine with the bytes that only the driver has; None if there is no such part."""
         scenario = self._scenario
         if isinstance(message, AnchorValue):
             held = self.anchors[message.fragment_id]
@@ -68,9 +77,9 @@ class Holdings:
         return message._replace(parts=scenario.state_parts, digest=digest, payload_bytes=scenario.payload_bytes)
 
     def execute(self, effect: Effect, message: SyncerMessage | None) -> None:
-        """Do one of HELD; `message` led to it."""
+        """Execute one of HELD; `message` is the input that led to it."""
         if type(effect) is Adopt:
-            assert type(message) is GlobalFragment, f"{effect} without a fragment that came"
+            assert type(message) is GlobalFragment, f"{effect} without a fragment that arrived"
             self.anchors[effect.fragment_id] = (effect.version, message.digest)
         elif isinstance(effect, StageState):
             assert effect.local_step not in self.copies, f"{self._name} copies its state twice: {effect}"
@@ -78,7 +87,7 @@ class Holdings:
         elif isinstance(effect, UnstageState):
             self.copies.remove(effect.local_step)
         elif isinstance(effect, KeepPart):
-            assert isinstance(message, StatePart), f"{effect} without a part that came"
+            assert isinstance(message, StatePart), f"{effect} without a part that arrived"
             self.kept[effect.part] = message
         elif isinstance(effect, DropParts):
             self.kept = {}

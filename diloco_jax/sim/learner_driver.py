@@ -1,41 +1,55 @@
-"""The driver of a learner's machine, over all lives of its process: as runtime/learner/run.py.
+"""The driver of a learner's machine, over all processes of that learner: the counterpart of runtime/learner/run.py.
 
-A mailbox says what is given to the machine at once, as by a link's thread, and what in the gap between two steps. The
-next batch may be drawn while a step runs. `faults/` has a driver to which faults happen.
+A mailbox decides which messages the machine gets at once, as from a link's thread, and which ones wait for the gap
+between two steps. The next batch may be drawn while a step runs.
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
-from diloco_jax.protocol.effects import AdoptState, Drop, Effect, Finish, SaveState, Send, Stage, Unstage
-from diloco_jax.protocol.learner.machine import STOPPED, Learner
+from diloco_jax.protocol.effects import AdoptState, Drop, Effect, EvaluateModel, Finish, SaveState, Send, Stage, Unstage
+from diloco_jax.protocol.learner.machine import STOPPED
 from diloco_jax.protocol.learner.mailbox import Mailbox
-from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     AnchorValue,
     FragmentValue,
     GlobalFragment,
     Message,
     PullRequest,
+    Score,
     StatePart,
     SyncerMessage,
 )
-from diloco_jax.sim.engine import NEVER_S
+from diloco_jax.protocol.recovery import Saved
+from diloco_jax.sim.engine import NEVER_S, Action
 from diloco_jax.sim.holdings import HELD, Holdings
-from diloco_jax.sim.network import Deliver, SimulatedLink
+from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
 from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeLearner, Node, SavedCopy, World
 
-DIAL_S = 0.01  # from dialling to a link that stands
-SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
+# Time from dialling until the connection is ready.
+DIAL_S = 0.01
+# Time until a process that was refused or expelled is started again.
+SUPERVISOR_S = 1.0
 SAVED_KEPT = 2
-FILLED = frozenset((StatePart, AnchorValue))  # what the machine leaves for the driver to fill
-IGNORED = frozenset((Stage, Unstage, Drop))  # there is nothing to copy
+# The machine leaves it to the driver to fill in the payload of these.
+FILLED = frozenset((StatePart, AnchorValue))
+# The simulator copies no arrays, so these need no action.
+IGNORED = frozenset((Stage, Unstage, Drop))
 
 
 class LearnerDriver:
-    """The driver of one learner, whose state is the node's; `accept` dials the syncer, `left` hears of its end."""
+    """The driver of one learner, whose lasting state is in its node.
 
-    __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_world", "node")
+    Args:
+        world: time, network and observers.
+        node: the learner.
+        accept: connects a process to the syncer; returns None if nothing listens there.
+        left: is called when the learner has ended for good.
+        make: builds the machine.
+    """
+
+    __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_wake_s", "_world", "node")
 
     def __init__(
         self,
@@ -53,26 +67,32 @@ class LearnerDriver:
         self._engine = world.engine
         self._observers = world.observers
         self._send = world.network.send
+        self._wake_s = world.scenario.wake_s
 
     def start(self) -> None:
-        """Begin a new process, that is a new incarnation, which dials."""
+        """Start a new process, which is a new incarnation, and let it dial."""
         node, scenario = self.node, self._world.scenario
         assert node.process is None, f"{node.name} runs already"
         node.incarnation += 1
         who = (node.name, node.incarnation)
         saved = node.saved[-1].described if node.saved else None
         sizes = dict.fromkeys(range(scenario.config.num_fragments), scenario.payload_bytes)
-        told = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes}
-        machine = self._make(*who, scenario.config, FINGERPRINT, **told)
-        node.process = process = self._new_process(machine, *who)
+        described = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes}
+        machine = self._make(*who, scenario.config, FINGERPRINT, **described)
+        holdings = Holdings(*who, scenario, self._world.steps)
+        node.process = process = LearnerProcess(node, *who, machine, Mailbox(machine), holdings)
         self.dial(process, DIAL_S)
+        if scenario.connect_timeout_s < NEVER_S:
+            self._engine.at(self._engine.now_s + scenario.connect_timeout_s, self._give_up, process)
 
-    def _new_process(self, machine: Learner, name: str, incarnation: int) -> LearnerProcess:
-        holdings = Holdings(name, incarnation, self._world.scenario, self._world.steps)
-        return LearnerProcess(self.node, name, incarnation, machine, Mailbox(machine), holdings)
+    def _give_up(self, process: LearnerProcess) -> None:
+        """End a process that has had no connection since it started."""
+        if not (process.ended or process.greeted):
+            self._forget(process)
+            self.start_later(self._engine.now_s)
 
     def start_later(self, at_s: float) -> None:
-        """Let the supervisor begin a new process, at this time at the earliest, unless somebody else does."""
+        """Let the supervisor start a new process, at this time at the earliest, unless another one starts before."""
         self._engine.at(at_s + self._world.scenario.restart_s, self._start_again, self.node.life)
 
     def _start_again(self, life: tuple[int, bool]) -> None:
@@ -80,7 +100,7 @@ class LearnerDriver:
             self.start()
 
     def kill(self, process: LearnerProcess, notice_s: float) -> None:
-        """End the process now; the syncer's transport finds out so much later."""
+        """End the process now; the syncer's transport notices it `notice_s` later."""
         self._cut(process, notice_s)
         self._forget(process)
 
@@ -88,8 +108,35 @@ class LearnerDriver:
         process.ended = True
         self.node.process = None
 
+    def leave(self, process: LearnerProcess, reason: str) -> None:
+        """Let the learner say goodbye, as its operator asks it to, and end the process for good."""
+        now_s = self._engine.now_s
+        self._run(process, process.machine.leave(reason, now_s), now_s)
+        self._end(process, for_good=True)
+
+    def pause(self, process: LearnerProcess, until_s: float) -> None:
+        """Stop the process without breaking its connection; `resume` must follow then."""
+        process.paused_s = max(process.paused_s, until_s)
+
+    def resume(self, process: LearnerProcess) -> None:
+        """Deliver the messages that came during a pause; a step in progress continues by itself."""
+        # Another pause may last longer.
+        if process.paused_s > self._engine.now_s:
+            return
+        held, process.held = process.held, []
+        for message in held:
+            if process.link is not None:
+                self.arrive((process.link, message))
+
+    def _postponed(self, process: LearnerProcess, action: Action, argument: object) -> bool:
+        """Return whether a running process is paused; if so, the event comes again when the pause is over."""
+        paused = process.paused_s > self._engine.now_s
+        if paused:
+            self._engine.at(process.paused_s, action, argument)
+        return paused
+
     def dial(self, process: LearnerProcess, after_s: float) -> None:
-        """Connect, after some time."""
+        """Connect after some time."""
         self._engine.at(self._engine.now_s + after_s, self._connect, process)
 
     def _redial(self, process: LearnerProcess) -> None:
@@ -97,8 +144,27 @@ class LearnerDriver:
         process.attempts += 1
         self.dial(process, pauses_s[min(process.attempts, len(pauses_s)) - 1])
 
+    def reconnect(self, process: LearnerProcess) -> None:
+        """Connect at once, unless the process is connected."""
+        if process.link is None:
+            self.dial(process, 0.0)
+
+    def disconnect(self, process: LearnerProcess, notice_s: float) -> None:
+        """Break the link; the learner knows at once, the syncer's transport `notice_s` later."""
+        self._cut(process, notice_s)
+        now_s = self._engine.now_s
+        self._run(process, process.machine.on_disconnected(now_s), now_s)
+
+    def on_syncer_gone(self, link: SimulatedLink) -> None:
+        """Notice that the syncer's process at the other end of this link has ended."""
+        process: LearnerProcess = link.owner
+        if process.link is not link or process.ended or self._postponed(process, self.on_syncer_gone, link):
+            return
+        self.disconnect(process, NEVER_S)
+        self._redial(process)
+
     def _connect(self, process: LearnerProcess) -> None:
-        if process.ended or process.link is not None:
+        if process.ended or process.link is not None or self._postponed(process, self._connect, process):
             return
         now_s = self._engine.now_s
         process.link = self._accept(process, self.arrive)
@@ -117,7 +183,7 @@ class LearnerDriver:
                 self._engine.at(self._engine.now_s + notice_s, link.lost, link)
 
     def _end(self, process: LearnerProcess, *, for_good: bool) -> None:
-        """Close the link of a process whose machine has finished when everything is sent, and end it."""
+        """End a process whose machine has finished; its link closes when everything is sent."""
         link, process.link, process.linked_s = process.link, None, NEVER_S
         if link is not None and link.lost is not None:
             self._engine.at(self._engine.now_s + 2 * self._world.scenario.network.delay_s, link.lost, link)
@@ -129,25 +195,33 @@ class LearnerDriver:
             self.start_later(self._engine.now_s + SUPERVISOR_S)
 
     def arrive(self, item: tuple[SimulatedLink, Any]) -> None:
-        """Take a message that comes."""
+        """Take a message that arrives; its payload may be garbled."""
         link, message = item
         process: LearnerProcess = link.owner
         if process.ended:
             return
         now_s, stepping = self._engine.now_s, process.step.runs
-        if type(message) is GlobalFragment:
+        if process.paused_s > now_s:
+            process.held.append(message)
+            return
+        kind = type(message)
+        if kind is GlobalFragment:
+            # A fragment that waits for the gap changes no deadline, unless a pause has delayed a tick.
             if self._read(process, message, now_s) and stepping and process.tick_s > now_s:
-                return  # it waits for the gap; no deadline has changed, and no pause held up a tick
+                return
+        elif kind is Garbled:
+            self._read_garbled(process, message.message, now_s)
         else:
             given = process.mailbox.arrive(message, None, now_s)
             if given is not None:
                 self._run(process, given.effects, now_s, given.message)
+            # No deadline has changed.
             if stepping and (given is None or type(message) is PullRequest):
-                return  # no deadline has changed
+                return
         self._see_mail(process, now_s)
 
     def _read(self, process: LearnerProcess, message: GlobalFragment, now_s: float) -> bool:
-        """Read a global fragment as it comes, as the link thread of a real learner; returns whether it was of use."""
+        """Decode a global fragment on arrival, as a real learner's link thread does; return whether it was useful."""
         if not process.machine.wants(message, now_s):
             return False
         ok = process.holdings.read(message)
@@ -159,15 +233,38 @@ class LearnerDriver:
             process.machine.on_corrupt(now_s)
         return ok
 
+    def _read_garbled(self, process: LearnerProcess, message: Message, now_s: float) -> None:
+        """Reject a garbled payload. The machine asks again for a part of a state by itself."""
+        if isinstance(message, GlobalFragment) and process.machine.wants(message, now_s):
+            for observer in self._observers:
+                observer.on_read(process, message, False, now_s)
+            process.machine.on_corrupt(now_s)
+
     def _see_mail(self, process: LearnerProcess, now_s: float) -> None:
-        """Take what waits, unless a step runs, or will when the hardware is ready."""
+        """Take waiting messages, unless a step runs or the process waits for its hardware."""
         if process.step.runs or process.loading:
             self._settle(process, now_s)
+        elif self._wake_s:
+            self._wake_later(process, now_s)
         else:
             self._reach_gap(process, now_s)
 
+    def _wake_later(self, process: LearnerProcess, now_s: float) -> None:
+        """Take waiting messages a little later, because the step thread may compile or copy to its devices."""
+        if process.mailbox and not process.waking:
+            process.waking = True
+            self._engine.at(now_s + self._wake_s * self._engine.random.random(), self._wake, process)
+        self._settle(process, now_s)
+
+    def _wake(self, process: LearnerProcess) -> None:
+        if process.ended or self._postponed(process, self._wake, process):
+            return
+        process.waking = False
+        if not process.step.runs:
+            self._reach_gap(process, self._engine.now_s)
+
     def _reach_gap(self, process: LearnerProcess, now_s: float) -> None:
-        """Give the machine what waits, between two steps, and go on."""
+        """Give the machine the waiting messages between two steps, and continue."""
         take = process.mailbox.take
         while not process.loading and (given := take(now_s)) is not None:
             self._run(process, given.effects, now_s, given.message)
@@ -190,13 +287,13 @@ class LearnerDriver:
             observer.on_step(process, True, now_s)
 
     def _ready(self, process: LearnerProcess) -> None:
-        """Take what came while the hardware was not ready, and step."""
+        """Take the messages that came while the hardware was not ready, and step."""
         if not process.ended:
             process.loading = False
             self._reach_gap(process, self._engine.now_s)
 
     def _end_step(self, process: LearnerProcess) -> None:
-        if process.ended:
+        if process.ended or self._postponed(process, self._end_step, process):
             return
         now_s, node, step = self._engine.now_s, self.node, process.step
         step.runs = False
@@ -218,6 +315,9 @@ class LearnerDriver:
         if process.ended or tick_s != process.tick_s:
             return
         now_s, machine = self._engine.now_s, process.machine
+        if process.paused_s > now_s:
+            self._plan_tick(process, process.paused_s)
+            return
         process.tick_s = NEVER_S
         deadline_s = machine.next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
@@ -231,7 +331,7 @@ class LearnerDriver:
         self._engine.at(tick_s, self._tick, (process, tick_s))
 
     def _settle(self, process: LearnerProcess, now_s: float) -> None:
-        """Begin a step if none runs, plan the next tick, see off a learner that has finished: between two inputs."""
+        """Start a step if none runs, plan the next tick, and end a process whose machine has finished."""
         machine = process.machine
         if machine.state == STOPPED:
             if not process.step.runs:
@@ -248,7 +348,7 @@ class LearnerDriver:
     def _run(
         self, process: LearnerProcess, effects: list[Effect], now_s: float, message: SyncerMessage | None = None
     ) -> None:
-        """Do what the machine asks for; `message` is what it was given, if it was one."""
+        """Execute the machine's effects; `message` is its input, None if the input was not a message."""
         link = process.link
         for effect in effects:
             kind = type(effect)
@@ -271,19 +371,23 @@ class LearnerDriver:
     def _handle(self, process: LearnerProcess, effect: Effect) -> None:
         engine, scenario = self._engine, self._world.scenario
         if isinstance(effect, AdoptState):
-            assert not (process.step.runs or process.loading), f"{process.name} takes over a state while it is busy"
+            assert not (process.step.runs or process.loading), f"{process.name} loads a state while it is busy"
             engine.at(engine.now_s + scenario.load_s, self._loaded, (process, effect))
         elif isinstance(effect, SaveState):
             machine = process.machine
             described = Saved(effect.global_step, tuple(machine.digests))
             copy = SavedCopy(described, process.incarnation, machine.local_step, dict(process.holdings.anchors))
             engine.at(engine.now_s + scenario.save_s * engine.random.random(), self._saved, (process, copy))
+        elif isinstance(effect, EvaluateModel):
+            assert not process.step.runs, f"{process.name} evaluates while a step runs"
+            eval_s = scenario.eval_s * (0.5 + engine.random.random())
+            engine.at(engine.now_s + eval_s, self._evaluated, process)
         elif isinstance(effect, Finish):
             process.finished = effect.reason
 
     def _loaded(self, item: tuple[LearnerProcess, AdoptState]) -> None:
         process, effect = item
-        if process.ended:
+        if process.ended or self._postponed(process, self._loaded, item):
             return
         now_s = self._engine.now_s
         ok = self._engine.random.random() >= self._world.scenario.bad_states
@@ -295,5 +399,15 @@ class LearnerDriver:
 
     def _saved(self, item: tuple[LearnerProcess, SavedCopy]) -> None:
         process, copy = item
-        if not process.ended:  # else it is half-written, and nobody takes it for one
+        # If the process ended before, the file is incomplete and unusable.
+        if not process.ended:
             self.node.saved = [*self.node.saved, copy][-SAVED_KEPT:]
+
+    def _evaluated(self, process: LearnerProcess) -> None:
+        if process.ended or self._postponed(process, self._evaluated, process):
+            return
+        now_s, scenario = self._engine.now_s, self._world.scenario
+        loss = inf if self._engine.random.random() < scenario.bad_scores else 1.0
+        found = Score("", 0, 0, 0, (), loss, 1.0, 1, (), scenario.eval_s, "")
+        self._run(process, process.machine.on_evaluated(found, now_s), now_s)
+        self._reach_gap(process, now_s)

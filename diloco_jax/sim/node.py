@@ -1,52 +1,54 @@
-"""A learner over all lives of its process, its pace, the interface of those who watch, and what all processes share."""
+"""The learner and its processes, the pace of its steps, the interface of observers, and the state that all share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
-from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerMessage
+from diloco_jax.protocol.recovery import Saved
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S, Engine
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.holdings import Holdings, Steps, Value
-from diloco_jax.sim.network import Network, SimulatedLink
+from diloco_jax.sim.network import Garbled, Network, SimulatedLink
+from diloco_jax.sim.norms import DrawnNorms
 from diloco_jax.sim.scenario import Scenario
 
 NO_BATCH = Batch((), 0)
 FINGERPRINT = (("model", "simulated"),)
 
-MakeLearner = Callable[..., Learner]  # as Learner(...)
-MakeSyncer = Callable[..., Syncer]  # as Syncer(...)
-MakeNetwork = Callable[..., Network]  # as Network(...)
+# Both take the arguments of the class that they build.
+MakeLearner = Callable[..., Learner]
+MakeSyncer = Callable[..., Syncer]
 Effects = list[Effect]
 
 
 class StepPace(Protocol):
-    """Pace of steps. Steady is a plain one; the chips of hardware.Slices fail."""
+    """The pace of a learner's steps. `Steady` has no failures; in `goodput.hardware.Slices` chips fail."""
 
     @property
     def lost(self) -> bool:
-        """True when the learner's state is gone with its hardware: its process ends, and begins again at `begins_s`."""
+        """True if the state is lost with the hardware: the process ends, and starts again at `begins_s`."""
 
     def begins_s(self, now_s: float) -> float:
-        """Return when the next step can begin, `now_s` at the earliest."""
+        """Return when the next step can start, `now_s` at the earliest."""
 
     def takes_s(self) -> float:
-        """Draw what a step takes that begins now, in seconds."""
+        """Draw the seconds that a step takes which starts now."""
 
     def ended(self, began_s: float, now_s: float) -> None:
-        """Take note that a step has ended."""
+        """Record that a step has ended."""
 
 
 class Steady:
-    """Steps of about equal length, one after the other."""
+    """Steps of similar length without a gap."""
 
     __slots__ = ("_noise", "_random", "_step_s")
     lost = False
@@ -67,28 +69,44 @@ class Steady:
 
 
 class SavedCopy(NamedTuple):
-    """A learner's own state on its disk."""
+    """A learner's own state on its disk; `anchors` are the global fragments that its parameters are based on."""
 
     described: Saved
     incarnation: int
     local_step: int
-    anchors: dict[int, Value]  # of the fragments that its parameters are based on
+    anchors: dict[int, Value]
 
 
 @dataclass(slots=True, eq=False)
 class InnerStep:
-    """The inner step that a process is in, or was in last."""
+    """The current inner step of a process, or its last one.
+
+    `clock` is the machine's schedule step at its start. `ahead` is the batch of the next step if it is drawn already.
+    """
 
     runs: bool = False
     began_s: float = 0.0
-    clock: int = 0  # the machine's schedule step then
-    batch: Batch = NO_BATCH  # what it reads
-    ahead: Batch | None = None  # what the next one reads, if that is drawn already
+    clock: int = 0
+    batch: Batch = NO_BATCH
+    ahead: Batch | None = None
 
 
 @dataclass(slots=True, eq=False)
 class LearnerProcess:
-    """One process of a learner."""
+    """One process of a learner.
+
+    Attributes:
+        ended: the process has ended, so events that were planned for it are void.
+        finished: the reason why its machine has finished; "" until then.
+        loading: it has no hardware to step on.
+        waking: its step thread will look into the mailbox soon.
+        tick_s: time of the earliest tick that is planned.
+        linked_s: time since which it has a link.
+        attempts: attempts to connect since it had a link.
+        greeted: it has had a link.
+        paused_s: end of its latest pause.
+        held: messages that arrived during a pause.
+    """
 
     node: Node
     name: str
@@ -97,14 +115,17 @@ class LearnerProcess:
     mailbox: Mailbox[None]
     holdings: Holdings
     step: InnerStep = field(default_factory=InnerStep)
-    ended: bool = False  # events that were planned for it are stale
-    finished: str = ""  # why its machine has nothing left to do
-    loading: bool = False  # it has no hardware to step on
-    tick_s: float = NEVER_S  # the earliest tick that is on the heap
+    ended: bool = False
+    finished: str = ""
+    loading: bool = False
+    waking: bool = False
+    tick_s: float = NEVER_S
     link: SimulatedLink | None = None
-    linked_s: float = NEVER_S  # since when
-    attempts: int = 0  # to connect, since there was a link
-    greeted: bool = False  # there was a link
+    linked_s: float = NEVER_S
+    attempts: int = 0
+    greeted: bool = False
+    paused_s: float = 0.0
+    held: list[SyncerMessage | Garbled] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -114,17 +135,29 @@ class LearnerProcess:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A learner's hardware, its disk and the faults that it suffers: what outlives its processes."""
+    """The part of a learner that outlives its processes: hardware, disk and current faults.
+
+    Attributes:
+        name: the learner's name.
+        pace: pace of its steps.
+        step_samples: samples in an inner step.
+        factor: how many times longer its steps take in the current slow phases.
+        poisoned: number of current phases in which its values are unusable.
+        incarnation: number of its newest process.
+        process: the running process.
+        gone: the learner left or was stopped, for good.
+        saved: states on its disk, oldest first.
+    """
 
     name: str
     pace: StepPace
-    step_samples: int  # in an inner step
-    factor: float = 1.0  # of a slow phase
-    poisoned: int = 0  # phases, under way now, in which its values are of no use
-    incarnation: int = 0  # of the newest process
-    process: LearnerProcess | None = None  # that runs
-    gone: bool = False  # it left, or was told to stop
-    saved: list[SavedCopy] = field(default_factory=list)  # oldest first
+    step_samples: int
+    factor: float = 1.0
+    poisoned: int = 0
+    incarnation: int = 0
+    process: LearnerProcess | None = None
+    gone: bool = False
+    saved: list[SavedCopy] = field(default_factory=list)
 
     @property
     def life(self) -> tuple[int, bool]:
@@ -133,52 +166,55 @@ class Node:
 
 
 class Observer:
-    """Sees everything that happens and changes nothing. Checkers and timelines derive from it."""
+    """The interface of objects that see everything and change nothing, such as checkers and timelines."""
 
-    def on_fault(self, fault: Any, now_s: float) -> None:
-        """See a fault begin, where there are any."""
+    def on_fault(self, fault: Fault, now_s: float) -> None:
+        """See a fault start."""
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
-        """See that a learner has read a global fragment that its machine wants; ok: with the right digest."""
+        """See that a learner has decoded a global fragment that its machine wants; ok: its digest is right."""
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        """See that the syncer is about to hear how a merge ended."""
+        """See the end of a merge, before the syncer's machine gets it."""
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        """See a message that is about to be given to the syncer."""
+        """See a message, before the syncer's machine gets it."""
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        """See what the syncer was given, None if it was no message, and what its driver has done, if it did not die."""
+        """See an input of the syncer, None if it was not a message, and the effects that its driver has executed."""
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
-        """See what a learner was given, None if it was no message, and what its driver has done."""
+        """See an input of a learner, None if it was not a message, and the effects that its driver has executed."""
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        """See an inner step begin, or one that has ended and is about to be reported."""
+        """See an inner step start, or one that has ended, before the machine gets its end."""
 
     def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
-        """See that a learner is about to take over a whole state, or to find that it cannot be used."""
+        """See that a learner is about to load a whole state, or to find that it is unusable."""
 
     def on_settled(self, process: LearnerProcess, now_s: float) -> None:
-        """See that the driver has done all that it can do now for this running learner."""
+        """See that the driver can do nothing more now for this running learner."""
 
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
-        """See that the syncer's process is gone, and with it what it held in memory."""
+        """See that the syncer's process has ended, and its memory is lost."""
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
-        """See a new process that is about to tell its machine of a restart (-1), or of the snapshot it goes back to."""
+        """See a new process of the syncer: a restart (`rewound_to` is -1), or a rewind to the snapshot of this step."""
 
     def end(self) -> None:
-        """See that the last event is over."""
+        """See the end of the simulation."""
 
 
 class World:
-    """Time, network and bytes of one simulation; with faults `make_network` builds another network."""
+    """Time, network and observers of one simulation; `useless` names learner and round of unusable values."""
 
-    def __init__(self, scenario: Scenario, make_network: MakeNetwork = Network) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.engine = Engine(scenario.seed)
-        self.network = make_network(self.engine, scenario.network)
+        self.network = Network(self.engine, scenario.network)
         self.observers: list[Observer] = []
         self.steps: Steps = {}
-        self.useless: set[tuple[str, int]] = set()  # learner and round of values that cannot be used
+        self.useless: set[tuple[str, int]] = set()
+        self.norms: DrawnNorms | None = None
+        if scenario.norms is not None:
+            self.norms = DrawnNorms(scenario.norms, scenario.seed, scenario.config.num_fragments)

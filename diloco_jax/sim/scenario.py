@@ -1,56 +1,76 @@
-"""The settings of one simulation."""
+"""The settings of one simulated run, faults included."""
 
 from dataclasses import dataclass, field
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
+from diloco_jax.sim.engine import NEVER_S
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.norms import NormSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The settings of a run: equal scenarios give equal runs, event by event."""
+    """The settings of a simulated run: equal scenarios give equal runs, event by event."""
 
     config: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """The algorithm, shared by all machines."""
+    """Settings of the algorithm, shared by all machines."""
     learners: int = 4
-    """M: how many there are, those included that join late."""
+    """M: number of learners, including those that join late."""
     total_steps: int = 100
     """Global steps after which the run is complete."""
     tokens: int = 0
-    """Merged tokens after which it is complete already; 0: no budget."""
+    """Merged tokens after which the run is complete earlier; 0 means no budget."""
     network: NetworkOptions = field(default_factory=NetworkOptions)
-    """What messages suffer."""
+    """Delay, bandwidth and random faults of links."""
+    faults: tuple[Fault, ...] = ()
+    """Faults of learners, links and the syncer, sorted by time."""
     step_s: float = 1.0
     """Seconds per inner step of the fastest learner."""
     speed_spread: float = 0.1
-    """The slowest learner's steps take up to this share longer, all the time."""
+    """The slowest learner's steps take up to this share longer in the whole run."""
     step_noise: float = 0.05
-    """Every step takes up to this share longer, drawn anew."""
+    """Every step takes up to this share longer, drawn for each step."""
     step_samples: tuple[int, int] = (1, 1)
-    """Fewest and most samples in an inner step; each learner has a number of its own."""
+    """Fewest and most samples in an inner step; each learner draws its own number once."""
     sample_tokens: int = 1024
     """Tokens in one sample."""
     reads_ahead: bool = True
     """Whether a learner draws the next batch while a step runs."""
+    wake_s: float = 0.0
+    """Longest time until a learner between two steps sees the messages that wait for it, in seconds."""
     merge_s: float = 0.05
-    """A merge takes 0.5 to 1.5 times this, in seconds: so merges of different rounds may end out of turn."""
+    """A merge takes 0.5 to 1.5 times this, in seconds, so merges of different rounds may end out of turn."""
     payload_bytes: int = 0
     """Size of one encoded fragment, and of one part of a state."""
+    step_bytes: int | None = None
+    """Size of one encoded step from a version of a fragment to the next; None: fragments are always sent whole."""
     state_parts: int = 3
     """Parts of a learner's whole state."""
     load_s: float = 0.0
-    """Seconds in which a learner takes a whole state over."""
+    """Seconds that a learner needs to load a whole state."""
     save_s: float = 0.2
-    """Saving takes 0.5 to 1.5 times this, in seconds; what is not finished when its process dies is lost."""
+    """Saving takes 0.5 to 1.5 times this, in seconds; an unfinished file is lost when its process ends."""
     redials_s: tuple[float, ...] = (0.5,)
-    """Seconds before each attempt to connect again, when the connection broke or nobody listens; the last one stays."""
+    """Seconds before each attempt to connect again; the last value repeats."""
+    connect_timeout_s: float = NEVER_S
+    """Seconds after which a process without any connection since its start ends, and is started again."""
     restart_s: float = 0.0
-    """Seconds that a supervisor takes to start a process again, over and above the time that the simulation draws."""
+    """Seconds that a supervisor needs to start a process again, in addition to the time that the simulation draws."""
     bad_states: float = 0.0
-    """Probability that a whole state turns out to be of no use."""
+    """Probability that a whole state turns out to be unusable."""
+    plan: EvaluationPlan = NEVER
+    """When the global model is evaluated."""
+    eval_s: float = 0.0
+    """An evaluation takes 0.5 to 1.5 times this, in seconds."""
+    bad_scores: float = 0.0
+    """Probability that an evaluation gives no finite loss."""
+    norms: NormSettings | None = None
+    """The norms of the learners' values; None draws none, and merges exclude nobody because of a norm."""
     seed: int = 0
-    """Of everything that is drawn during the run."""
+    """Seed of everything that is drawn during the run."""
 
     def __post_init__(self) -> None:
         if self.learners < 1:
@@ -60,9 +80,10 @@ class Scenario:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of all learners."""
         return tuple(f"island-{number}" for number in range(self.learners))
 
     @property
     def budget(self) -> Budget:
-        """The budget: a step of the schedule is what all learners together do in one, on average."""
+        """The budget in tokens; a step of the schedule is the mean number of tokens that all learners make in one."""
         return Budget(self.tokens, self.learners * sum(self.step_samples) * self.sample_tokens // 2)

@@ -1,51 +1,100 @@
-"""The driver of the syncer's machine, for one life of its process: as runtime/syncer/run.py.
+"""The driver of the syncer's machine, for one process: the counterpart of runtime/syncer/run.py.
 
-What it sends goes to the connection on which a learner was last heard; a merge takes time and reports its end; every
-input is on the tape before it is executed; snapshots are captured at once and written in the background, but what is in
-them only `faults/` reads, where processes die.
+Messages to a learner take the link on which it was last heard. A merge takes time and reports its end. Every input is
+on the tape before its effects are executed. Snapshots are captured at once and written in the background.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable
 
-from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
-from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
+from diloco_jax.protocol.bounds import objection, without_value
+from diloco_jax.protocol.effects import Drop, Effect, Merge, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.exclusion import Evidence
+from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Refuse, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
+from diloco_jax.sim.disk import Disk, SyncerSnapshot
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.holdings import Value, digest_of
-from diloco_jax.sim.learner_driver import LearnerDriver
-from diloco_jax.sim.network import Deliver, SimulatedLink
-from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeSyncer, World
+from diloco_jax.sim.holdings import Step, Value, digest_of
+from diloco_jax.sim.hostile import Hostile
+from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
+from diloco_jax.sim.node import LearnerProcess, World
 
 HANDLED = frozenset((Merge, Restore, SaveSnapshot))
 
 
 class SyncerProcess:
-    """One process."""
+    """One process of the syncer.
 
-    def __init__(self, world: World, tape: list[str], machine: Syncer, values: list[Value], taped: bool) -> None:
+    Args:
+        world: time, network and observers.
+        tape: takes a line of JSON per input.
+        taped: record the inputs; a process without a tape keeps no snapshots, as only the tape makes them usable.
+        machine: decides.
+        values: the global fragments.
+        disk: takes the snapshots.
+        hostile: the learners whose messages are changed on arrival.
+        die: is called when the process ends in the middle of an input.
+
+    Attributes:
+        heard: the link on which each learner was last heard.
+        steps: fragment -> the value from which there is an encoded step to its newest value.
+        dies_after: number of effects of the next input after which the process ends; None: it does not end.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        tape: list[str],
+        machine: Syncer,
+        values: list[Value],
+        *,
+        taped: bool,
+        disk: Disk,
+        hostile: Hostile,
+        die: Callable[[], None],
+    ) -> None:
         self.machine = machine
         self.values = values
         self.alive = True
         self.finished_s = NEVER_S
         self.taped = TapedSyncer(machine, tape.append)
         self.inputs: TapedSyncer | Syncer = self.taped if taped else machine
+        self.heard: dict[str, SimulatedLink] = {}
+        self.steps: dict[int, Value] = {}
+        self.dies_after: int | None = None
         self._world = world
         self._tape = tape
+        self._disk = disk
+        self._hostile = hostile
+        self._die = die
         self._engine = world.engine
         self._observers = world.observers
         self._send = world.network.send
-        self.heard: dict[str, SimulatedLink] = {}  # where a learner was last heard
-        self._tick_s = NEVER_S  # the earliest tick that is on the heap
+        # Time of the earliest tick that is planned.
+        self._tick_s = NEVER_S
         self._saving = False
 
     def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink:
-        """Answer a learner that dials; `down` takes what is sent to it."""
+        """Connect a learner that dials; `down` takes the messages to it."""
         return SimulatedLink(learner.name, learner.incarnation, learner, self._arrive, down, self._lost)
 
-    def _arrive(self, item: tuple[SimulatedLink, LearnerMessage]) -> None:
+    def _arrive(self, item: tuple[SimulatedLink, LearnerMessage | Garbled]) -> None:
         link, message = item
+        if type(message) is Garbled:
+            # The receiver ignores a garbled anchor or part of a state, but it has heard the learner.
+            if self.alive:
+                self.heard[link.learner_id] = link
+        elif link.learner_id in self._hostile.names:
+            for arrived in self._hostile.sent(message):
+                if objection(arrived):
+                    self._refuse(link, arrived)
+                else:
+                    self._take(link, arrived)
+        else:
+            self._take(link, message)
+
+    def _take(self, link: SimulatedLink, message: LearnerMessage) -> None:
         if not self.alive:
             return
         now_s = self._engine.now_s
@@ -54,8 +103,26 @@ class SyncerProcess:
             observer.on_delivery(message, now_s)
         self.execute(self.inputs.on_message(message, now_s), message)
 
+    def _refuse(self, link: SimulatedLink, message: LearnerMessage) -> None:
+        """Give the machine a message that is out of bounds, and check that it changes nothing, not even the tape.
+
+        A fragment's value is the exception: its round counts it as an answer without a value.
+        """
+        if not self.alive:
+            return
+        if (answer := without_value(message)) is not None:
+            self._take(link, answer)
+            return
+        lines, before = len(self._tape), repr(self.machine.membership.members.get(link.learner_id))
+        self.heard[link.learner_id] = link
+        effects = self.inputs.on_message(message, self._engine.now_s)
+        refused = all(isinstance(getattr(each, "message", None), Refuse) or isinstance(each, Drop) for each in effects)
+        same = repr(self.machine.membership.members.get(link.learner_id)) == before
+        assert refused and same and len(self._tape) == lines, f"{message} led to {effects}"
+        self._carry_out(effects, message)
+
     def _lost(self, link: SimulatedLink) -> None:
-        """Tell the machine that a link is gone, as the transport has found out."""
+        """Tell the machine that the transport has noticed the end of a link."""
         if not self.alive:
             return
         name = link.learner_id
@@ -71,19 +138,26 @@ class SyncerProcess:
         left_out: tuple[str, ...] = ()
         if useless:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)
+        evidence: Evidence | None = None
+        if self._world.norms is not None:
+            left_out, evidence = self._world.norms.merge(merge, left_out, now_s)
         if len(left_out) < len(names):
             before, epoch, version = self.values[fragment_id], self.machine.epoch, merge.global_step
-            self._renew(fragment_id, (version, digest_of(before, epoch, fragment_id, version, names, left_out)))
+            digest = digest_of(before, epoch, fragment_id, version, names, left_out)
+            if self._world.scenario.step_bytes is not None:
+                self.steps[fragment_id] = before
+                self._world.steps[epoch, fragment_id, version] = Step(before[1], digest)
+            self.values[fragment_id] = (version, digest)
         for observer in self._observers:
             observer.on_merged(merge.global_step, left_out, now_s)
-        self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
-
-    def _renew(self, fragment_id: int, value: Value) -> None:
-        self.values[fragment_id] = value
+        outcome = (merge.global_step, self.values[fragment_id][1], left_out, now_s)
+        taped = self.inputs is self.taped
+        self.execute(self.taped.on_merged(*outcome, evidence) if taped else self.machine.on_merged(*outcome))
 
     def _tick(self, tick_s: float) -> None:
+        # An earlier tick may have replaced this one.
         if tick_s != self._tick_s or not self.alive:
-            return  # an earlier one took its place
+            return
         self._tick_s = NEVER_S
         machine, now_s = self.machine, self._engine.now_s
         deadline_s = machine.next_deadline_s()
@@ -100,35 +174,45 @@ class SyncerProcess:
             self._engine.at(tick_s, self._tick, tick_s)
 
     def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:
-        """Do what the machine asks for; `message` is what it was given, if it was one."""
-        lines = len(self._tape) if self._observers else 0  # that of the input is written
+        """Execute the machine's effects; `message` is its input, None if the input was not a message.
+
+        A process with `dies_after` executes only that many effects, and ends.
+        """
+        dies = self.dies_after is not None and bool(effects)
+        # The line of the input is on the tape already. Each line that is added below records a snapshot.
+        lines = len(self._tape) if self._observers else 0
         if effects:
-            self._carry_out(effects, message)
+            self._carry_out(effects[: self.dies_after] if dies else effects, message, whole=not dies)
         if self._observers:
             now_s = self._engine.now_s
             for observer in self._observers:
                 observer.on_syncer(message, effects, now_s)
-                for _ in range(lines, len(self._tape)):  # that a snapshot was taken
+                for _ in range(lines, len(self._tape)):
                     observer.on_syncer(None, [], now_s)
+        if dies:
+            self._die()
+            return
         deadline_s = self.machine.next_deadline_s()
         if deadline_s is not None and deadline_s < self._tick_s:
             self._plan_tick(deadline_s)
 
     def _carry_out(self, effects: list[Effect], message: LearnerMessage | None, whole: bool = True) -> None:
+        """Execute effects; `whole` is False if the process ends before the rest of them."""
         ends = self.machine.progress.finished and self.finished_s == NEVER_S
         heard, send = self.heard, self._send
         for effect in effects:
             kind = type(effect)
             if kind is Send:
                 if ends and type(effect.message) is Stop:  # type: ignore[union-attr]
+                    # The final model is saved before any learner stops, because learners hold what a crash would lose.
                     ends = False
-                    self._save_last()  # before anybody hears of the end: until then learners hold what may be lost
+                    self._save_last()
                 link = heard.get(effect.peer)  # type: ignore[union-attr]
                 if link is not None:
                     send(link.down, effect.message)  # type: ignore[union-attr]
             elif kind in HANDLED:
                 self._do(effect, message)
-        if ends and whole:  # not in the middle
+        if ends and whole:
             self._save_last()
 
     def _do(self, effect: Effect, message: LearnerMessage | None) -> None:
@@ -137,59 +221,38 @@ class SyncerProcess:
             merge_s = scenario.merge_s * (0.5 + engine.random.random())
             engine.at(engine.now_s + merge_s, self._merged, effect)
         elif isinstance(effect, Restore):
-            assert isinstance(message, AnchorValue), f"{effect} without an anchor that came"
+            assert isinstance(message, AnchorValue), f"{effect} without an anchor that arrived"
             self.values[effect.fragment_id] = (effect.version, message.digest)
         elif isinstance(effect, SaveSnapshot) and not self._saving:
             self._saving = True
             snapshot = self._take_snapshot(effect.global_step)
             engine.at(engine.now_s + scenario.save_s * (0.5 + engine.random.random()), self._written, snapshot)
 
-    def _take_snapshot(self, global_step: int) -> Any:
-        """Capture this moment under the machine's name for it; the machine may have gone on in the same input."""
-        if self.inputs is self.taped:
-            self.taped.on_snapshot(global_step, self._engine.now_s)
+    def _take_snapshot(self, global_step: int) -> SyncerSnapshot | None:
+        """Capture this moment under the step that the machine names; None without a tape.
 
-    def _written(self, snapshot: Any) -> None:
-        del snapshot
-        self._saving = False
+        The machine's own step may be later, because one input may lead to several steps.
+        """
+        if self.inputs is not self.taped:
+            return None
+        self.taped.on_snapshot(global_step, self._engine.now_s)
+        histories = self._world.norms.histories if self._world.norms is not None else None
+        state = json.dumps(self.machine.state())
+        return SyncerSnapshot(global_step, state, tuple(self.values), len(self._tape), histories)
 
-    def _save_last(self) -> Any:
-        """Save the end of the run."""
+    def _written(self, snapshot: SyncerSnapshot | None) -> None:
+        # A dead process leaves an incomplete file. After the end of the run, the final snapshot must stay the newest.
+        if self.alive and self.finished_s == NEVER_S:
+            self._saving = False
+            if snapshot is not None:
+                self._disk.keep(snapshot)
+
+    def _save_last(self) -> None:
+        """Save the end of the run, unless learners have yet to bring some of it."""
+        if self.machine.restoring:
+            return
         self.finished_s = self._engine.now_s
-        return self._take_snapshot(self.machine.global_step)
-
-
-class SyncerHost:
-    """The syncer's tape, and the process that writes it."""
-
-    def __init__(
-        self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool
-    ) -> None:
-        self.tape: list[str] = []
-        self._world = world
-        self._engine = world.engine
-        self._learners = learners
-        self._make_syncer = make_syncer
-        self._taped = taped
-        self.process = self._new_process(self.new_syncer(), self._initial())
-        digests = [digest for _, digest in self.process.values]
-        self.process.execute(self.process.inputs.on_begin(digests, 0.0))
-
-    def new_syncer(self) -> Syncer:
-        """Build a machine as that with which this run began."""
-        scenario = self._world.scenario
-        fragments = range(scenario.config.num_fragments)
-        whole = dict.fromkeys(fragments, scenario.payload_bytes)
-        return self._make_syncer(scenario.config, scenario.total_steps, FINGERPRINT, whole, budget=scenario.budget)
-
-    def _initial(self) -> list[Value]:
-        return [
-            (0, digest_of("initial", fragment_id)) for fragment_id in range(self._world.scenario.config.num_fragments)
-        ]
-
-    def _new_process(self, machine: Syncer, values: Sequence[Value]) -> SyncerProcess:
-        return SyncerProcess(self._world, self.tape, machine, list(values), self._taped)
-
-    def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink | None:
-        """Answer a learner that dials, if a process runs."""
-        return self.process.accept(learner, down) if self.process.alive else None
+        self._disk.final = tuple(self.values)
+        snapshot = self._take_snapshot(self.machine.global_step)
+        if snapshot is not None:
+            self._disk.keep(snapshot)

@@ -1,10 +1,10 @@
-"""Tapes of a simulated run, in the formats of a real one: `diloco replay` trains from them, on real data.
+"""Tapes of a simulated run in the formats of a real one, from which `diloco replay` trains on real data.
 
-    DIR/tape.jsonl                      the syncer's inputs (protocol/syncer/tape.py)
-    DIR/tapes/NAME.INCARNATION.jsonl    what each life of a learner did (as runtime/learner/tape.py)
-    DIR/scenario.json                   the protocol's settings, so that a config can be given the same
+    DIR/tape.jsonl                      inputs of the syncer (protocol/syncer/tape.py)
+    DIR/tapes/NAME.INCARNATION.jsonl    actions of each process of a learner (runtime/learner/tape.py)
+    DIR/scenario.json                   settings of the protocol, to be copied into a config
 
-Digests stand for bytes that were never made, and losses are made up: a replay compares neither.
+Digests and losses are invented, and a replay compares neither.
 """
 
 import json
@@ -24,11 +24,11 @@ LOSS = 1.0
 
 
 class LearnerTapes(Observer):
-    """Writes down what every life of every learner does."""
+    """Records the actions of every process of every learner; the key of `lines` is its name and incarnation."""
 
     def __init__(self, cluster: Cluster, faults: Sequence[str] = ()) -> None:
         self._faults = list(faults)
-        self.lines: dict[tuple[str, int], list[str]] = {}  # by name and incarnation
+        self.lines: dict[tuple[str, int], list[str]] = {}
         self._cluster = cluster
 
     def _write(self, life: tuple[str, int], *fields: Any) -> None:
@@ -42,7 +42,7 @@ class LearnerTapes(Observer):
         life, machine = process.key, process.machine
         for effect in effects:
             if isinstance(effect, Adopt):
-                assert isinstance(given, GlobalFragment), f"{effect} without a fragment that came"
+                assert isinstance(given, GlobalFragment), f"{effect} without a fragment that arrived"
                 name = (effect.fragment_id, effect.version, given.epoch, given.digest)
                 self._write(life, "adopt", *name, given.merged_round)
             elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
@@ -57,8 +57,9 @@ class LearnerTapes(Observer):
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if not began:
-            step = process.machine.local_step + 1  # of which the machine is told now
-            assert process.step.batch is not None, "a step ended that had no batch"
+            # The machine gets the end of this step next, and counts it then.
+            step = process.machine.local_step + 1
+            assert process.step.batch is not None, "a step without a batch ended"
             self._write(process.key, "step", step, process.step.clock, process.step.batch.ranges, LOSS)
 
     def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
@@ -71,7 +72,11 @@ class LearnerTapes(Observer):
         self._write(process.key, "state", effect.donor, incarnation, donor_step, list(effect.fragments))
 
     def save(self, folder: Path) -> None:
-        """Write all tapes and the scenario; ValueError as `check_folder`."""
+        """Write all tapes and the scenario.
+
+        Raises:
+            ValueError: as `check_folder`.
+        """
         check_folder(folder)
         (folder / "tapes").mkdir(parents=True, exist_ok=True)
         _write_lines(folder / "tape.jsonl", self._cluster.host.tape)
@@ -91,7 +96,11 @@ class LearnerTapes(Observer):
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse, with ValueError, a folder for tapes that holds some, or could not be written after the simulation."""
+    """Check before a simulation that its tapes can be written to this folder.
+
+    Raises:
+        ValueError: the folder holds a tape, is below a file, or cannot be written.
+    """
     if (folder / "tape.jsonl").exists():
         raise ValueError(f"--tapes {folder} holds a tape already; name another folder, or remove that one")
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -195,8 +195,8 @@ class Blueprint:
 
     def lower_loss(self, shapes: Shapes) -> jax.stages.Lowered:
         """Return the evaluation of batches of these shapes, ready to be compiled."""
-        lies = self.state_shardings.other
-        other = jax.tree.map(describe, self.state_shapes.other, lies)
+        layouts = self.state_shardings.other
+        other = jax.tree.map(describe, self.state_shapes.other, layouts)
         batch = {name: describe(shape, self._eval_sharding(shape.shape)) for name, shape in shapes.items()}
         return self.loss.lower(self.tensors, other, batch)
 

@@ -1,9 +1,9 @@
 """The exchanged state of an island: it gives out and takes in fragments and whole states between two inner steps.
 
-    staged = state.stage(fragment)                       queued behind the newest step; the host does not wait
-    staged.encode()                                      in any thread: the bytes of anchor - local
-    state.adopt(fragment, values, sent=staged)           between two steps
-    state.stage_state(), state.load_state(saved)         the same for everything, optimizer included
+    staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step, no host sync
+    staged.encode()                                                in any thread: anchor - local as it is sent
+    state.adopt(fragment, values, sent=staged)                     between two steps
+    state.stage_state(), state.load_state(saved)                   the same for everything, optimizer included
 
 The built-in `Island`, or a training loop that the user writes, stores the result of each step in `state`. All functions
 must be called from one thread, except `warm_up` and the methods of staged objects. Parameters are a flat dict
@@ -47,11 +47,11 @@ PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"
 class ExchangedState:
     """A training state whose parameters are exchanged with other islands."""
 
-    # The state after the newest step.
-    state: TrainState
-    # A TrainState with the layout of each leaf of `state` on the devices.
-    lies: Any
-    # The kind of every parameter, by path.
+    `layouts` is a TrainState of the layouts of the leaves of `state`, `kinds` what every parameter is, by path.
+    """
+
+    state: TrainState  # as it is after the newest step
+    layouts: Any
     kinds: Mapping[str, Kind]
     # The layout of a whole state's bytes.
     state_layout: StateLayout
@@ -62,15 +62,6 @@ class ExchangedState:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter, by path."""
         return {path: tuple(value.shape) for path, value in self.state.params.items()}
-
-    def stage(self, fragment: Fragment) -> StagedFragment:
-        """Queue a copy of a fragment's update after the newest step to host memory; return at once.
-
-        update = anchor - local + residual. The anchor is the value adopted last; the residual is what rounding left out
-        of earlier updates (outgoing.py).
-        """
-        with jax.transfer_guard("disallow"):
-            return self.exchange.stage(self.state.params, fragment)
 
     def adopt(
         self,
@@ -116,13 +107,13 @@ class ExchangedState:
             return stage_shards(by_name(self.state))
 
     def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
-        """Check that saved shards have everything that `load_shards` needs; ValueError names the difference."""
-        check_fits(leaves, by_name(self.lies), self.state_layout.by_name)
+        """Check that saved shards are all that `load_shards` needs; a ValueError says what differs."""
+        check_fits(leaves, by_name(self.layouts), self.state_layout.by_name)
 
     def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
         """Load the whole state exactly, from the shards that an earlier process on the same devices saved."""
         self.load_moments(leaves.__getitem__)
-        for path, to in self.lies.params.items():
+        for path, to in self.layouts.params.items():
             self.state = self.state._replace(params=self.state.params | {path: put_array(leaves[PARAMS + path], to)})
 
     def overwrite(self, fragment: Fragment, values: HostValues) -> None:
@@ -149,13 +140,13 @@ class ExchangedState:
             self.overwrite(fragment, take(params, fragment))
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:
-        """Load everything but the parameters; `leaf` returns the array of a name."""
-        # The old state is freed first, because a device may not have room for two. No error may occur after this.
+        """Take over everything but the parameters; `leaf` gives the leaf of a name."""
+        # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None, other={})
-        lies = self.lies
-        moments = [put_array(leaf(name), to) for name, to in by_name(lies).items() if name.startswith(OPTIMIZER)]
-        opt_state = jax.tree.unflatten(jax.tree.structure(lies.opt_state), moments)
-        other = {path: put_array(leaf(OTHER + path), to) for path, to in lies.other.items()}
+        layouts = self.layouts
+        moments = [put_array(leaf(name), to) for name, to in by_name(layouts).items() if name.startswith(OPTIMIZER)]
+        opt_state = jax.tree.unflatten(jax.tree.structure(layouts.opt_state), moments)
+        other = {path: put_array(leaf(OTHER + path), to) for path, to in layouts.other.items()}
         self.state = self.state._replace(opt_state=opt_state, other=other)
 
     def parameters(self) -> HostValues:

@@ -79,10 +79,10 @@ class Island(ExchangedState):
           batch: arrays [samples, ...] by name.
           size: samples of the whole batch if `batch` has only the rows of `own_rows`; None if it has all.
         """
-        lies = self.blueprint.batch_sharding
+        layout = self.blueprint.batch_sharding
         if size is None:
-            return {name: put_array(value, lies(value.shape)) for name, value in batch.items()}
-        return {name: put_rows(value, lies((size, *value.shape[1:])), size) for name, value in batch.items()}
+            return {name: put_array(value, layout(value.shape)) for name, value in batch.items()}
+        return {name: put_rows(value, layout((size, *value.shape[1:])), size) for name, value in batch.items()}
 
     def warm_up(self, shapes: Shapes) -> None:
         """Compile the inner step for batches of these shapes, without running it; any thread may call this."""

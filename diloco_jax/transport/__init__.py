@@ -1,5 +1,6 @@
-"""Links between islands and the syncer."""
+"""Connections between islands and the syncer, and among the hosts of one island."""
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC's core logs dozens of lines for one failed handshake
+# gRPC's core logs dozens of lines for one failed handshake.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,7 +1,7 @@
-"""Limits of a message. Both sides check them: before its fields become Python objects, and before it is sent.
+"""Limits of a message. The sender checks them before it sends, the receiver before fields become Python objects.
 
-The limits follow from the types in diloco.proto, so that a new field cannot escape them. What is within them may still
-make no sense; that is for the machines to judge, which know what they expect.
+The limits follow from the types in diloco.proto, so that a new field cannot escape them. A message within the limits
+may still make no sense; the machines judge that, because they know what they expect.
 """
 
 import math
@@ -27,13 +27,19 @@ TEXT_LENGTHS_MAX = {
     "values_name": METRIC_LENGTH_MAX,
     "scores_name": SCORE_LENGTH_MAX,
 }
-FOR_PEOPLE = ("loss", "bits_per_byte", "values_value", "scores_value")  # of a run that diverges not finite
+# These numbers are for people; a run that diverges reports non-finite ones.
+FOR_PEOPLE = ("loss", "bits_per_byte", "values_value", "scores_value")
 
-Check = Callable[[Any], str]  # of a value: "" or what is wrong with it
+# A check takes a value and returns what is wrong with it, or "".
+Check = Callable[[Any], str]
 
 
 def check_body(body: Any) -> None:
-    """Check one message of the wire's type; a ValueError names the field, what it has and the limit."""
+    """Check one protobuf message.
+
+    Raises:
+        ValueError: A field exceeds its limit; the text names the field, its value and the limit.
+    """
     cls = type(body).__name__
     for name, repeated, limit, check in _RULES[cls]:
         value = getattr(body, name)
@@ -66,7 +72,8 @@ def _check_of(field: FieldDescriptor) -> Check:
     if field.type in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_BOOL):
         return lambda _: ""
     least = {FieldDescriptor.TYPE_SINT64: -1, FieldDescriptor.TYPE_INT64: 0}[field.type]
-    if field.name == "schedule_lead":  # it may be behind
+    # A learner may be behind the schedule.
+    if field.name == "schedule_lead":
         least = -COUNTER_MAX
     return lambda n: "" if least <= n <= COUNTER_MAX else f"is {n}, it must be {least} to {COUNTER_MAX}"
 
@@ -74,7 +81,8 @@ def _check_of(field: FieldDescriptor) -> Check:
 def _rules(cls: str) -> list[tuple[str, bool, int, Check]]:
     """Return (field, whether it is repeated, most elements, check of an element) for all fields of a message."""
     fields = getattr(pb, cls).DESCRIPTOR.fields
-    most = {"fingerprint": PAIRS_MAX, "values": METRICS_MAX, "scores": SCORES_MAX}  # by what column names begin with
+    # The limit of a repeated field follows from the first word of its name.
+    most = {"fingerprint": PAIRS_MAX, "values": METRICS_MAX, "scores": SCORES_MAX}
     return [
         (field.name, field.is_repeated, most.get(field.name.partition("_")[0], FRAGMENTS_MAX), _check_of(field))
         for field in fields

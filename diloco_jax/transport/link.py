@@ -1,10 +1,10 @@
-"""The contract of every connection: what it promises, what passes on it, its settings and its names.
+"""The contract of every connection: its guarantees, its types of messages, its settings and its names.
 
 Guarantees
   * Messages of one lane arrive in order, at most once. Control and bulk are two lanes with no order between them.
-  * Nothing blocks the caller but `receive` and `close`, and both take a deadline.
-  * A session (one incarnation's set of connections) ends as a whole, and its end is delivered once to each side
-    that did not close it, after everything that was received before.
+  * Only `receive` and `close` block the caller, and both take a deadline.
+  * A session (one incarnation's set of connections) ends as a whole. Each side that did not close it gets the end
+    delivered once, after everything that was received before.
   * Payloads are shared, not copied: a sender must not change a payload after `send`.
 """
 
@@ -26,24 +26,29 @@ from diloco_jax.protocol.messages import (
     StatePart,
     SyncerMessage,
 )
-from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
+from diloco_jax.transport.commands import COMMANDS, REPLIES, Command, Reply
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]
 
-# Those that may have a payload, and all that passes between the hosts of an island.
+# Messages that may have a payload, and all messages between the hosts of an island.
 BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StatePart, *COMMANDS, *REPLIES)
 LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport)
-HOST_TYPES: tuple[type, ...] = (FragmentValue,)  # from a learner's hosts that are not its leader
+# A learner's hosts send these types, except for its leader.
+HOST_TYPES: tuple[type, ...] = (FragmentValue,)
 SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
-SYNCER_HOST = "syncer.diloco"  # what the syncer's certificate names, at whatever address it listens
-ISLAND_HOSTS = ".island.diloco"  # behind an island's name: what its certificate names for its own hosts
-RESERVED_NAMES = (SYNCER, SYNCER_HOST, "ca", "token")  # the last two are files beside the certificates
+# The syncer's certificate names this host, at whatever address the syncer listens.
+SYNCER_HOST = "syncer.diloco"
+# An island's certificate names its own hosts by the island's name and this ending.
+ISLAND_HOSTS = ".island.diloco"
+# ca and token are files beside the certificates.
+RESERVED_NAMES = (SYNCER, SYNCER_HOST, "ca", "token")
 STRIPES_MAX = 16
-HOSTS_MAX = 4096  # of one learner
-CHUNK_BYTES_MAX = 4 << 20  # a receiver takes chunks up to this size, whatever its own `chunk_bytes`
+HOSTS_MAX = 4096  # per learner
+# A receiver accepts chunks up to this size, whatever its own `chunk_bytes` is.
+CHUNK_BYTES_MAX = 4 << 20
 
 
 class TransportError(ConnectionError):
@@ -51,7 +56,7 @@ class TransportError(ConnectionError):
 
 
 class Rejected(TransportError):
-    """The syncer refused the connection and will not change its mind: another run, or a newer process of that name."""
+    """The syncer refused the connection for good: it serves another run, or knows a newer process of that name."""
 
 
 class LinkClosed(TransportError):
@@ -59,25 +64,26 @@ class LinkClosed(TransportError):
 
 
 class Delivery(NamedTuple):
-    """Item that `receive` returns: a message with its payload, or the end of the peer's session with the reason."""
+    """Item that `receive` returns: a message with its payload, or the reason why the peer's session ended."""
 
     kind: Literal["message", "disconnected"]
     peer: str
     message: Message | None = None
     payload: bytes | memoryview = b""
     reason: str = ""
-    session: int = 0  # its number, which a learner's sessions with a syncer and its shards share
+    # A learner's sessions with a syncer and its merge shards share this number.
+    session: int = 0
 
 
 class Traffic(NamedTuple):
-    """Bytes moved: frames with their headers, without what TCP and HTTP/2 add. In one process: payloads only."""
+    """Bytes moved: frames with headers, without the overhead of TCP and HTTP/2; only payloads within one process."""
 
     received_bytes: int
     sent_bytes: int
 
 
 class Link(Protocol):
-    """A learner's session with the syncer. Made by a transport's `connect`."""
+    """A learner's session with the syncer, opened by a transport's `connect`."""
 
     def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         """Queue a message; never blocks.
@@ -93,7 +99,7 @@ class Link(Protocol):
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again.
 
-        A session that the other side ended must be closed as well: only that gives its connections back.
+        A session that the other side ended must be closed as well: only `close` frees its connections.
         """
 
 
@@ -114,16 +120,16 @@ class TransportConfig:
     keepalive_timeout_s: float = 20.0
     """Seconds without an answer to a ping that end a connection. Low: cuts a link under load. High: noticed late."""
     payload_bytes_max: int = 1 << 30
-    """Largest payload in bytes, sent or received; a larger one is refused before memory is taken for it. Low: refuses
-    large fragments. High: a peer may take as much memory."""
+    """Largest payload in bytes, sent or received; a larger one is refused before memory is allocated for it. Low:
+    refuses large fragments. High: a peer may take as much memory."""
     chunk_bytes: int = 512 << 10
     """Bytes of payload per frame, at most 4 MiB. Low: costs CPU time. High: the same, beyond the CPU's caches."""
     stripes: int = 4
-    """Connections over which the chunks of bulk messages are spread, 1 to 16: the learner's choice. One connection
+    """Connections that share the chunks of bulk messages, 1 to 16: the learner's choice. One connection
     moves at most its window per round trip: 67 MB/s at 60 ms with the 4 MB that Linux allows by default. Low: 1, one
     window for all. High: more sockets and threads."""
     resume_s: float = 120.0
-    """Seconds for which a receiver keeps a payload above 1 MiB that a lost connection cut, so that the next session
+    """Seconds that a receiver keeps a payload above 1 MiB that a lost connection cut, so that the next session
     brings only the rest. Takes at most payload_bytes_max for each peer. Low: sends all again. High: holds memory for
     peers that are gone."""
     queue_messages_max: int = 1024
@@ -141,7 +147,7 @@ class TransportConfig:
     tls_key: str = ""
     """File with the private key of that certificate (PEM, without a password). "{name}" as above."""
     token_file: str = ""
-    """File with a secret that all processes of the run share. The syncer refuses whoever does not send it."""
+    """File with a secret that all processes of the run share. The syncer refuses anyone who does not send it."""
 
     def __post_init__(self) -> None:
         split_address(self.address)
@@ -176,10 +182,10 @@ class TransportConfig:
 
 
 def check_name(learner_id: str) -> str:
-    """Return the name of a learner if it may be one: it appears in logs, certificates and file names.
+    """Return the name of a learner if it is allowed: it appears in logs, certificates and file names.
 
     Raises:
-        ValueError: It is reserved, too long, or has other characters than letters, digits, ".", "_" and "-".
+        ValueError: The name is reserved, too long, or has other characters than letters, digits, ".", "_" and "-".
     """
     if not _NAME.fullmatch(learner_id) or learner_id.lower() in RESERVED_NAMES:
         raise ValueError(
@@ -193,7 +199,7 @@ def split_address(address: str, setting: str = "transport.address") -> tuple[str
     """Return host and port of "host:port" or "[v6]:port".
 
     Args:
-        setting: where the address is written, for the error.
+        setting: Name of the setting that holds the address, for the error.
 
     Raises:
         ValueError: The address has no host, or no port from 0 to 65535.
@@ -206,29 +212,31 @@ def split_address(address: str, setting: str = "transport.address") -> tuple[str
 
 
 def check_free(address: str) -> None:
-    """Bind and let go; OSError if this machine cannot listen there.
+    """Bind to an address and free it again, because gRPC and JAX's service report a failure badly.
 
-    gRPC would print its internal log, and JAX's service crashes.
+    Raises:
+        OSError: This machine cannot listen there.
     """
     host, port = split_address(address)
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is not "in use"
+        # gRPC sets this option too: an address in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(target)
 
 
 def is_bulk(message: Message | Command | Reply) -> bool:
-    """Tell whether the message travels in the bulk lane, where payloads do."""
+    """Tell whether the message travels in the bulk lane, together with payloads."""
     return isinstance(message, BULK_TYPES)
 
 
 def payload_parts(
     message: Message | Command | Reply, payload: Payload, allowed: tuple[type, ...], payload_bytes_max: int
 ) -> tuple[memoryview, ...]:
-    """Return the payload as flat views of bytes, after the checks that are made before sending.
+    """Check a message before it is sent, and return its payload as flat views of bytes.
 
     Raises:
-        ValueError: The message is not one of `allowed`, has a payload that it must not have, or one too large.
+        ValueError: The message is not one of `allowed`, must not have a payload, or has one above the limit.
     """
     if not isinstance(message, allowed):
         names = ", ".join(kind.__name__ for kind in allowed)

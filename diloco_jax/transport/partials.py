@@ -1,7 +1,7 @@
-"""Payloads that a lost connection cut in the middle, kept for a while so that the next session brings only the rest.
+"""Payloads that a lost connection cut, kept for a while so that the next session sends only the missing bytes.
 
-A payload is known by its size and the xxh3 of its bytes, as its sender computed it. Neither side trusts that: a payload
-that was put together from two sessions is checked as a whole before it is handed out.
+The sender identifies a payload by its size and the xxh3 of its bytes. Neither side trusts that: a payload from two
+sessions is checked as a whole before it is delivered.
 """
 
 import math
@@ -15,21 +15,24 @@ import numpy as np
 
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
-RESUME_BYTES_MIN = 1 << 20  # a payload up to this size is sent anew
+# A payload up to this size is sent again as a whole.
+RESUME_BYTES_MIN = 1 << 20
 PARTIALS_MAX = 16
-RANGES_KEPT = 16  # of a partial payload; smaller ones are sent again
+# A partial payload keeps its largest ranges; smaller ones are sent again.
+RANGES_KEPT = 16
 HOLDINGS_BYTES_MAX = 4096
 
-Key: TypeAlias = tuple[int, int]  # digest of the payload (core/codec.py), its size in bytes
+# (digest of the payload as in core/codec.py, its size in bytes)
+Key: TypeAlias = tuple[int, int]
 
 
 class Ranges:
-    """Bytes of a payload that are there, as ascending ranges that do not touch."""
+    """The bytes of a payload that have arrived, as ascending ranges that do not touch."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
-        self.filled = 0  # bytes in all ranges
+        self.filled = 0  # bytes in ranges
         for start, stop in pairs:
             self.add(start, stop)
 
@@ -40,12 +43,12 @@ class Ranges:
         return zip(self._starts, self._stops, strict=True)
 
     def touches(self, start: int, stop: int) -> bool:
-        """Tell whether a range would be joined to one that is there."""
+        """Tell whether a range touches an existing one, so that both would become one."""
         at = bisect_right(self._starts, start)
         return (at > 0 and self._stops[at - 1] == start) or (at < len(self) and self._starts[at] == stop)
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range; ValueError if it is empty, or some of it is there already."""
+        """Add a range; ValueError if it is empty, or overlaps an existing one."""
         at = bisect_right(self._starts, start)
         if start >= stop or (at > 0 and self._stops[at - 1] > start) or (at < len(self) and self._starts[at] < stop):
             raise ValueError(f"bytes {start} to {stop} are empty or there already")
@@ -60,13 +63,13 @@ class Ranges:
             self._stops.insert(at, stop)
 
     def holes(self, size: int) -> list[tuple[int, int]]:
-        """Return what is missing of a payload of `size` bytes."""
+        """Return the missing ranges of a payload of `size` bytes."""
         edges = [0, *(edge for pair in self for edge in pair), size]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 class Partial(NamedTuple):
-    """A payload of which some bytes are there."""
+    """A payload with some of its bytes."""
 
     key: Key
     buffer: np.ndarray
@@ -74,10 +77,10 @@ class Partial(NamedTuple):
 
 
 class Partials:
-    """Parts of payloads of one peer that one process holds, over all of its sessions; any thread.
+    """Incomplete payloads of one peer, over all sessions of this process; any thread may call the methods.
 
     Args:
-        bytes_max: Size of all payloads together, counted whole; the oldest make room.
+        bytes_max: Limit for the full sizes of all payloads together; the oldest make room.
         keep_s: Seconds that a partial payload is kept after it was cut.
     """
 
@@ -85,11 +88,13 @@ class Partials:
         self._bytes_max = bytes_max
         self._keep_s = keep_s
         self._lock = threading.Lock()
-        self._kept: dict[Key, tuple[float, Partial]] = {}  # until when; oldest first
-        self._timer: threading.Timer | None = None  # runs while anything is kept
+        # Key -> (expiry on the monotonic clock, payload), oldest first.
+        self._kept: dict[Key, tuple[float, Partial]] = {}
+        # The timer runs while a payload is kept.
+        self._timer: threading.Timer | None = None
 
     def put(self, partials: Sequence[Partial]) -> None:
-        """Keep what a session leaves behind."""
+        """Keep the incomplete payloads of a session that ended."""
         for partial in partials:
             if partial.key[1] > self._bytes_max:
                 continue
@@ -103,13 +108,16 @@ class Partials:
         self._expire()
 
     def claim(self, key: Key) -> Partial | None:
-        """Take out what is there of a payload; None if nothing is."""
+        """Remove and return an incomplete payload; None if it is unknown."""
         with self._lock:
             _, partial = self._kept.pop(key, (0.0, None))
             return partial
 
     def announce(self) -> pb.Holdings:
-        """Say what is there, and promise half of the time for which it will be: the answer takes its way."""
+        """List the kept ranges for the peer.
+
+        Each is announced with half of its remaining time, because the peer's answer takes time to arrive.
+        """
         now_s = time.monotonic()
         holdings = pb.Holdings()
         with self._lock:
@@ -121,17 +129,17 @@ class Partials:
 
     @property
     def held_bytes(self) -> int:
-        """Return the size of the payloads of which something is kept."""
+        """Return the full size of all kept payloads, in bytes."""
         with self._lock:
             return sum(size for _, size in self._kept)
 
     def forget(self) -> None:
-        """Give back all memory."""
+        """Drop all payloads."""
         with self._lock:
             self._kept.clear()
 
     def _expire(self) -> None:
-        """Drop what is too old, and come again for what will be."""
+        """Drop payloads that have expired, and start a timer for the next expiry."""
         now_s = time.monotonic()
         with self._lock:
             self._kept = {key: each for key, each in self._kept.items() if each[0] > now_s}
@@ -145,11 +153,11 @@ class Partials:
 
 
 class PeerHoldings:
-    """Parts of payloads that the peer says it holds; each is used once."""
+    """Ranges of payloads that the peer says it holds; each is used once."""
 
     def __init__(self, holdings: pb.Holdings | None = None) -> None:
-        """Check what the peer said; ValueError if it is more than anybody may hold, or contradicts itself."""
-        self._ranges: dict[Key, tuple[float, Ranges]] = {}  # until when
+        """Check the peer's list; ValueError if it exceeds the limits, or contradicts itself."""
+        self._ranges: dict[Key, tuple[float, Ranges]] = {}  # (expiry, ranges)
         if holdings is None:
             return
         if len(holdings.partials) > PARTIALS_MAX:
@@ -164,6 +172,6 @@ class PeerHoldings:
             self._ranges[each.key, each.payload_bytes] = (until_s, Ranges(zip(starts, stops, strict=True)))
 
     def claim(self, key: Key) -> Ranges | None:
-        """Return what the peer has of a payload, once; None if nothing."""
+        """Return the ranges of a payload that the peer holds, once; None if there are none."""
         until_s, ranges = self._ranges.pop(key, (0.0, None))
         return ranges if time.monotonic() < until_s else None

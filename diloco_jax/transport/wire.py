@@ -1,15 +1,15 @@
-"""Messages to bytes and back: the classes of protocol/messages.py and group/commands.py <-> proto/diloco.proto.
+"""Messages to bytes and back: the classes of protocol/messages.py and transport/commands.py <-> proto/diloco.proto.
 
 Rules of this file
-  * A frame is a protobuf `Frame`, but its payload bytes never go through a protobuf object: writers append them as
-    the last field with one join, readers cut them off before they parse the rest. That halves the cost of a copy
+  * A frame is a protobuf `Frame`, but its payload bytes never pass through a protobuf object: writers append them as
+    the last field with one join, readers cut them off before they parse the rest. This halves the cost of a copy
     under the interpreter's lock, and any protobuf client can still read and write the stream.
-  * The last field of a frame before its data is a checksum of all that precedes it, so that a flipped bit is noticed
-    also where nothing encrypts. Frames of releases that knew no checksum have none, and are taken as they are
+  * The last field of a frame before its data is a checksum of all bytes before it, so that a flipped bit is noticed
+    on connections without encryption too. Frames of releases without checksums are accepted as they are
     (docs/decisions/0061-checksum-of-frames.md).
-  * Texts are cleaned of control characters, and reasons are cut, before anybody reads them (protocol/texts.py).
-  * Whatever arrives is checked before it is believed and before memory is taken for it. All that is wrong raises
-    WireError, and a stream that raised it is not read any further.
+  * Control characters are removed from texts, and reasons are cut, before anyone reads them (protocol/texts.py).
+  * A reader checks everything before it uses it and before it allocates memory for it. A violation raises WireError,
+    and the stream is not read any further.
 """
 
 import typing
@@ -24,19 +24,21 @@ from google.protobuf.message import Message as ProtoMessage
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX as REASON_KEPT_MAX
 from diloco_jax.protocol.texts import clean
-from diloco_jax.transport.group.commands import Command, Reply
+from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.limits import REASON_LENGTH_MAX, check_body
 from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX
 from diloco_jax.transport.partials import Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
-HEAD_BYTES_MAX = 1 << 20  # a frame without its data; a step report needs about 10 bytes per fragment
+# The limit of a frame without its data; a step report needs about 10 bytes per fragment.
+HEAD_BYTES_MAX = 1 << 20
 FRAME_BYTES_MAX = CHUNK_BYTES_MAX + HEAD_BYTES_MAX
 _DATA_TAG = pb.Frame.DATA_FIELD_NUMBER << 3 | 2  # 2: length-delimited
 _CHECK_TAG = pb.Frame.CHECK_FIELD_NUMBER << 3 | 2
-_CHECK_HEAD = bytes((_CHECK_TAG & 0x7F | 0x80, _CHECK_TAG >> 7, 4))  # tag and length of a checksum
+# Tag and length of a checksum.
+_CHECK_HEAD = bytes((_CHECK_TAG & 0x7F | 0x80, _CHECK_TAG >> 7, 4))
 _CHECK_BYTES = len(_CHECK_HEAD) + 4
-_BODY_NAMES = {  # class name -> field of Frame
+_BODY_NAMES = {  # name -> field
     field.message_type.name: field.name
     for field in pb.Frame.DESCRIPTOR.oneofs_by_name["body"].fields
     if field.message_type is not None
@@ -44,23 +46,23 @@ _BODY_NAMES = {  # class name -> field of Frame
 
 
 class WireError(ValueError):
-    """Breach of the contract in what the peer sent; its text says which."""
+    """Violation of the contract by the peer; the text says which."""
 
 
 class Goodbye(NamedTuple):
-    """The peer ends this lane."""
+    """End of this lane, sent by the peer."""
 
     reason: str
 
 
 class Ready(NamedTuple):
-    """The syncer has all connections of the session."""
+    """Notice that the syncer has all connections of the session."""
 
     holdings: pb.Holdings
 
 
 class Incoming(NamedTuple):
-    """A message of the control lane, or a chunk of the bulk lane with the message if this frame holds it."""
+    """A message of the control lane, or a chunk of the bulk lane; `message` is set in one of a message's chunks."""
 
     message: Message | None
     chunk: pb.Chunk
@@ -68,9 +70,9 @@ class Incoming(NamedTuple):
 
 
 class BulkPiece(NamedTuple):
-    """Content of one frame of the bulk lane."""
+    """The content of one frame of the bulk lane."""
 
-    body: bytes  # of the message, in the first of its pieces
+    body: bytes  # first piece only
     chunk: pb.Chunk  # without its checksum
     views: list[memoryview]
 
@@ -83,7 +85,8 @@ def _plan(cls: type) -> tuple[tuple[str, type | None, tuple[str, ...]], ...]:
     plan: list[tuple[str, type | None, tuple[str, ...]]] = []
     for name, hint in typing.get_type_hints(cls).items():
         element = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
-        if element is None or element in (int, float, str):  # a message inside of this one, too
+        # A message may contain another message.
+        if element is None or element in (int, float, str):
             plan.append((name, None, (name,)))
         elif hasattr(element, "_fields"):
             plan.append((name, element, tuple(f"{name}_{field}" for field in element._fields)))
@@ -95,12 +98,12 @@ def _plan(cls: type) -> tuple[tuple[str, type | None, tuple[str, ...]], ...]:
 
 _FIELDS = {cls: _plan(cls) for union in (Message, Command, Reply) for cls in typing.get_args(union)}
 _CLASSES = {cls.__name__: cls for cls in _FIELDS}
-# Names of leaves and of kept states stay within one island: a key of a tree of the user's own is compared as it is.
+# Names of leaves and of kept states stay within one island: a key of a user's tree is compared without changes.
 _OWN_NAMES = ("leaf", "state")
 
 
 def _texts(cls: type) -> tuple[tuple[str, int | None], ...]:
-    """Return (field, most characters of it that are kept, or None) of the fields of a class that hold texts."""
+    """Return (name, maximal length or None) of each text field of a class."""
     found: list[tuple[str, int | None]] = []
     for name, record, _ in _FIELDS[cls]:
         hint = typing.get_type_hints(cls)[name]
@@ -113,7 +116,8 @@ def _texts(cls: type) -> tuple[tuple[str, int | None], ...]:
 _TEXTS = {cls: _texts(cls) for cls in _FIELDS}
 
 
-_packed: tuple[Any, bytes] = (None, b"")  # the message that was packed last, and what became of it
+# The message that was packed last, with its bytes.
+_packed: tuple[Any, bytes] = (None, b"")
 
 
 def pack_body(message: Message | Command | Reply) -> bytes:
@@ -124,7 +128,8 @@ def pack_body(message: Message | Command | Reply) -> bytes:
     """
     global _packed
     before, packed = _packed
-    if before is message:  # a broadcast is the same object for every peer
+    # A broadcast is the same object for every peer.
+    if before is message:
         return packed
     body_name = _BODY_NAMES[type(message).__name__]
     frame = pb.Frame()
@@ -133,7 +138,8 @@ def pack_body(message: Message | Command | Reply) -> bytes:
     _fill(body, message)
     check_body(body)
     packed = frame.SerializeToString()
-    if len(packed) > HEAD_BYTES_MAX // 2:  # the other half is left for the header
+    # The other half is left for the header.
+    if len(packed) > HEAD_BYTES_MAX // 2:
         raise ValueError(f"{type(message).__name__} takes {len(packed)} bytes, the limit is {HEAD_BYTES_MAX // 2}")
     _packed = message, packed
     return packed
@@ -157,7 +163,7 @@ def _fill(body: Any, message: Any) -> None:
 
 
 def unpack_body(frame: pb.Frame, body_name: str) -> Message:
-    """Return the message in the field `body_name`; WireError if it has too much, or columns of unequal length."""
+    """Return the message in the field `body_name`; WireError if it exceeds a limit, or its columns differ in length."""
     body = getattr(frame, body_name)
     try:
         check_body(body)
@@ -197,12 +203,12 @@ def _cleaned(value: Any, length_max: int | None) -> Any:
 
 
 def pack_header(header: pb.Header) -> bytes:
-    """Return the bytes with which every frame of a stream begins."""
+    """Return the first bytes of every frame of a stream."""
     return pb.Frame(header=header).SerializeToString()
 
 
 def _sealed(head: bytes) -> bytes:
-    """Return a frame, all of it but its data, with the checksum that ends it."""
+    """Append the checksum to a frame without its data."""
     return head + _CHECK_HEAD + google_crc32c.value(head).to_bytes(4, "little")
 
 
@@ -224,11 +230,11 @@ def goodbye_frame(header: bytes, reason: str) -> bytes:
 def pieces(
     number: int, body: bytes, parts: Sequence[memoryview], chunk_bytes: int, key: int = 0, held: Ranges | None = None
 ) -> Iterator[BulkPiece]:
-    """Yield what the frames of one message of the bulk lane carry.
+    """Yield the content of the frames of one message of the bulk lane.
 
     Args:
-        key: The payload's xxh3, so that it can be continued; 0: it cannot.
-        held: What the peer has of it; left out.
+        key: The payload's xxh3, so that a later session can continue it; 0 if none can.
+        held: Ranges that the peer has already; they are not sent.
     """
     size = sum(part.nbytes for part in parts)
     holes = [(0, size)] if held is None else held.holes(size)
@@ -239,15 +245,17 @@ def pieces(
             yield BulkPiece(b"" if sent else body, chunk, views)
             start += sum(view.nbytes for view in views)
             sent = True
-    if not sent:  # no payload, or all of it is there
+    # The message has no payload, or the peer has all of it.
+    if not sent:
         yield BulkPiece(body, pb.Chunk(payload_bytes=size, message=number, key=key, resumed=held is not None), [])
 
 
 def piece_frame(header: bytes, piece: BulkPiece) -> bytes:
-    """Return the frame of a piece, with the checksum of its data. The data are copied once."""
+    """Return the frame of a piece, with the checksum of its data; the data are copied once."""
     crc = 0
     for view in piece.views:
-        crc = google_crc32c.extend(crc, np.frombuffer(view, np.uint8))  # it takes no writable memoryview
+        # google_crc32c accepts no writable memoryview.
+        crc = google_crc32c.extend(crc, np.frombuffer(view, np.uint8))
     piece.chunk.crc32c = crc
     head = _sealed(b"".join((header, piece.body, pb.Frame(chunk=piece.chunk).SerializeToString())))
     if not piece.views:
@@ -257,7 +265,7 @@ def piece_frame(header: bytes, piece: BulkPiece) -> bytes:
 
 
 def _cut(parts: Sequence[memoryview], start: int, stop: int, chunk_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield lists of views that together have `chunk_bytes` bytes, the last one what is left until `stop`."""
+    """Yield lists of views with `chunk_bytes` bytes each; the last list has the rest."""
     views: list[memoryview] = []
     room, base = chunk_bytes, 0
     for part in parts:
@@ -284,13 +292,13 @@ def _varint(value: int) -> bytes:
 
 
 def split(raw: bytes) -> tuple[bytes, memoryview]:
-    """Return a serialised Frame without its `data`, and a view of the data; WireError if the bytes are no Frame."""
+    """Return a serialised Frame without its `data`, and a view of the data; WireError if the bytes are not a Frame."""
     head, data, _ = _split(raw)
     return head, data
 
 
 def _split(raw: bytes) -> tuple[bytes, memoryview, bool]:
-    """Return what `split` does, and whether the frame without its data ends with a checksum."""
+    """Split as `split` does, and tell whether the frame without its data ends with a checksum."""
     head: list[memoryview] = []
     data: memoryview | None = None
     checked = False
@@ -298,7 +306,8 @@ def _split(raw: bytes) -> tuple[bytes, memoryview, bool]:
     while position < len(raw):
         start = position
         tag, position = _read_varint(raw, position)
-        if tag & 7 != 2:  # every field of Frame is length-delimited
+        # Every field of Frame is length-delimited.
+        if tag & 7 != 2:
             raise WireError(f"malformed frame: wire type {tag & 7} at byte {start}")
         size, position = _read_varint(raw, position)
         if size > len(raw) - position:
@@ -328,10 +337,10 @@ def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
 
 
 class Reader:
-    """Reads the frames of one connection.
+    """Reader of the frames of one connection.
 
     Args:
-        header: What the header of every frame must be.
+        header: The header that every frame must have.
         allowed: The message classes that this peer may send here.
     """
 
@@ -339,10 +348,11 @@ class Reader:
         self._header = header
         self._allowed = allowed
         self._bulk = header.lane == pb.LANE_BULK
-        self._checks = False  # the peer has sent a checksum, so all of its frames have one
+        # Set by the peer's first checksum: all later frames need one.
+        self._checks = False
 
     def read(self, raw: bytes) -> Incoming | Goodbye | Ready:
-        """Return what a frame holds. The checksum of its data is not looked at here.
+        """Return the content of a frame; the caller checks the checksum of its data.
 
         Raises:
             WireError: The frame is malformed, of another session, or not allowed on this connection.
@@ -368,7 +378,7 @@ class Reader:
         return Incoming(message, frame.chunk, data)
 
     def _check(self, head: bytes, checked: bool) -> None:
-        """Compare a frame with its checksum; a peer that has sent one sends it with every frame."""
+        """Compare a frame with its checksum; once a peer has sent a checksum, every frame needs one."""
         if not checked and self._checks:
             raise WireError("a frame without a checksum behind one that has it")
         self._checks = checked
@@ -378,7 +388,8 @@ class Reader:
     def _checked(self, message: Message) -> Message:
         if not isinstance(message, self._allowed):
             raise WireError(f"a {type(message).__name__} is not expected here")
-        if self._header.sender == SYNCER:  # it passes on what other learners sent
+        # The syncer passes on messages of other learners.
+        if self._header.sender == SYNCER:
             return message
         for field, own in (("learner_id", self._header.sender), ("incarnation", self._header.incarnation)):
             named = getattr(message, field, own)

@@ -1,6 +1,6 @@
-"""Equinox, whose models are trees of arrays and functions: a loop of one's own that is an island of a run.
+"""Equinox, whose models are trees of arrays and functions: your own loop as an island of a run.
 
-    python docs/examples/equinox_loop.py --syncer 127.0.0.1:50051 --name a
+    DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/equinox_loop.py
 
 Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
 """
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro  # island
 
 import diloco_jax  # island
 
@@ -66,13 +65,13 @@ def train_step(model: Bytes, opt_state: Any, tokens: np.ndarray) -> tuple[Bytes,
     return eqx.apply_updates(model, updates), opt_state, {"loss": loss}
 
 
-def train(syncer: str | None = None, name: str | None = None) -> None:  # island
+def train() -> None:
     """Train until the run is over."""
     model = Bytes(jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     opt_state = OPTIMIZER.init(params)
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
-    with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **sizes) as island:  # island
+    with diloco_jax.join(params=params, opt_state=opt_state, **sizes) as island:  # island
         params, opt_state = island.state().values()  # island
         model = eqx.combine(params, static)  # island
         while island.training:  # island
@@ -83,4 +82,4 @@ def train(syncer: str | None = None, name: str | None = None) -> None:  # island
 
 
 if __name__ == "__main__":
-    tyro.cli(train)  # island
+    train()

@@ -1,6 +1,6 @@
-"""Haiku, whose parameters are a dict of dicts: a loop of one's own that is an island of a run.
+"""Haiku, whose parameters are a dict of dicts: your own loop as an island of a run.
 
-    python docs/examples/haiku_loop.py --syncer 127.0.0.1:50051 --name a
+    DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/haiku_loop.py
 
 Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
 """
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro  # island
 
 import diloco_jax  # island
 
@@ -55,12 +54,12 @@ def train_step(params: hk.Params, opt_state: Any, tokens: jax.Array) -> tuple[hk
     return optax.apply_updates(params, updates), opt_state, {"loss": loss}
 
 
-def train(syncer: str | None = None, name: str | None = None) -> None:  # island
+def train() -> None:
     """Train until the run is over."""
     params = model.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))
     opt_state = OPTIMIZER.init(params)
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
-    with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **sizes) as island:  # island
+    with diloco_jax.join(params=params, opt_state=opt_state, **sizes) as island:  # island
         params, opt_state = island.state().values()  # island
         while island.training:  # island
             tokens = load(island.next_samples())  # island
@@ -69,4 +68,4 @@ def train(syncer: str | None = None, name: str | None = None) -> None:  # island
 
 
 if __name__ == "__main__":
-    tyro.cli(train)  # island
+    train()

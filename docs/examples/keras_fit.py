@@ -1,6 +1,6 @@
 """Keras on JAX: `model.fit` trains, a callback makes it an island, and it reads data in an order of its own.
 
-    KERAS_BACKEND=jax python docs/examples/keras_fit.py --syncer 127.0.0.1:50051 --name a
+    KERAS_BACKEND=jax DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/keras_fit.py
 
 Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tyro  # island
 
 import diloco_jax  # island
 
@@ -22,9 +21,10 @@ BATCH, LENGTH = 16, 64
 TEXT = np.frombuffer(b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py"))), np.uint8)
 
 
-def batches(seed: int, island: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # island
-    """Yield bytes and those that follow them, int32 [batch, length], until the run is over."""
-    draw = np.random.default_rng(seed)
+def batches(island: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # island
+    """Yield bytes and the bytes that follow them, int32 [batch, length], until the run is over."""
+    # Each island draws samples of its own.
+    draw = np.random.default_rng([*island.name.encode()])  # island
     while island.training:  # island
         windows = TEXT[draw.integers(len(TEXT) - LENGTH, size=(BATCH, 1)) + np.arange(LENGTH + 1)].astype(np.int32)
         yield windows[:, :-1], windows[:, 1:]
@@ -51,13 +51,13 @@ def values(variables: list[keras.Variable]) -> dict[str, Any]:  # island
     return {variable.path: variable.value for variable in variables}  # island
 
 
-def train(syncer: str | None = None, name: str | None = None, seed: int = 0) -> None:  # island
-    """Train until the run is over, on what the seed draws."""
+def train() -> None:
+    """Train until the run is over."""
     model = build()
     params, moments = model.trainable_variables, model.optimizer.variables  # island
     state = {"params": values(params), "opt_state": values(moments)}  # island
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
-    with diloco_jax.join(syncer, name=name, **state, **sizes, data="own") as island:  # island
+    with diloco_jax.join(**state, **sizes, data="own") as island:  # island
         start = island.state()  # island
         for variable in params + moments:  # island
             variable.assign((start["params"] | start["opt_state"])[variable.path])  # island
@@ -69,8 +69,8 @@ def train(syncer: str | None = None, name: str | None = None, seed: int = 0) -> 
                 variable.assign(merged[variable.path])  # island
 
         each_step = keras.callbacks.LambdaCallback(on_train_batch_end=exchange)  # island
-        model.fit(batches(seed, island), callbacks=[each_step], verbose=0)  # island
+        model.fit(batches(island), callbacks=[each_step], verbose=0)  # island
 
 
 if __name__ == "__main__":
-    tyro.cli(train)  # island
+    train()

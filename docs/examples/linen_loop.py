@@ -1,6 +1,6 @@
-"""Flax Linen with its `TrainState`: a loop of one's own that is an island of a run.
+"""Flax Linen with its `TrainState`: your own loop as an island of a run.
 
-    python docs/examples/linen_loop.py --syncer 127.0.0.1:50051 --name a
+    DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/linen_loop.py
 
 Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
 """
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro  # island
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
@@ -54,15 +53,13 @@ def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[s
     return state.apply_gradients(grads=gradient), {"loss": loss}
 
 
-def train(syncer: str | None = None, name: str | None = None) -> None:  # island
+def train() -> None:
     """Train until the run is over."""
     model = Bytes()
     params = model.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
-    with diloco_jax.join(
-        syncer, name=name, params=state.params, opt_state=state.opt_state, **sizes
-    ) as island:  # island
+    with diloco_jax.join(params=state.params, opt_state=state.opt_state, **sizes) as island:  # island
         state = state.replace(**island.state())  # island
         while island.training:  # island
             tokens = load(island.next_samples())  # island
@@ -71,4 +68,4 @@ def train(syncer: str | None = None, name: str | None = None) -> None:  # island
 
 
 if __name__ == "__main__":
-    tyro.cli(train)  # island
+    train()

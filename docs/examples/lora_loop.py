@@ -1,6 +1,6 @@
 """Fine-tuning of a public model with LoRA: only the adapters train, and only they travel between islands.
 
-    python docs/examples/lora_loop.py --weights FOLDER --syncer 127.0.0.1:50051 --name a
+    DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/lora_loop.py FOLDER
 
 FOLDER has the model as Hugging Face's hub has it: config.json, *.safetensors and tokenizer.json. Lines that end with
 `# island` make the loop one. The text is the source of Python's standard library.
@@ -9,6 +9,7 @@ FOLDER has the model as Hugging Face's hub has it: config.json, *.safetensors an
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro  # island
 
 import diloco_jax  # island
 from diloco_jax.training.convert.families import from_hf
@@ -64,13 +64,13 @@ def train_step(graphdef: Any, params: Values, base: Values, opt_state: Any, toke
     return optax.apply_updates(params, updates), opt_state, {"loss": loss}
 
 
-def train(weights: str, syncer: str | None = None, name: str | None = None) -> None:  # island
+def train(weights: str) -> None:
     """Train until the run is over."""
     graphdef, base, ids = public(weights)
     params = fresh(base, jax.random.key(0))
     opt_state = OPTIMIZER.init(params)
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
-    with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **sizes) as island:  # island
+    with diloco_jax.join(params=params, opt_state=opt_state, **sizes) as island:  # island
         params, opt_state = island.state().values()  # island
         while island.training:  # island
             starts = island.next_samples() * LENGTH % (len(ids) - LENGTH)  # island
@@ -80,4 +80,4 @@ def train(weights: str, syncer: str | None = None, name: str | None = None) -> N
 
 
 if __name__ == "__main__":
-    tyro.cli(train)  # island
+    train(sys.argv[1])

@@ -1,6 +1,6 @@
-"""Flax NNX, a module and an optimizer that change in place: a loop of one's own that is an island of a run.
+"""Flax NNX, a module and an optimizer that change in place: your own loop as an island of a run.
 
-    python docs/examples/nnx_loop.py --syncer 127.0.0.1:50051 --name a
+    DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/nnx_loop.py
 
 Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
 """
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro  # island
 from flax import nnx
 
 import diloco_jax  # island
@@ -59,13 +58,13 @@ def train_step(model: Bytes, optimizer: nnx.Optimizer[Any], tokens: jax.Array) -
     return loss
 
 
-def train(syncer: str | None = None, name: str | None = None) -> None:  # island
+def train() -> None:
     """Train until the run is over."""
     model = Bytes(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
     params, moments = nnx.state(model, nnx.Param), nnx.state(optimizer)  # island
-    with diloco_jax.join(syncer, name=name, params=params, opt_state=moments, **sizes) as island:  # island
+    with diloco_jax.join(params=params, opt_state=moments, **sizes) as island:  # island
         params, moments = island.state().values()  # island
         nnx.update(model, params)  # island
         nnx.update(optimizer, moments)  # island
@@ -77,4 +76,4 @@ def train(syncer: str | None = None, name: str | None = None) -> None:  # island
 
 
 if __name__ == "__main__":
-    tyro.cli(train)  # island
+    train()

@@ -1,6 +1,6 @@
-"""Plain JAX and optax, parameters in a dict of arrays: a loop of one's own that is an island of a run.
+"""Plain JAX and optax, parameters in a dict of arrays: your own loop as an island of a run.
 
-    python docs/examples/optax_loop.py --syncer 127.0.0.1:50051 --name a
+    DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/optax_loop.py
 
 Lines that end with `# island` make it one; the loop is the same without them. The model predicts bytes of the source of
 Python's standard library, read as the built-in learner reads it, so that both can be compared bit for bit.
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro  # island
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diloco_jax  # island
@@ -73,19 +72,14 @@ def rate_of(step: int) -> np.float32:
     return np.float32(PEAK * (step + 1) / WARMUP if step < WARMUP else PEAK)
 
 
-def train(syncer: str | None = None, name: str | None = None) -> None:  # island
-    """Train until the run is over.
-
-    Args:
-      syncer: its address; from DILOCO_SYNCER if not given.
-      name: of this island; from DILOCO_ISLAND if not given.
-    """
+def train() -> None:
+    """Train until the run is over."""
     params = jax.jit(initial, out_shardings=WHOLE)(jax.random.key(0))
     opt_state = jax.jit(OPTIMIZER.init, out_shardings=WHOLE)(params)
     source = load_source(DataConfig(), LENGTH)
     order = SampleOrder(source, seed=0)
     step = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH, "corpus": source.corpus}  # island
-    with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **step) as island:  # island
+    with diloco_jax.join(params=params, opt_state=opt_state, **step) as island:  # island
         params, opt_state = island.state().values()  # island
         while island.training:  # island
             positions = island.next_samples()  # island
@@ -95,4 +89,4 @@ def train(syncer: str | None = None, name: str | None = None) -> None:  # island
 
 
 if __name__ == "__main__":
-    tyro.cli(train)  # island
+    train()

@@ -11,7 +11,7 @@ from attack.learner import Sent, StubLearner
 from attack.site import Site, comes_true, syncer
 from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.protocol import messages as m
-from diloco_jax.sim.faults.hostile import Hostile
+from diloco_jax.sim.hostile import Hostile
 from diloco_jax.transport import wire
 from diloco_jax.transport.link import BULK_TYPES, LinkClosed
 

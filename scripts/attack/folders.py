@@ -284,8 +284,8 @@ def snapshot_foreign(ground: Ground, seen: Findings) -> None:
     try:
         wait_until(lambda: not site.lives or "listening at" in site.log.read_text(errors="replace"), "the syncer")
         text = site.log.read_text(encoding="utf-8", errors="replace")
-        silent = f"goes on from {foreign.name}" in text
-        seen.expect(not silent, "not taken", f"the run goes on from {foreign.name} of another run")
+        silent = f"continues from {foreign.name}" in text
+        seen.expect(not silent, "not taken", f"the run continues from {foreign.name} of another run")
         seen.expect(foreign.name in text, "it is named")
     finally:
         site.close()

@@ -280,7 +280,7 @@ def _anchors(name: str, about: str, ahead: int, *, answers: bool) -> None:
 
             def answer(message: Any) -> None:
                 if armed[0] and answers and isinstance(message, m.AnchorRequest):
-                    shapes = evil.way.plan.fragments[message.fragment_id].keys_shapes
+                    shapes = evil.way.run.fragments[message.fragment_id].keys_shapes
                     huge = {key: np.full(shape, 1e30, np.float32) for key, shape in shapes}
                     told = ("evil", 1, message.fragment_id, message.version, value_digest(huge))
                     payload = codec.encode(huge, "float32")

@@ -15,20 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol import effects
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.model.offered import read_layout
-from diloco_jax.settings.cutting import cut, settle
-from diloco_jax.settings.fingerprint import fingerprint
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.text import parse_text
-from diloco_jax.transport.greeting import ask_description
+from diloco_jax.transport.endpoints.greeting import ask_description
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportConfig, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 PATIENCE_S = 60.0
 SHORT_S = 1.0
@@ -44,34 +41,33 @@ Tamper = Callable[[m.LearnerMessage, bytes], Sent]
 class Way(NamedTuple):
     """All that a learner must know of a run before it dials."""
 
-    config: RunConfig
-    plan: FragmentPlan
+    run: ResolvedRun
     transport: TransportConfig
 
     def machine(self, name: str, incarnation: int) -> Learner:
         """Make the machine of a learner that is about to join."""
-        sizes = {p.fragment_id: codec.encoded_size(p.shapes, self.config.wire.up) for p in self.plan.fragments}
+        config = self.run.config
         return Learner(
             name,
             incarnation,
-            self.config.protocol,
-            fingerprint(self.config, self.plan.fingerprint, ""),
+            config.protocol,
+            self.run.fingerprint(""),
             step_samples=STEP_SAMPLES,
-            payload_bytes=sizes,
+            payload_bytes=dict(enumerate(self.run.payload_bytes(config.wire.up))),
             evaluates=False,
         )
 
     def dialler(self, name: str, incarnation: int) -> Dialler:
         """Make what connects a learner, and connects it again."""
-        wire, shares = self.config.wire, make_shares(self.config, self.plan)
+        config = self.run.config
         return Dialler(
             self.transport,
-            run_id=self.config.name,
+            run_id=config.name,
             learner_id=name,
             incarnation=incarnation,
-            shares=shares,
-            up=wire.up,
-            down=wire.down,
+            shares=make_shares(self.run),
+            up=config.wire.up,
+            down=config.wire.down,
         )
 
 
@@ -87,8 +83,7 @@ def find_way(transport: TransportConfig, name: str = "scout") -> Way:
             raise TimeoutError(f"the syncer at {transport.address} described no run within {PATIENCE_S:g} s")
         time.sleep(SHORT_S / 10)
     config = parse_text(told.config, "the syncer's config")
-    plan = cut(config, *read_layout(told.layout))
-    return Way(settle(config, plan), plan, transport)
+    return Way(resolve(config, *read_layout(told.layout)), transport)
 
 
 class StubLearner:
@@ -129,7 +124,7 @@ class StubLearner:
         self.sessions = 0
         self._tamper, self._on_message = tamper, on_message
         self._step_s, self._step_tokens = step_s, step_tokens
-        self._heads = GlobalValues(way.plan.fragments, way.config.wire.down)
+        self._heads = GlobalValues(way.run.fragments, way.run.config.wire.down)
         self._values: dict[int, Values] = {}
         self._random = np.random.default_rng(sum(name.encode()) + incarnation)
         self.held = threading.Event()
@@ -164,11 +159,11 @@ class StubLearner:
 
     def value(self, fragment_id: int, scale: float = UPDATE) -> bytes:
         """Return an encoded outer gradient of a fragment, drawn at random."""
-        layout = self.way.plan.fragments[fragment_id].keys_shapes
+        layout = self.way.run.fragments[fragment_id].keys_shapes
         drawn: Mapping[str, np.ndarray] = {
             key: self._random.normal(0, scale, shape).astype(np.float32) for key, shape in layout
         }
-        return codec.encode(drawn, self.way.config.wire.up)
+        return codec.encode(drawn, self.way.run.config.wire.up)
 
     def _run(self) -> None:
         try:
@@ -240,11 +235,11 @@ class StubLearner:
             self.merged += message.merged_round == message.version
         self._execute(self.machine.on_message(message, now_s))
 
-    def _execute(self, effects: list[asked.Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, asked.Send):
+    def _execute(self, requests: list[effects.Effect]) -> None:
+        for effect in requests:
+            if isinstance(effect, effects.Send):
                 self._send(effect.message)  # type: ignore[arg-type]
-            elif isinstance(effect, asked.Finish):
+            elif isinstance(effect, effects.Finish):
                 self.ended = effect.reason
 
     def _send(self, message: m.LearnerMessage) -> None:

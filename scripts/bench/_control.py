@@ -33,12 +33,12 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.records.files import ADDRESS_FILE, STATUS_FILE
 from diloco_jax.runtime.syncer.run import SyncerRun
-from diloco_jax.settings.cutting import cut
-from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig, TrainConfig
-from diloco_jax.transport import calls, wire
+from diloco_jax.transport import wire
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.stream import lane_header
 
 FRAGMENTS = 6
@@ -95,10 +95,10 @@ class Stubs:
 
     def __init__(self, address: str, learners: int, step_s: float) -> None:
         self.config = config_of()
-        plan = cut(self.config, TinyModel.shapes, TinyModel.kinds)
-        self.fingerprint = fingerprint(self.config, plan.fingerprint, "")
+        run = resolve(self.config, TinyModel.shapes, TinyModel.kinds)
+        self.fingerprint = run.fingerprint("")
         self.address, self.step_s = address, step_s
-        self.payloads = _payloads(self.config, plan)
+        self.payloads = _payloads(self.config, run.plan)
         self.names = [f"stub-{number:03d}" for number in range(learners)]
 
     async def run(self) -> None:

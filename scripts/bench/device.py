@@ -85,7 +85,7 @@ def codes(args: dict[str, Any]) -> dict[str, Any]:
             local[key] = anchor[key] + sizes * rng.standard_normal(shape).astype(np.float32)
         island.adopt(fragment, anchor)
         island.overwrite(fragment, local)
-        staged = island.stage(fragment).encode()
+        staged = island.exchange.stage(island.state.params, fragment).encode()
         got = np.frombuffer(b"".join(staged) if isinstance(staged, list) else staged, np.uint8)
         want = np.frombuffer(codec.encode({key: anchor[key] - local[key] for key in anchor}, format), np.uint8)
         differ[format] = int((got != want).sum()) if got.size == want.size else want.size

@@ -17,25 +17,21 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pairs as blocks
+
 RUN, DONOR, RECEIVER = "donor-bench", "donor", "receiver"
 PARTS_IN_FLIGHT = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dim", type=int, default=256, help="width of the decoder")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--devices", type=int, default=1, help="emulated devices of the donor")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20, help="in each block")
     parser.add_argument("--format", choices=("float32", "bfloat16", "int8"), default="float32", help="of moments")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    blocks.add_options(parser, batch_size=4, pairs=7, steps=20)
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
+    blocks.emulate(arguments.devices)
     here, there = multiprocessing.get_context("spawn").Pipe()
     receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(there, cores[-half:]), daemon=True)
     receiver.start()
@@ -57,7 +53,7 @@ def receive(pipe: Connection, cores: list[int]) -> None:
     """The syncer and the receiver in one: asks for one part after the other, for ever."""
     os.sched_setaffinity(0, cores)
     from diloco_jax.protocol.messages import StatePart, StatePull
-    from diloco_jax.transport.grpc_link import listen
+    from diloco_jax.transport.endpoints.grpc_link import listen
     from diloco_jax.transport.link import TransportConfig
 
     listener = listen(TransportConfig(), run_id=RUN)
@@ -89,13 +85,12 @@ class Donor:
         from diloco_jax.training.optimizers import OptimizerConfig
         from diloco_jax.training.sharding import MeshConfig
         from diloco_jax.training.whole_state.moving import MovingLayout
-        from diloco_jax.transport.grpc_link import connect
+        from diloco_jax.transport.endpoints.grpc_link import connect
         from diloco_jax.transport.link import TransportConfig
 
-        dim = arguments.dim
-        args = {"dim": dim, "num_layers": arguments.layers, "num_heads": 4, "num_kv_heads": 4, "head_dim": dim // 4}
-        args |= {"mlp_dim": 4 * dim, "seq_len_max": arguments.seq_len, "activation": "relu2"}
-        self.island = Island(ModelConfig(args=args), OptimizerConfig(), MeshConfig(data=-1), seed=0)
+        self.island = Island(
+            ModelConfig(args=blocks.decoder_args(arguments)), OptimizerConfig(), MeshConfig(data=-1), seed=0
+        )
         shape = (arguments.batch_size, arguments.seq_len + 1)
         self._batch = {"tokens": np.random.default_rng(0).integers(0, 256, shape, np.int32)}
         self.island.warm_up(self._batch)
@@ -122,8 +117,8 @@ class Donor:
                 self.sent_bytes += min(1 << 20, self._layout.bytes.num_bytes - (part.part << 20))
                 self._sender.part(self._link, part, self._staged[0])
 
-    def train(self, steps: int, *, giving: bool) -> tuple[float, float]:
-        """Seconds, and seconds of processor time, of a step."""
+    def train(self, steps: int, *, giving: bool) -> blocks.Costs:
+        """Train a block, and return the mean costs of a step."""
         from diloco_jax.protocol.messages import Heartbeat
         from diloco_jax.training.whole_state.moving import MovingState
 
@@ -134,37 +129,32 @@ class Donor:
                 self.wanted.clear()
                 self._staged[:] = [MovingState(self._layout, self.island.stage_moments().leaf)]
                 self._link.send(Heartbeat(DONOR, 1))
-        return (time.perf_counter() - began_s) / steps, (time.process_time() - began_cpu_s) / steps
+        cpu_s = time.process_time() - began_cpu_s
+        return blocks.Costs((time.perf_counter() - began_s) / steps, cpu_s / steps)
 
 
 def measure(arguments: argparse.Namespace, address: str) -> dict[str, object]:
-    """All pairs of blocks, in this process."""
+    """Run all pairs of blocks in this process."""
     donor = Donor(arguments, address)
     donor.train(arguments.steps, giving=False)
     donor.wanted.set()
-    alone, ratios, cpu_ratios, rates = [], [], [], []
+    pairs, rates = list[blocks.Pair](), list[float]()
     for _ in range(arguments.pairs):
-        before = donor.train(arguments.steps, giving=False)
+        alone = donor.train(arguments.steps, giving=False)
         began_bytes, began_s = donor.sent_bytes, time.perf_counter()
         giving = donor.train(arguments.steps, giving=True)
         rates.append((donor.sent_bytes - began_bytes) / (time.perf_counter() - began_s))
-        donor.wanted.wait()  # the transfer that runs comes to its end
-        alone.append(before[0])
-        ratios.append(giving[0] / before[0])
-        cpu_ratios.append(giving[1] / before[1])
-    return {
-        "name": "donor",
-        "value": statistics.median(ratios),
-        "unit": "step time while giving / step time alone",
-        "low": min(ratios),
-        "high": max(ratios),
-        "runs": len(ratios),
-        "cpu_value": statistics.median(cpu_ratios),
-        "step_s": statistics.median(alone),
-        "state_bytes": donor.state_bytes,
-        "bytes_per_s": statistics.median(rates),
-        "devices": arguments.devices,
-    }
+        # The next block alone starts when the present transfer has ended.
+        donor.wanted.wait()
+        pairs.append(blocks.Pair(giving, alone))
+    return blocks.summary(
+        "donor",
+        "step time while giving / step time alone",
+        pairs,
+        state_bytes=donor.state_bytes,
+        bytes_per_s=statistics.median(rates),
+        devices=arguments.devices,
+    )
 
 
 if __name__ == "__main__":

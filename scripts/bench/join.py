@@ -13,33 +13,24 @@ the time of a step; `by_devices` has all of it for each number of devices.
 
 import argparse
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import overhead
+import pairs as blocks
 
-ROOT = Path(__file__).resolve().parents[2]
 WALL, CPU = ("value", "low", "high"), ("cpu_value", "cpu_low", "cpu_high")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dim", type=int, default=256, help="width of the decoder")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="emulated devices, in turn")
     parser.add_argument("--wire", default="int4", help="format of the island's updates")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=24, help="in each block")
     parser.add_argument("--nice", type=int, default=19, help="of the syncer: 19 is the lowest priority")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    blocks.add_options(parser, batch_size=8, pairs=9, steps=24)
     parser.set_defaults(accelerator=False)
     arguments = parser.parse_args()
     if len(arguments.devices) == 1:
@@ -68,11 +59,8 @@ def _in_a_process(devices: int) -> dict[str, Any]:
 
 def _alone(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.devices = arguments.devices[0]
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
-    os.environ["PYTHONPATH"] = str(ROOT)
-    if "GLIBC_TUNABLES" not in os.environ:  # as an island of a local run has it; read when a process starts
-        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    blocks.emulate(arguments.devices)
+    blocks.restart_with_huge_pages()
     with tempfile.TemporaryDirectory() as folder:
         return measure(arguments, Path(folder))
 
@@ -82,26 +70,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import yaml
 
     import diloco_jax
-    from diloco_jax.runtime.local.run import child_environment
-    from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
 
-    path = folder / CONFIG_FILE
+    path = folder / "config.yaml"
     settings = overhead.settings(arguments)
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     config = diloco_jax.load(path)
-    path.write_text(yaml.safe_dump(settings | {"model": {"module": "own"}}), encoding="utf-8")  # the loop brings it
-    command = ["nice", "-n", str(arguments.nice), sys.executable, "-m", "diloco_jax"]
-    command += ["syncer", str(path), "--run-dir", str(folder)]
-    syncer = subprocess.Popen(command, env=child_environment(config, "syncer"), stdout=subprocess.DEVNULL)
-    try:
-        while not (folder / ADDRESS_FILE).exists():
-            if syncer.poll() is not None:
-                raise SystemExit(f"the syncer ended with {syncer.returncode}")
-            time.sleep(0.2)
-        return Loop(config, arguments).run((folder / ADDRESS_FILE).read_text(encoding="utf-8"), folder)
-    finally:
-        syncer.terminate()
-        syncer.wait()
+    # The loop brings the model.
+    path.write_text(yaml.safe_dump(settings | {"model": {"module": "own"}}), encoding="utf-8")
+    with blocks.running_syncer(path, config, arguments.nice) as address:
+        return Loop(config, arguments).run(address, folder)
 
 
 class Loop:
@@ -118,8 +95,8 @@ class Loop:
         mesh = config.island(overhead.ISLAND).mesh
         blueprint = Blueprint(config.model, config.optimizer, mesh, jax.devices(), seed=config.seed)
         self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)
-        lies = blueprint.batch_sharding
-        self._put_batch = lambda batch: {name: put_array(x, lies(x.shape)) for name, x in batch.items()}
+        layout = blueprint.batch_sharding
+        self._put_batch = lambda batch: {name: put_array(x, layout(x.shape)) for name, x in batch.items()}
         self._program = blueprint.lower_step(self._order.batch([(0, arguments.batch_size)])).compile()
         self._rate = put_array(_rate(config), blueprint.layout.replicated)
         self._state = blueprint.create()
@@ -131,7 +108,7 @@ class Loop:
         import diloco_jax
 
         size, tokens = self._arguments.batch_size, self._arguments.batch_size * self._arguments.seq_len
-        pairs: list[tuple[list[float], list[float]]] = []  # (joined, bare): wall, process, thread
+        pairs: list[blocks.Pair] = []
         with diloco_jax.join(
             address,
             name=overhead.ISLAND,
@@ -146,34 +123,24 @@ class Loop:
             self._block(None)
             rounds = island.global_step
             for _ in range(self._arguments.pairs):
-                pairs.append((self._block(island), self._block(None)))
+                pairs.append(blocks.Pair(self._block(island), self._block(None)))
             rounds = island.global_step - rounds
-        ratios, cpu = ([joined[i] / bare[i] for joined, bare in pairs] for i in range(2))
-        return {
-            "name": "join",
-            "value": statistics.median(ratios),
-            "unit": "step time with join / step time of the bare loop",
-            "low": min(ratios),
-            "high": max(ratios),
-            "runs": len(ratios),
-            "cpu_value": statistics.median(cpu),
-            "cpu_low": min(cpu),
-            "cpu_high": max(cpu),
-            "thread_value": statistics.median((joined[2] - bare[2]) / bare[0] for joined, bare in pairs),
-            "step_s": statistics.median(bare[0] for _, bare in pairs),
-            "cpu_s": statistics.median(bare[1] for _, bare in pairs),
-            "adopted_per_step": rounds / (len(pairs) * (self._arguments.steps + 1)),
-            "parameters": self._parameters,
-            "devices": self._arguments.devices,
-        }
+        return blocks.summary(
+            "join",
+            "step time with join / step time of the bare loop",
+            pairs,
+            adopted_per_step=rounds / (len(pairs) * (self._arguments.steps + 1)),
+            parameters=self._parameters,
+            devices=self._arguments.devices,
+        )
 
-    def _block(self, island: Any) -> list[float]:
+    def _block(self, island: Any) -> blocks.Costs:
         """Make a block of steps, as an island or bare; one more than are counted, since a step ends with the next."""
         import jax
 
         began, size = [], self._arguments.batch_size
         for number in range(self._arguments.steps + 1):
-            began.append(overhead.clocks())
+            began.append(blocks.clocks())
             first = number * size if island is None else int(island.next_samples()[0])
             batch = self._put_batch(self._order.batch([(first, first + size)]))
             self._state, metrics = self._program(self._state, batch, self._rate, None)
@@ -183,7 +150,7 @@ class Loop:
                 params = island.after_step(self._state.params, metrics, opt_state=self._state.opt_state)
                 self._state = self._state._replace(params=params)
                 assert island.training, "the run has ended"
-        return overhead.medians(began)
+        return blocks.costs_of_steps(began)
 
 
 def _rate(config: Any) -> Any:

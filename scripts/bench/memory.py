@@ -40,16 +40,13 @@ from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS
 from diloco_jax.runtime.records.signals import give_memory_back
-from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.figures import size
-from diloco_jax.tools.budget.memory import payload_bytes
 from diloco_jax.tools.budget.needs import kinds_of, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Delivery, Link, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 ROOT = Path(__file__).resolve().parents[2]
 BARS = {"peak_bytes": 16 * 2**30, "plan": 0.10}
@@ -232,11 +229,11 @@ class Bench:
         sys.path.insert(0, str(ROOT / "scripts" / "bench"))
         self._config = load(self._file)
         found = outline(self._config, kinds_of(self._config)[0])
-        self._plan, self._parameters = found.plan, rows * COLUMNS * count
-        self._plan_bytes = sum(syncer_needs(self._config, found.plan)[0])
-        self._world = World(folder / "values", found.plan)
+        self._resolved, self._parameters = found.run, rows * COLUMNS * count
+        self._plan_bytes = sum(syncer_needs(found.run)[0])
+        self._world = World(folder / "values", found.run.plan)
         corpus = load_source(self._config.data, self._config.train.seq_len).corpus
-        self._agreed = fingerprint(settle(self._config, found.plan), found.plan.fingerprint, corpus)
+        self._agreed = found.run.fingerprint(corpus)
 
     def run(self) -> dict[str, Any]:
         """Two lives of the syncer, from the first hello to the last stop."""
@@ -244,7 +241,7 @@ class Bench:
         first = self._start()
         self._until(first, lambda: (self._run_dir / ADDRESS_FILE).exists())
         address = (self._run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
-        transport, shares = replace(config.transport, address=address), make_shares(config, self._plan)
+        transport, shares = replace(config.transport, address=address), make_shares(self._resolved)
         stubs = []
         for name in config.islands.names:
             dialler = Dialler(
@@ -285,7 +282,7 @@ class Bench:
 
     def _result(self, peaks: list[int], snapshots: list[str]) -> dict[str, Any]:
         largest = max(layout.size for layout in self._world.layouts)
-        up, down = (payload_bytes(self._plan, form)[0] for form in (self._config.wire.up, self._config.wire.down))
+        up, down = (self._resolved.payload_bytes(form)[0] for form in (self._config.wire.up, self._config.wire.down))
         round_bytes = self._arguments.learners * up + down + 2 * 3 * 4 * largest
         rates = []
         for epoch in (1, 2):

@@ -202,6 +202,12 @@ class TorchftJob(Job):
             "name": name,
             "events": str(self._events[index].path),
             "lighthouse": f"http://{self._address}",
+            "host": "localhost",
+            "timeout_s": 60,
+            "replicas_min": 1,
+            "syncs": None,
+            "fragments": 1,
+            "diloco": {},
         }
         settings |= {"model": MODEL, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}
         settings |= {"step_s": self.setting.step_s, "sync_every": self.setting.sync_every}

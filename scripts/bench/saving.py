@@ -8,7 +8,6 @@ that the process took; `first_value` of the step in which the copy begins, over 
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -16,20 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pairs as blocks
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=256, help="width of the decoder")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--devices", type=int, default=1, help="emulated devices of the island")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=100, help="in each block, of which one saves")
     parser.add_argument("--url", help="folder of the states, wherever fsspec writes; default: a temporary one")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    blocks.add_options(parser, batch_size=4, pairs=7, steps=100)
     arguments = parser.parse_args()
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
+    blocks.emulate(arguments.devices)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(arguments, arguments.url or folder)
     if arguments.json:
@@ -53,10 +48,7 @@ def measure(arguments: argparse.Namespace, url: str) -> dict[str, object]:
     from diloco_jax.training.optimizers import OptimizerConfig
     from diloco_jax.training.sharding import MeshConfig
 
-    dim = arguments.dim
-    args = {"dim": dim, "num_layers": arguments.layers, "num_heads": 4, "num_kv_heads": 4, "head_dim": dim // 4}
-    args |= {"mlp_dim": 4 * dim, "seq_len_max": arguments.seq_len, "activation": "relu2"}
-    island = Island(ModelConfig(args=args), OptimizerConfig(), MeshConfig(data=-1), seed=0)
+    island = Island(ModelConfig(args=blocks.decoder_args(arguments)), OptimizerConfig(), MeshConfig(data=-1), seed=0)
     shape = (arguments.batch_size, arguments.seq_len + 1)
     batch = {"tokens": np.random.default_rng(0).integers(0, 256, shape, np.int32)}
     island.warm_up(batch)
@@ -67,8 +59,8 @@ def measure(arguments: argparse.Namespace, url: str) -> dict[str, object]:
         saving.append(saves.save(island.stage_shards(), StateName(1, number, number, (0,)), number - 1))
         saving[-1].add_done_callback(lambda _: written_s.append(time.perf_counter() - began_s))
 
-    def block(before: Callable[[], None]) -> tuple[float, float, float]:
-        """Return seconds per step, seconds of processor time per step, and seconds of the first one."""
+    def block(before: Callable[[], None]) -> tuple[blocks.Costs, float]:
+        """Return the mean costs of a step, and the seconds of the first one."""
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for number in range(arguments.steps):
             if not number:
@@ -77,32 +69,26 @@ def measure(arguments: argparse.Namespace, url: str) -> dict[str, object]:
             if not number:
                 first_s = time.perf_counter() - start_s
         per_step = (time.perf_counter() - start_s) / arguments.steps
-        return per_step, (time.process_time() - start_cpu_s) / arguments.steps, first_s
+        return blocks.Costs(per_step, (time.process_time() - start_cpu_s) / arguments.steps), first_s
 
     block(lambda: None)
-    pairs = []
+    pairs, firsts_s = list[blocks.Pair](), list[float]()
     for _ in range(arguments.pairs):
-        alone, with_save = block(lambda: None), block(save)
+        (alone, _), (with_save, first_s) = block(lambda: None), block(save)
         if reason := saving[-1].result():
             raise SystemExit(f"the state was not saved: {reason}")
-        pairs.append((with_save, alone))
+        pairs.append(blocks.Pair(with_save, alone))
+        firsts_s.append(first_s)
     saves.close()
-    ratios = [pair[0][0] / pair[1][0] for pair in pairs]
-    step_s = statistics.median(pair[1][0] for pair in pairs)
-    return {
-        "name": "saving",
-        "value": statistics.median(ratios),
-        "unit": "step time with saves / step time without",
-        "low": min(ratios),
-        "high": max(ratios),
-        "runs": len(ratios),
-        "cpu_value": statistics.median(pair[0][1] / pair[1][1] for pair in pairs),
-        "first_value": statistics.median(pair[0][2] for pair in pairs) / step_s,
-        "step_s": step_s,
-        "written_s": statistics.median(written_s),
-        "state_bytes": island.state_layout.num_bytes,
-        "devices": arguments.devices,
-    }
+    return blocks.summary(
+        "saving",
+        "step time with saves / step time without",
+        pairs,
+        first_value=statistics.median(firsts_s) / statistics.median(pair.alone.wall_s for pair in pairs),
+        written_s=statistics.median(written_s),
+        state_bytes=island.state_layout.num_bytes,
+        devices=arguments.devices,
+    )
 
 
 if __name__ == "__main__":

@@ -38,14 +38,15 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.model.model_share import make_setup
+from diloco_jax.runtime.model.model_share import make_setup, make_shares
 from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.transport.greeting import Description
-from diloco_jax.transport.grpc_link import GrpcListener
-from diloco_jax.transport.sharded import Dialler
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints.sharded import Dialler
 
 FRAGMENTS = 2
 WAIT_S = 30.0
@@ -199,15 +200,16 @@ def config_of(case: Case) -> RunConfig:
 def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
     """A process: rounds as often as the pipe says, until it says 0."""
     config, plan = config_of(case), plan_of(elements)
+    run = ResolvedRun(config, plan)
     path = folder / f"{case.shards}-{case.learners}" / "config.yaml"
     path.parent.mkdir()
     path.write_text(dump(config), encoding="utf-8")
-    setup, events, shards = make_setup(config, plan), Results(), None
+    setup, events, shards = make_setup(run), Results(), None
     if setup.shares.count > 1:
-        shards = MergeShards(setup, plan, path, 1, events.put, lambda error: os._exit(1))
+        shards = MergeShards(setup, run, path, 1, events.put, lambda error: os._exit(1))
     arithmetic = Arithmetic(setup, shards.shares) if shards else local_arithmetic(setup)
     zeros = ((path, np.zeros(shape, np.float32)) for path, shape in plan.shapes.items())
-    model = make_model(config, plan, zeros, arithmetic)
+    model = make_model(run, zeros, arithmetic)
     life = Life("fresh", 1, threading.Event(), FINGERPRINT, Description("", ""))
     listener = open_listener(config, path.parent, life, shards, events)
     pids = [os.getpid()]
@@ -277,7 +279,7 @@ def learn(case: Case, address: str, elements: int) -> None:
 
 def answer(case: Case, name: str, address: str, elements: int, payloads: list[memoryview]) -> None:
     config = config_of(case)
-    shares = make_setup(config, plan_of(elements)).shares
+    shares = make_shares(ResolvedRun(config, plan_of(elements)))
     transport = replace(config.transport, address=address)
     wire = config.wire
     dialler = Dialler(

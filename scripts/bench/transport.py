@@ -20,7 +20,7 @@ import time
 from multiprocessing.connection import Connection
 
 from diloco_jax.protocol.messages import Advance, FragmentValue, GlobalFragment, StepReport
-from diloco_jax.transport.grpc_link import GrpcLink, connect, listen
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect, listen
 from diloco_jax.transport.link import TransportConfig
 
 RUN, LEARNER = "transport-bench", "sender"

@@ -23,21 +23,22 @@ from typing import Any
 
 from diloco_jax.core import codec
 from diloco_jax.runtime.model.evaluation import Evaluator
-from diloco_jax.settings.cutting import cut, settle
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
-from diloco_jax.sim.faults.network import TroubledOptions
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.goodput.hardware import Hardware, Slices, cluster, goodput
+from diloco_jax.sim.network import LinkFaults, NetworkOptions
+from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.tools.replay.replay import Replay
 from diloco_jax.tools.replay.script import LearnerLife, MergedRound, as_simulated
 from experiments.instead import payload_bytes, put_in_place
 from experiments.records import thinned
 
-STEPS_FACTOR = 8  # global steps at most, over those that all learners together would need
+# Largest number of global steps, as a multiple of those that all learners together would need.
+STEPS_FACTOR = 8
 STEP_S = 1.0
 
 
@@ -64,11 +65,11 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
         chips = float(schedule.get("chips", hardware.slices))
         paces = dict(zip(names, cluster(hardware, learners, chips, seed), strict=True))
         step_s = hardware.step_s
-    scenario = FaultyScenario(
+    scenario = Scenario(
         config=config.protocol,
         learners=learners + extra,
         total_steps=STEPS_FACTOR * steps,
-        network=TroubledOptions(delay_s=schedule.get("delay", 0.05) * step_s),
+        network=NetworkOptions(delay_s=schedule.get("delay", 0.05) * step_s, faults=LinkFaults()),
         tokens=config.train.tokens,
         sample_tokens=sequences * config.train.seq_len,
         step_s=step_s,
@@ -77,7 +78,7 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
         faults=joins,
         seed=seed,
     )
-    run = FaultyCluster(scenario, paces=paces)
+    run = Cluster(scenario, paces=paces)
     recorder = LearnerTapes(run)
     run.watch(recorder)
     run.run(100.0 * STEPS_FACTOR * steps * step_s)
@@ -157,9 +158,10 @@ def main() -> None:
     """Train, and write result.json."""
     config, schedule = load(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     folder = Path(sys.argv[3])
-    if config.protocol.by_class:  # how many fragments a class has follows from the model
+    # The number of a class's fragments depends on the model.
+    if config.protocol.by_class:
         model = Evaluator(config)
-        config = settle(config, cut(config, model.shapes, model.kinds))
+        config = resolve(config, model.shapes, model.kinds).config
     shutil.rmtree(tapes := folder / "tapes", ignore_errors=True)
     began_s = time.monotonic()
     found = simulate(config, schedule, config.seed, tapes)

@@ -5,7 +5,7 @@ from pathlib import Path
 from manual.config_page import config_page
 from manual.pictures import PICTURES
 
-from diloco_jax.settings.text import config_schema
+from diloco_jax.settings.schema import config_schema
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -119,7 +119,7 @@ class Cluster(LocalRun):
 
     def given_up(self) -> list[str]:
         """Return the last words of islands that nobody starts again."""
-        return [child.obituary() for child in self._islands.values() if child.failed]
+        return [child.describe_exit() for child in self._islands.values() if child.failed]
 
     def close(self) -> None:
         """Take the relays down, bring all tapes to where the audit looks, and the volume's files to the folder."""

@@ -9,15 +9,16 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import FragmentValue, LearnerMessage, StepReport, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
-from diloco_jax.sim.faults.network import TroubledOptions
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.fault import Fault
+from diloco_jax.sim.network import LinkFaults, NetworkOptions
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer, Steady
+from diloco_jax.sim.scenario import Scenario
 from twin.calibration import Calibration
 from twin.real_run import RunSettings
 
-BAD_VALUES = "bad_values"  # a fault of the twin's own: so many values of a process are of no use
+# A fault that only the twin has: `factor` is the number of unusable values of a process.
+BAD_VALUES = "bad_values"
 
 
 def restart_s(settings: RunSettings, calibration: Calibration) -> float:
@@ -41,9 +42,10 @@ class LocalPace(Steady):
 class BadValues(Observer):
     """The values that are of no use, counted where they are sent."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._left: dict[tuple[str, int], int] = {}  # name and incarnation of a process -> bad values to come
+        # Name and incarnation of a process -> number of bad values to come.
+        self._left: dict[tuple[str, int], int] = {}
 
     def begin(self, fault: Fault) -> None:
         """Let the next values of the processes that run be bad."""
@@ -83,12 +85,12 @@ class LocalRun:
         }
         joins = [Fault(after_s, "join", (name,)) for name, after_s in calibration.first_step_s.items()]
         known = [fault for fault in faults if fault.kind != BAD_VALUES]
-        self.cluster = FaultyCluster(
-            FaultyScenario(
+        self.cluster = Cluster(
+            Scenario(
                 config=settings.protocol,
                 learners=len(settings.names),
                 total_steps=settings.total_steps,
-                network=TroubledOptions(delay_s=calibration.delay_s),
+                network=NetworkOptions(delay_s=calibration.delay_s, faults=LinkFaults()),
                 faults=tuple(sorted([*joins, *known])),
                 merge_s=calibration.merge_s,
                 payload_bytes=calibration.value_bytes,

@@ -13,7 +13,7 @@ nan                 bad_values: so many values are of no use
 
 from collections.abc import Iterable, Iterator
 
-from diloco_jax.sim.faults.faults import Fault
+from diloco_jax.sim.fault import Fault
 from twin.calibration import Calibration
 from twin.cluster import restart_s
 from twin.real_run import RealFault, RunSettings

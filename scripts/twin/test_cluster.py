@@ -12,8 +12,8 @@ from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.node import FINGERPRINT, Effects, LearnerProcess, Observer
 from twin.cluster import LocalRun, Meter
 from twin.driver import ScheduleDriver
@@ -39,7 +39,7 @@ class Steps(Observer):
         self.notes += [(now_s, effect) for effect in effects if isinstance(effect, Note)]
 
 
-def run(*faults: Fault, schedule: Sequence[RealFault] = ()) -> tuple[FaultyCluster, Steps, Meter]:
+def run(*faults: Fault, schedule: Sequence[RealFault] = ()) -> tuple[Cluster, Steps, Meter]:
     local = LocalRun(SETTINGS, CALIBRATION, faults)
     steps, meter = Steps(), Meter(local)
     local.cluster.watch(steps, meter)

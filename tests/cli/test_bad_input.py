@@ -1,4 +1,4 @@
-"""What is wrong only for a process that has begun, and what looks wrong and is not; test_catalogue.py has the rest."""
+"""Wrong input that only a started process finds, and input that looks wrong and is right."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(200)]
 
 
 def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """The command ended with one message that has these words."""
+    """Check that the command ended with one message, and that the message has these words."""
     said = " ".join((result.stdout + result.stderr).replace("│", " ").split())
     assert result.returncode not in (0, -6, -11), said
     assert "Traceback" not in said, said
@@ -33,12 +33,13 @@ def test_a_syncer_by_itself_finds_too_little_text_before_it_listens(tmp_path: Pa
 
 
 @pytest.mark.parametrize("command", ["audit", "syncer"])
-def test_a_folder_of_a_release_that_is_not_read_gets_one_line(tmp_path: Path, command: str) -> None:
+def test_a_folder_of_an_unknown_release_gets_one_line(tmp_path: Path, command: str) -> None:
     config = write_config(tmp_path)
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[],[9,"9.8.7"]]\n["tick",1.0]\n')
-    result = call("audit", tmp_path) if command == "audit" else run("syncer", config, "--run-dir", tmp_path)
+    arguments = [tmp_path] if command == "audit" else [config, "--run-dir", tmp_path]
+    result = call(command, *arguments)
     told = f"diloco {command}: the tape from line 1 on is of diloco-jax 9.8.7, protocol 9; this is"
-    check_refused(result, f"{told} {diloco_jax.__version__}, which reads", "go on with 9.8.7, or begin a new run")
+    check_refused(result, f"{told} {diloco_jax.__version__}, which reads", "continue with 9.8.7, or start a new run")
     assert result.returncode == 2
 
 
@@ -76,15 +77,16 @@ def test_port_in_use(tmp_path: Path) -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         config = write_config(tmp_path, transport={"address": address})
-        check_refused(run("syncer", config, "--run-dir", tmp_path / "run"), address, "choose another")
+        check_refused(call("syncer", config, "--run-dir", tmp_path / "run"), address, "choose another")
 
 
 def test_unreachable_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path, transport={"connect_timeout_s": 1.0})
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
+        # The port is bound, but does not listen, so nothing answers there.
+        unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        result = run("learner", config, "--island", "island-0", "--syncer", address)
+        result = call("learner", config, "--island", "island-0", "--syncer", address)
         check_refused(result, f"no syncer answered at {address} within 1 s", "start it")
         monkeypatch.setattr("diloco_jax.runtime.records.status.ANSWER_TIMEOUT_S", 1.0)
         check_refused(call("status", address), f"no syncer answered at {address}")
@@ -113,7 +115,8 @@ def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "diloco_jax", "simulate", "--settings"]  # starts without JAX
+    # This command starts without JAX.
+    command = [sys.executable, "-m", "diloco_jax", "simulate", "--settings"]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=100)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")

@@ -33,7 +33,7 @@ def test_init_writes_a_config_and_its_schema_once(
     jsonschema.validate(yaml.safe_load(text), json.loads((tmp_path / "made/diloco.schema.json").read_text()))
     target.write_text("name: mine\n", encoding="utf-8")
     assert main(["init", name, "--dir", str(target.parent)]) == 2
-    assert "is there already" in capsys.readouterr().err and target.read_text(encoding="utf-8") == "name: mine\n"
+    assert "exists already" in capsys.readouterr().err and target.read_text(encoding="utf-8") == "name: mine\n"
 
 
 def test_help_lists_each_command_once_in_its_group_and_ends_with_examples() -> None:

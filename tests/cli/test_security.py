@@ -12,7 +12,7 @@ from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
 from diloco_jax.settings import text as config
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport import grpc_link
+from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig
 
 WAIT_S = 20.0

@@ -3,12 +3,35 @@
 import pytest
 
 from diloco_jax.core.kinds import check_classes, class_of, matches, members
-from tests.tables import rows
 
 CLASSES = ("mlp", "attention", "embedding", "norm")
 
 
-@pytest.mark.parametrize(("path", "found"), rows("training.classes"))
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        # Models of this package, with separate layers and with stacked ones.
+        ("blocks/0/down/kernel", "mlp"),
+        ("blocks/gate/kernel", "mlp"),
+        ("blocks/experts_up", "mlp"),
+        ("blocks/router", "mlp"),
+        ("blocks/0/q/kernel", "attention"),
+        ("blocks/k/bias", "attention"),
+        ("blocks/0/out/kernel", "attention"),
+        ("blocks/0/norm_mlp/scale", "norm"),
+        ("blocks/0/norm_q/scale", "norm"),
+        ("embed/embedding", "embedding"),
+        ("head/kernel", "embedding"),
+        ("patches/project/kernel", "rest"),
+        # Names in models of other projects.
+        ("decoder.layers.3.mlp.out_proj.weight", "mlp"),
+        ("encoder/Attention_0/gate/kernel", "attention"),
+        ("h/1/attn/c_proj/w", "attention"),
+        ("model/input_layernorm/weight", "norm"),
+        ("lm_head/kernel", "embedding"),
+        ("Dense_0/kernel", "rest"),
+    ],
+)
 def test_a_path_tells_the_class(path: str, found: str) -> None:
     assert class_of(path, CLASSES) == found
 

@@ -20,6 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format, decode, encode, encoded_size
+from tests.core.merging import SHAPES
 
 FORMATS = get_args(Format)
 INTEGERS = ("int8", "int4", "int2")
@@ -28,19 +29,19 @@ flats = hnp.arrays(np.float32, st.integers(1, 600), elements=st.floats(-(2.0**10
 
 
 def block_absmax(x: np.ndarray) -> np.ndarray:
-    """The largest magnitude in each element's block."""
+    """Return the largest magnitude in each element's block."""
     starts = range(0, x.size, 256)
     return np.concatenate([np.full(x[i : i + 256].size, np.abs(x[i : i + 256]).max()) for i in starts])
 
 
 def block_level(x: np.ndarray) -> np.ndarray:
-    """1.5336 times the mean magnitude of what is not zero in each element's block."""
+    """Return 1.5336 times the mean magnitude of the non-zero elements in each element's block."""
     blocks = [np.abs(x[i : i + 256].astype(np.float64)) for i in range(0, x.size, 256)]
     return np.concatenate([np.full(b.size, 1.5336 * b.sum() / max(1, (b >= 2.0**-126).sum())) for b in blocks])
 
 
 def error_bound(x: np.ndarray, format: str) -> np.ndarray:
-    """The bounds of the module's table, with room for rounding the scale."""
+    """Return the bounds of the table in the codec's docstring, with room for rounding the scale."""
     if format == "float32":
         return np.zeros(x.shape)
     if format == "bfloat16":
@@ -82,7 +83,7 @@ def test_size_is_exact_and_order_of_keys_is_free(format: Format, shapes: dict, d
 
 @partial(jax.jit, static_argnames="format")
 def quantize(x: np.ndarray, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Round a flat tensor as the programs of an island do."""
+    """Round a flat tensor like the programs of an island."""
     if format not in INTEGERS:
         return codec.round_elements(jnp, x, format), jnp.zeros((0,), jnp.float32)
     return codec.quantize_blocks(jnp, codec.to_blocks(jnp, x), format)
@@ -111,7 +112,8 @@ def test_host_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float32_and_bfloat16_layout() -> None:
     values = {"b": np.array([[2.0, -0.5]], np.float32), "a": np.array([1.0], np.float32)}
     assert encode(values, "float32") == struct.pack("<3f", 1.0, 2.0, -0.5)
-    bits = [0x3F80, 0x4000, 0xBF00]  # the upper halves of the float32 patterns
+    # These are the upper halves of the float32 patterns.
+    bits = [0x3F80, 0x4000, 0xBF00]
     assert encode(values, "bfloat16") == struct.pack("<3H", *bits)
 
 
@@ -121,9 +123,11 @@ def test_bfloat16_flushes_subnormal_numbers_only() -> None:
 
 
 def test_int8_layout() -> None:
-    x = np.array([127.0, -127.0, 2.5, 1.5, -0.4], np.float32)  # scale 1; halves round to even
+    # The scale is 1, and halves round to even.
+    x = np.array([127.0, -127.0, 2.5, 1.5, -0.4], np.float32)
     payload = encode({"x": x}, "int8")
-    assert payload[4:] == struct.pack("5b", 127, -127, 2, 2, 0) + bytes(251)  # zeros fill the block
+    # Zeros fill the block.
+    assert payload[4:] == struct.pack("5b", 127, -127, 2, 2, 0) + bytes(251)
     assert struct.unpack("<f", payload[:4])[0] == pytest.approx(1)
 
 
@@ -143,8 +147,10 @@ def test_int4_layout() -> None:
 
 def test_int2_layout() -> None:
     x = np.zeros(260, np.float32)
-    x[[0, 64, 128, 192, 1, 65, 130]] = [1.0, -1.0, 1.0, -1.0, 0.5, 1.75, -0.75]  # their mean magnitude is 1
-    x[256:] = [8.0, 0.0, -8.0, 0.0]  # zeros count for nothing: the mean is 8
+    # The mean magnitude of these is 1.
+    x[[0, 64, 128, 192, 1, 65, 130]] = [1.0, -1.0, 1.0, -1.0, 0.5, 1.75, -0.75]
+    # The mean leaves zeros out, so it is 8.
+    x[256:] = [8.0, 0.0, -8.0, 0.0]
     payload = encode({"x": x}, "int2")
     np.testing.assert_allclose(struct.unpack("<2f", payload[:8]), [1.5336, 8 * 1.5336], rtol=1e-6)
     # Two bits of each of elements j, j + 64, j + 128 and j + 192 in byte j: 01 is 1, 11 is -1.
@@ -159,7 +165,8 @@ def test_int2_loses_a_fifth_of_a_normal_distribution() -> None:
     decoded = decode(encode({"x": x}, "int2"), [("x", x.shape)], "int2")["x"]
     assert ((decoded - x) ** 2).mean() == pytest.approx(0.1902, abs=0.002)
     for level in (0.9, 1.1):
-        other = level * decoded  # the same codes with another level
+        # The codes stay, and the level changes.
+        other = level * decoded
         assert ((other - x) ** 2).mean() > 0.195
 
 
@@ -176,7 +183,7 @@ def test_each_block_has_its_own_scale() -> None:
 @settings(deadline=None)
 @given(flats)
 def test_encoding_twice_changes_nothing_more(x: np.ndarray) -> None:
-    """A decoded value can be sent on at the price of rounding only once (float formats)."""
+    """Check that a decoded value of a float format is not rounded again when it is encoded again."""
     for format in ("float32", "bfloat16"):
         once = decode(encode({"x": x}, format), [("x", x.shape)], format)["x"]
         assert decode(encode({"x": once}, format), [("x", x.shape)], format)["x"].tobytes() == once.tobytes()
@@ -238,7 +245,8 @@ def test_a_digest_depends_on_the_bytes_and_not_on_how_they_are_cut() -> None:
         damaged = bytearray(payload)
         damaged[bit // 8] ^= 1 << bit % 8
         assert codec.digest(damaged) != whole
-    assert codec.digest(b"diloco") == 0x1D2DFBBEF25A4240  # what peers of other versions compute
+    # Peers of other versions compute this digest.
+    assert codec.digest(b"diloco") == 0x1D2DFBBEF25A4240
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -246,7 +254,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Every array ends where the readable memory ends, so a read or a write behind it kills the process.
 AT_THE_END = """
-import ctypes, mmap, sys
+import ctypes, itertools, mmap
 import numpy as np
 from diloco_jax.core import blocks, kernels
 from tests.core.merging import FORMATS, SHAPES, layout_of, payload_of, random_values
@@ -265,8 +273,8 @@ def at_the_end(array):
     copy[:] = array
     return copy
 
-up = sys.argv[1]
-for key, shape in SHAPES.items():
+for up, (key, shape) in itertools.product(FORMATS, SHAPES.items()):
+    print(up, key, flush=True)
     layout, size = layout_of({key: shape}), int(np.prod(shape))
     values = [random_values(seed, {key: shape}) for seed in range(6)]
     payloads = [at_the_end(payload_of(value, up)) for value in values[:2]]
@@ -293,15 +301,14 @@ for key, shape in SHAPES.items():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages with mprotect of Linux")
-@pytest.mark.parametrize("up", FORMATS)
-def test_nothing_behind_an_array_is_touched(up: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", AT_THE_END, up], cwd=ROOT, capture_output=True, text=True, timeout=110
-    )
-    assert result.returncode == 0, result.stderr or f"died with {result.returncode}"
+def test_nothing_behind_an_array_is_touched() -> None:
+    result = subprocess.run([sys.executable, "-c", AT_THE_END], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    reached = "".join(result.stdout.splitlines()[-1:])
+    assert result.returncode == 0, f"exit status {result.returncode} at {reached}\n{result.stderr}"
+    assert len(result.stdout.splitlines()) == len(FORMATS) * len(SHAPES)
 
 
-# In a process of its own, with a cache of its own: here other tests have merged before.
+# Other tests of this process have merged before, so this program runs in a new process.
 MERGE = """
 import sys
 from numba.core import event
@@ -316,7 +323,8 @@ from tests.core.merging import FORMATS, layout_of, payload_of, random_values
 outer = Nesterov(0.7, 0.9) if sys.argv[1] == "nesterov" else Optax(optax.adam(0.1))
 layout = layout_of()
 rules = [Rule("rda", max(1, (piece.stop - piece.start) // 2)) for piece in layout.pieces]
-formats = FORMATS if sys.argv[1] == "nesterov" else ("int4",)  # what optax compiles knows nothing of formats
+# What optax compiles does not depend on formats.
+formats = FORMATS if sys.argv[1] == "nesterov" else ("int4",)
 mergers = {(up, down): Merger(layout, rules, outer, up, down) for up in formats for down in formats}
 states = {way: merger.first(layout.flat(random_values(0))) for way, merger in mergers.items()}
 compiled = []
@@ -328,9 +336,11 @@ with event.install_recorder("numba:compile") as seen:
         state = states[up, down]
         payloads = [payload_of(random_values(seed), up) for seed in (1, 2, 3)]
         moved = [None, layout.flat(random_values(4)), None]
-        for frozen in (False, True):  # what came over a pipe, or is shown to somebody, cannot be written to
+        # Arrays from a pipe, and arrays that are being read elsewhere, cannot be written to.
+        for frozen in (False, True):
             for array in (state.value, state.residual, *state.outer.values()) if frozen else ():
-                array.flags.writeable = array.size == 0  # empty ones are one for all
+                # All states share one empty array.
+                array.flags.writeable = array.size == 0
             values = Values(payloads, moved)
             merger.update(values, merger.inspect(values), np.full(3, 1 / 3), state)
 assert not seen.buffer, f"{len(seen.buffer)} times compiled by Numba"
@@ -339,38 +349,28 @@ print("merged", len(mergers))
 """
 
 
-def merge(outer: str, cache: Path, home: Path, package: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A process that merges, with nothing compiled yet, at this home of a user."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "NUMBA_"))}
-    environment |= {"PYTHONPATH": str(package), "HOME": str(home), "NUMBA_CACHE_DIR": str(cache)}
-    return subprocess.run(
-        [sys.executable, "-c", MERGE, outer], capture_output=True, text=True, env=environment, cwd=package
-    )
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with nothing in it before the first process of this module."""
-    return tmp_path_factory.mktemp("home") / "cache"
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("outer", "count"), [("nesterov", 25), ("adam", 1)])
-def test_a_first_merge_compiles_nothing(cache: Path, outer: str, count: int) -> None:
-    ran = merge(outer, cache, cache.parent)
+def merge(outer: str, root: Path = ROOT, **changes: str) -> str:
+    """Return the output of a new process that merges with the package below a folder."""
+    environment = os.environ | {"PYTHONPATH": str(root)} | changes
+    command = [sys.executable, "-c", MERGE, outer]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == f"merged {count}"
+    return ran.stdout.strip()
 
 
 @pytest.mark.timeout(300)
-def test_it_works_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """A package that belongs to somebody else, for a user without a home: each process compiles for itself."""
+def test_a_first_merge_with_optax_compiles_nothing() -> None:
+    assert merge("adam") == "merged 1"
+
+
+@pytest.mark.timeout(300)
+def test_a_first_merge_compiles_nothing_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    """Merge with a package in a folder of somebody else, as a user without a home: the process compiles everything."""
     package, blocked = tmp_path / "package", tmp_path / "blocked"
     for folder in ("diloco_jax", "tests"):
         shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    blocked.write_text("a file where a folder would have to be", encoding="utf-8")
+    blocked.write_text("a file in the place of a folder", encoding="utf-8")
     shutil.rmtree(package / "diloco_jax" / "core" / "__pycache__", ignore_errors=True)
     (package / "diloco_jax" / "core" / "__pycache__").write_text("", encoding="utf-8")
-    ran = merge("nesterov", blocked / "cache", blocked, package)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "merged 25"
+    nowhere = {name: str(blocked / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+    assert merge("nesterov", package, HOME=str(blocked), **nowhere) == "merged 25"

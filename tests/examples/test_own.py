@@ -1,4 +1,4 @@
-"""Code of the user's own: the config and the examples of docs/own.md run, and what is wrong is one sentence."""
+"""Code of users: the config and the examples of docs/own.md run, and each error is one sentence."""
 
 import json
 import re
@@ -27,7 +27,6 @@ from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.sharding import MeshConfig
 from tests.runtime.helpers import ROOT, SMALL, environment, merged, write_config
-from tests.tables import rows
 from tests.training.conftest import TINY
 
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("own_*.py"))
@@ -36,7 +35,7 @@ PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 
 
 class Ids:
-    """A source whose samples are their number, right or wrong as it is told."""
+    """Source whose samples repeat their number; its arguments can make it wrong."""
 
     def __init__(self, count: int = 900, length: int = 33, dtype: str = "uint8") -> None:
         self.count, self.length, self.dtype = count, length, dtype
@@ -54,7 +53,7 @@ class Raising(Ids):
 
 
 class Scores(NamedTuple):
-    """Returns what it is told, or raises."""
+    """Evaluation that returns a given result, raises if there is none, or hangs."""
 
     result: Any = None
 
@@ -105,7 +104,107 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
     assert replayed["identical"] and replayed["sha256"] == replayed["expected_sha256"], replayed
 
 
-@pytest.mark.parametrize(("settings", "words"), rows("training.own"))
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        pytest.param(
+            {"data": {"module": "nowhere:Thing"}},
+            ["data.module 'nowhere:Thing' cannot be imported", "install or"],
+            id="data-module-that-is-missing",
+        ),
+        pytest.param(
+            {"data": {"module": "Thing"}},
+            ["data.module is 'Thing'; write it as package.module:Name"],
+            id="data-module-without-a-class",
+        ),
+        pytest.param(
+            {"data": {"args": {"count": 5}}},
+            ["data.module is ''; write it as package.module:Name"],
+            id="data-arguments-without-a-module",
+        ),
+        pytest.param(
+            {"data": {"module": "tests:Thing", "path": "."}},
+            ["data.path is '.'", "takes its place; remove one"],
+            id="data-module-and-path",
+        ),
+        pytest.param(
+            {"data": {"module": f"{HERE}:Ids", "args": {"size": 5}}},
+            ["TypeError", "'size'", "or data.args"],
+            id="data-argument-that-is-unknown",
+        ),
+        pytest.param(
+            {"data": {"module": f"{HERE}:Ids", "args": {"length": 32}}},
+            ["uint8 of shape (32,)", "33 integers"],
+            id="data-of-another-length",
+        ),
+        pytest.param(
+            {"data": {"module": f"{HERE}:Ids", "args": {"dtype": "float32"}}},
+            ["float32 of shape (33,)"],
+            id="data-of-another-type",
+        ),
+        pytest.param(
+            {"data": {"module": f"{HERE}:Ids", "vocab_size": 99}},
+            ["data.vocab_size is 99, correct one"],
+            id="data-of-another-vocabulary",
+        ),
+        pytest.param(
+            {"data": {"module": f"{HERE}:Ids", "args": {"count": 2}}},
+            ["has 2 samples", "data.held_out_fraction"],
+            id="data-too-few-to-hold-some-out",
+        ),
+        pytest.param(
+            {"data": {"module": "builtins:object"}}, ["has no len()", "correct it"], id="data-without-a-length"
+        ),
+        pytest.param(
+            {"data": {"module": "sys:exit"}},
+            ["data.module 'sys:exit' fails: SystemExit", "correct it"],
+            id="data-module-that-exits",
+        ),
+        pytest.param(
+            {"data": {"module": f"{HERE}:Raising", "args": {"dtype": "script"}}},
+            ["SystemExit: 0", "test_own.py, line"],
+            id="data-sample-that-exits",
+        ),
+        pytest.param(
+            {"data": {"module": f"{HERE}:Raising"}},
+            ["KeyError: 'shard-7'", "test_own.py, line"],
+            id="data-sample-that-raises",
+        ),
+        pytest.param(
+            {"optimizer": {"module": "builtins:dict"}},
+            ["returns a dict without init and update"],
+            id="optimizer-that-is-none",
+        ),
+        pytest.param(
+            {"optimizer": {"module": f"{HERE}:forgetful"}},
+            ["optimizer.module", "another updates structure"],
+            id="optimizer-that-forgets-a-leaf",
+        ),
+        pytest.param(
+            {"optimizer": {"module": "optax:add_noise", "args": {"eta": 0.1, "gamma": 0.5, "key": 0}}},
+            ["typed random key", "jax.random.key_data"],
+            id="optimizer-with-a-typed-key",
+        ),
+        pytest.param(
+            {"outer": {"module": "Thing"}}, ["outer.module is 'Thing'; write it as"], id="outer-without-a-class"
+        ),
+        pytest.param(
+            {"outer": {"module": "optax.contrib:reduce_on_plateau"}},
+            ["outer.module", "'value'", "or outer.args"],
+            id="outer-that-needs-a-value",
+        ),
+        pytest.param(
+            {"outer": {"module": f"{HERE}:gone"}},
+            ["outer.module", "has no attribute 'gone'"],
+            id="outer-that-is-missing",
+        ),
+        pytest.param(
+            {"evaluation": {"module": "builtins:dict"}},
+            ["makes a dict without __call__(self, model, step)"],
+            id="evaluation-that-cannot-be-called",
+        ),
+    ],
+)
 def test_what_is_wrong_is_said_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], words: list[str]
 ) -> None:

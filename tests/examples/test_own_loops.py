@@ -121,7 +121,7 @@ def test_an_example_is_an_island(example: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed; the extra 'examples' has it")
     alike = {"islands": {"count": count, "devices": 1}, "protocol": OWN["protocol"] | {"quorum": count}}
-    words = ["--weights", str(public_model(tmp_path))] if example == "lora_loop" else []
+    words = [str(public_model(tmp_path))] if example == "lora_loop" else []
     summary = play(tmp_path, OWN | alike, [str(EXAMPLES / f"{example}.py"), *words])
     assert summary["num_parameters"] == parameters
     assert summary["contributors_per_round"] == count

@@ -20,11 +20,12 @@ from diloco_jax.core.parts import cut_part, join_parts
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.training.whole_state.layout import StateLayout
-from diloco_jax.transport import calls, wire
-from diloco_jax.transport.group import commands as c
+from diloco_jax.transport import commands as c
+from diloco_jax.transport import wire
 from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, SYNCER_HOST, check_name, split_address
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.trust.certificates import learner_names

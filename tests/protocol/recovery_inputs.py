@@ -1,7 +1,9 @@
-"""A receiver named r, and the parts of a donor's state that it may be sent."""
+"""A receiver named r, parts of a donor's state for it, and one part of a machine whose effects a test reads."""
 
+from collections.abc import Callable
 from typing import Any
 
+from diloco_jax.protocol.effects import Effect, Effects
 from diloco_jax.protocol.messages import StatePart
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Receiver
@@ -23,15 +25,35 @@ def config(**settings: Any) -> ProtocolConfig:
     )
 
 
-def receiver(**settings: Any) -> Receiver:
-    return Receiver("r", 3, config(**settings))
+class Alone:
+    """One part of a machine, with an effects of its own: a call that returns nothing gives its effects instead."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self._effects = Effects()
+        self._part = make(self._effects, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._part, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> list[Effect] | Any:
+            result = found(*args, **kwargs)
+            effects = self._effects.drain()
+            return effects if result is None else result
+
+        return call
+
+
+def receiver(**settings: Any) -> Alone:
+    return Alone(Receiver, "r", 3, config(**settings))
 
 
 def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **changed: Any) -> StatePart:
     return StatePart(donor, 1, "r", step, number, parts, 99, 1000, clock=1 << 20)._replace(**changed)
 
 
-def begun(*parts: StatePart, **settings: Any) -> Receiver:
+def begun(*parts: StatePart, **settings: Any) -> Alone:
     """One that has asked at global step 10, and got these parts at once."""
     it = receiver(**settings)
     it.begin(10, 0.0)

@@ -104,7 +104,7 @@ def test_conditions_of_islands_are_alarms() -> None:
     first, second = alarms_of(syncer, stats, 3.0)
     assert (first.kind, first.who) == ("gone", "a") and first.text.startswith("a is gone: no connection")
     assert second == Alarm("loss", "b", "b: its newest training loss is nan")
-    assert first.told() == {**first._asdict(), "remedy": REMEDIES["gone"]}
+    assert first.as_dict() == {**first._asdict(), "remedy": REMEDIES["gone"]}
 
 
 def test_every_kind_is_told_of_in_the_past() -> None:
@@ -131,24 +131,24 @@ def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
     assert book.look([later], 3.0) == ([], []) and book.standing == [later], "its text is the newest"
     assert book.look([], 2.9 + CALM) == ([], []) and book.standing == [later], "it may come again"
     assert book.look([], 3.0 + CALM) == ([], [later]) and book.standing == []
-    (over,) = book.told()
+    (over,) = book.as_dicts()
     assert over["past"] == "a was silent" and (over["from_s"], over["until_s"], over["stands"]) == (1.0, 3.0, False)
     book.look([SILENT], 19.0)
-    (told,) = book.told()
-    assert told == {**SILENT.told(), "from_s": 19.0, "until_s": 19.0, "lasted_s": 2.0, "times": 2, "stands": True}
+    (told,) = book.as_dicts()
+    assert told == {**SILENT.as_dict(), "from_s": 19.0, "until_s": 19.0, "lasted_s": 2.0, "times": 2, "stands": True}
 
 
 def test_alarms_outlive_the_syncer_that_told_them() -> None:
     book = AlarmBook()
     for now_s in (1.0, 3.0, 3.5 + CALM, 20.0, 21.0):
         book.look([SILENT] if now_s != 3.5 + CALM else [], now_s)
-    told = json.loads(json.dumps(book.told()))
+    told = json.loads(json.dumps(book.as_dicts()))
     assert [(each["times"], each["lasted_s"]) for each in told] == [(2, 3.0)]
     after = AlarmBook(map(Standing.of, told))
-    assert after.told() == told and after.standing == [SILENT]
-    assert after.look([], 27.0) == ([], [SILENT]) and after.told()[0]["lasted_s"] == 3.0
+    assert after.as_dicts() == told and after.standing == [SILENT]
+    assert after.look([], 27.0) == ([], [SILENT]) and after.as_dicts()[0]["lasted_s"] == 3.0
     unknown = Standing(Alarm("weather", "", "rain"), 1.0, 2.0, stands=True)
-    assert AlarmBook([unknown]).told() == [], "of another release"
+    assert AlarmBook([unknown]).as_dicts() == [], "of another release"
 
 
 def test_what_may_be_weather_must_hold_for_a_while() -> None:
@@ -172,7 +172,7 @@ def test_a_link_that_breaks_again_and_again_is_told_of() -> None:
 def test_the_book_is_bounded() -> None:
     book = AlarmBook()
     book.look([Alarm("silent", str(number), "silent") for number in range(KEPT_MAX + 9)], 1.0)
-    assert len(book.told()) == len(book.standing) == KEPT_MAX
+    assert len(book.as_dicts()) == len(book.standing) == KEPT_MAX
 
 
 class Watched:

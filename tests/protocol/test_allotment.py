@@ -168,11 +168,11 @@ def test_a_value_says_from_which_sample_on_it_holds_what_was_taught(
     step()
     step()
     if shared:
-        (first,) = sent(learner.on_pull(PullRequest(1, 0, 2), 1.0), SYNCER)
+        (first,) = sent(learner.answer(PullRequest(1, 0, 2), 1.0), SYNCER)
         assert isinstance(first, FragmentValue) and (first.since, first.samples) == (0, 4)
     step()
     step()
     learner.on_message(fragment(1, 1 if merged else NO_VERSION), 2.0)
     step()
-    (second,) = sent(learner.on_pull(PullRequest(2, 0, 5), 3.0), SYNCER)
+    (second,) = sent(learner.answer(PullRequest(2, 0, 5), 3.0), SYNCER)
     assert isinstance(second, FragmentValue) and (second.since, second.samples) == (since, 10)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.effects import Finish
-from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
+from diloco_jax.protocol.learner.machine import ScheduleClock
 from diloco_jax.protocol.member import Credit
 from diloco_jax.protocol.messages import GlobalFragment, Stop, Welcome
 from diloco_jax.protocol.pacing import ProtocolConfig

@@ -102,7 +102,7 @@ def test_turns_are_fair_and_those_that_lag_behind_come_last() -> None:
         syncer.progress.global_step += 5
         for name in "ab":
             syncer.membership.members[name].global_step = syncer.global_step
-        syncer.evaluations.on_merged([], 5.0)
+        syncer.evaluations.on_merged(5.0)
     assert ranks == ["a", "b", "a", "b", "a", "b"]
 
 
@@ -126,17 +126,16 @@ def test_what_a_dead_syncer_had_asked_for_is_asked_for_again_after_the_next_merg
     assert not syncer.evaluations.open
     for name in "ab":
         syncer.membership.members[name].state = ACTIVE
-    syncer.evaluations.on_merged([], 6.0)
+    syncer.evaluations.on_merged(6.0)
     assert syncer.evaluations.open and syncer.evaluations.next_step > syncer.global_step
 
 
 def test_a_run_that_nobody_can_evaluate_ends_at_once() -> None:
     syncer, _ = asked("a", total_steps=2)
     syncer.membership.members["a"].evaluates = False
-    effects: list[Effect] = []
     syncer.progress.finished = True
-    syncer.evaluations.conclude(effects, 4.0)
-    assert only(effects, Finish) and syncer.over and not syncer.evaluations.reason
+    syncer.evaluations.conclude(4.0)
+    assert only(syncer.evaluations.effects, Finish) and syncer.over and not syncer.evaluations.reason
 
 
 def test_a_learner_evaluates_between_two_steps_and_does_nothing_else() -> None:
@@ -146,7 +145,7 @@ def test_a_learner_evaluates_between_two_steps_and_does_nothing_else() -> None:
     given = mailbox.take(2.0)
     assert given is not None and given.effects == [EvaluateModel(learner.global_step, final=False)]
     mailbox.read(fragment(1, 1, 1), None, 2.0)
-    assert not learner.may_step() and mailbox.take(2.0) is None and learner.on_pull(PullRequest(1, 1, 1), 2.0)
+    assert not learner.may_step() and mailbox.take(2.0) is None and learner.answer(PullRequest(1, 1, 1), 2.0)
     found = Score("", 0, 0, 0, (), 2.0, nan, 64, (), 0.5, "")
     told = found._replace(learner_id="a", incarnation=1, number=4, versions=(0,) * 4)
     (answer,) = learner.on_evaluated(found, 3.0)

@@ -42,7 +42,7 @@ def test_recovering() -> None:
     syncer = running("a", quorum=2)
     syncer.on_message(hello("b"), 2.0)
     syncer.on_message(StateRequest("b", 1, 0, "", 0, 0), 2.0)
-    assert said(syncer, "b", 3.0) == ("recovering", 2.0, "takes over the state of a")
+    assert said(syncer, "b", 3.0) == ("recovering", 2.0, "loads the state of a")
 
 
 def test_training() -> None:

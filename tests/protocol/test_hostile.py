@@ -18,7 +18,7 @@ from diloco_jax.protocol.recovery import AVOIDED_MAX, Matchmaker
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.sim.faults.hostile import FLOATS, NUMBERS, TEXTS, Hostile
+from diloco_jax.sim.hostile import FLOATS, NUMBERS, TEXTS, Hostile
 from diloco_jax.sim.invariants import all as checkers
 from diloco_jax.sim.invariants import draw
 from diloco_jax.sim.invariants.verdict import judge

@@ -212,7 +212,7 @@ def test_answers_after_the_next_step_when_there_is_no_copy() -> None:
 def test_a_pull_during_a_step_changes_nothing_that_the_step_depends_on() -> None:
     learner = trained(1)
     before = (learner.state, learner.local_step, learner.tokens, learner.adopted, learner.global_step)
-    learner.on_pull(PullRequest(1, 1, 1), 1.0)
+    learner.answer(PullRequest(1, 1, 1), 1.0)
     assert before == (learner.state, learner.local_step, learner.tokens, learner.adopted, learner.global_step)
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Send
 from diloco_jax.protocol.learner.machine import JOINING, RECOVERING, TRAINING, Learner
-from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     SYNCER,
     Advance,
@@ -21,6 +20,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.recovery import Saved
 from tests.protocol.pair import FINGERPRINT, Pair
 
 
@@ -190,13 +190,13 @@ def test_the_same_value_of_a_newer_life_is_not_adopted_again() -> None:
 def test_it_offers_the_global_value_that_it_holds() -> None:
     made = learner(recovers=False)
     for request in (AnchorRequest(0, -1), AnchorRequest(0, 0)):
-        assert isinstance(made.on_anchor_request(request, 0.0)[0], Drop), "it holds nothing yet"
+        assert isinstance(made.answer(request, 0.0)[0], Drop), "it holds nothing yet"
     greeted(made, 8, 8)
     for asked in (8, 4):  # it greeted with 4, and has adopted what was on its way to it then
         told = Send(SYNCER, AnchorValue("c", 1, 0, 8, 78, 0))
-        assert made.on_anchor_request(AnchorRequest(0, asked), 2.0) == [told]
+        assert made.answer(AnchorRequest(0, asked), 2.0) == [told]
     for request in (AnchorRequest(0, 9), AnchorRequest(1, 8), AnchorRequest(-1, 8)):
-        (drop,) = made.on_anchor_request(request, 2.0)
+        (drop,) = made.answer(request, 2.0)
         assert isinstance(drop, Drop) and "is not held" in drop.reason
 
 

@@ -7,7 +7,7 @@ from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import StateEnd, StatePull, StateRefused, StateRequest, StateUnavailable
 from diloco_jax.protocol.recovery import Matchmaker
-from tests.protocol.recovery_inputs import part
+from tests.protocol.recovery_inputs import Alone, part
 from tests.protocol.syncer_inputs import FINGERPRINT, hello
 
 
@@ -20,9 +20,9 @@ def members(*active: str, receivers: tuple[str, ...] = ("r",)) -> Membership:
     return membership
 
 
-def matched(*active: str, receivers: tuple[str, ...] = ("r",)) -> tuple[Membership, Matchmaker]:
+def matched(*active: str, receivers: tuple[str, ...] = ("r",)) -> tuple[Membership, Alone]:
     membership = members(*active, receivers=receivers)
-    return membership, Matchmaker(membership)
+    return membership, Alone(Matchmaker, membership)
 
 
 def of(name: str, clock: int = 10, donor: str = "", step: int = 0, number: int = 0) -> StateRequest:
@@ -129,7 +129,7 @@ def test_its_state_comes_back_through_json_and_is_not_changed_by_what_comes_late
     it.on_refused(StateRefused("b", 1, "r", "busy"))
     taken = it.state()
     text = json.dumps(taken)
-    again = Matchmaker(membership)
+    again = Alone(Matchmaker, membership)
     again.restore(json.loads(text))
     for matchmaker in (it, again):
         matchmaker.on_request(of("r"), 7)

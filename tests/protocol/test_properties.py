@@ -18,7 +18,6 @@ from diloco_jax.protocol.effects import (
     UnstageState,
 )
 from diloco_jax.protocol.learner.machine import JOINING, STOPPED, TRAINING, Learner
-from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     Adopted,
     Advance,
@@ -38,7 +37,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import STATES_MAX
+from diloco_jax.protocol.recovery import STATES_MAX, Saved
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.drivers import check_fates
 from tests.protocol.steady import STEADY

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_jax.protocol.pacing import FIRST_TURN_S, ProtocolConfig, grace_floor_s
-from diloco_jax.protocol.syncer.rounds import Round
+from diloco_jax.protocol.syncer.book import Round
 from diloco_jax.protocol.watch.alarms import Alarm, alarms_of
 from diloco_jax.protocol.watch.signs import CROWD_ROUNDS, CROWD_S, Crowd
 from diloco_jax.protocol.watch.stats import RunStats
@@ -189,7 +189,7 @@ def test_rounds_that_merge_few_of_the_live_islands_raise_an_alarm() -> None:
     )
     alarm = crowd_of(hasty)[0]
     assert "learners on average, of" in alarm.text, alarm
-    assert "protocol.quorum" in alarm.told()["remedy"] and "grace" in alarm.told()["remedy"]
+    assert "protocol.quorum" in alarm.as_dict()["remedy"] and "grace" in alarm.as_dict()["remedy"]
     assert not crowd_of(replace(hasty, config=replace(hasty.config, sync_every=3, overlap_steps=2)))
     chosen = replace(hasty.config, grace_steps_max=0.0)
     assert not crowd_of(replace(hasty, config=chosen)), "somebody has turned the grace window off"

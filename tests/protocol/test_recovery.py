@@ -16,7 +16,7 @@ from diloco_jax.protocol.messages import (
     StateUnavailable,
 )
 from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT, PARTS_MAX, STATES_MAX, Donor
-from tests.protocol.recovery_inputs import H, begun, part, receiver
+from tests.protocol.recovery_inputs import Alone, H, begun, part, receiver
 
 
 def request(number: int = 0, donor: str = "", step: int = 0, clock: int = 10) -> StateRequest:
@@ -252,9 +252,9 @@ def pull(receiver_name: str = "r", clock: int = 10, step: int = 0, number: int =
     return StatePull(receiver_name, clock, step, number)
 
 
-def giving() -> Donor:
+def giving() -> Alone:
     """A donor that has copied its state for r after step 50."""
-    donor = Donor("d", 1)
+    donor = Alone(Donor, "d", 1)
     donor.on_pull(pull())
     donor.serve(10, 50)
     return donor
@@ -265,7 +265,7 @@ def given(receiver_name: str, step: int, number: int, clock: int = 10) -> Send:
 
 
 def test_waits_until_it_has_seen_the_clock() -> None:
-    donor = Donor("d", 1)
+    donor = Alone(Donor, "d", 1)
     assert donor.on_pull(pull(clock=10)) == []
     assert donor.serve(9, 50) == []
     assert donor.serve(10, 51) == [StageState(51), given("r", 51, 0)]
@@ -294,7 +294,7 @@ def test_a_newer_clock_needs_a_newer_copy() -> None:
 
 
 def test_two_receivers_share_a_copy() -> None:
-    donor = Donor("d", 1)
+    donor = Alone(Donor, "d", 1)
     donor.on_pull(pull("r"))
     donor.on_pull(pull("q"))
     assert donor.serve(10, 50) == [StageState(50), given("q", 50, 0), given("r", 50, 0)]
@@ -304,7 +304,7 @@ def test_two_receivers_share_a_copy() -> None:
 
 
 def test_copies_are_bounded() -> None:
-    donor = Donor("d", 1)
+    donor = Alone(Donor, "d", 1)
     for number in range(STATES_MAX):
         donor.on_pull(pull(f"r{number}"))
         assert StageState(50 + number) in donor.serve(10, 50 + number)
@@ -317,13 +317,13 @@ def test_copies_are_bounded() -> None:
 
 
 def test_an_end_also_ends_the_wait() -> None:
-    donor = Donor("d", 1)
+    donor = Alone(Donor, "d", 1)
     donor.on_pull(pull())
     assert donor.on_end("r") == [] and donor.serve(10, 50) == []
 
 
 def test_a_lost_link_frees_every_copy() -> None:
-    donor = Donor("d", 1)
+    donor = Alone(Donor, "d", 1)
     for number in range(STATES_MAX):
         donor.on_pull(pull(f"r{number}"))
         donor.serve(10, 50 + number)

@@ -285,7 +285,7 @@ def test_a_version_that_nobody_holds_is_lost_when_all_are_back() -> None:
     syncer.on_message(hello("a", epoch=1), 6.0)
     assert syncer.restoring, "b may hold it"
     effects = syncer.on_message(hello("b", epoch=1), 7.0)
-    assert only(effects, Note)[-1] == Note("lost", 2, 1, (), "version 1: nobody holds it, 0 goes on")
+    assert only(effects, Note)[-1] == Note("lost", 2, 1, (), "version 1: nobody holds it, version 0 continues")
     assert syncer.versions == [0, 0, 0, 0] and syncer.global_step == 2
     for name in ("a", "b"):
         syncer.on_message(report(name, 3), 8.0)
@@ -337,7 +337,7 @@ def test_a_merge_that_died_is_given_up() -> None:
     syncer.on_message(value("a", 1, 1, 1), 1.0)
     syncer.on_restart(**HELD_NONE, now_s=2.0)
     effects = syncer.on_message(hello("a", epoch=1), 3.0)
-    assert Note("abandoned", 1, 1, (), "its merge died with the syncer") in effects
+    assert Note("abandoned", 1, 1, (), "its merge was lost with the syncer") in effects
     assert syncer.merged_rounds == 0
     syncer.on_message(report("a", 2), 4.0)
     assert syncer.global_step == 2

@@ -18,8 +18,8 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import STEPS_MAX
 from tests.protocol.pair import Pair
 from tests.protocol.syncer_inputs import (
     FINGERPRINT,

@@ -1,4 +1,4 @@
-"""Every transcript in testdata comes out as it is written there. `scripts/bless_transcripts` writes them anew."""
+"""Every transcript in testdata is what a run prints today; `scripts/bless_transcripts` writes all of them again."""
 
 import difflib
 import os
@@ -7,9 +7,26 @@ from pathlib import Path
 import pytest
 
 from tests.protocol.transcript import FOLDER, Case, parse, run
-from tests.tables import rows
 
 FILES = sorted(FOLDER.glob("*.txt"))
+STORIES = {
+    "steady",
+    "grace",
+    "join_late",
+    "leave",
+    "crash_while_pulling",
+    "below_quorum",
+    "lockstep",
+    "recover_from_peer",
+    "donor_dies",
+    "no_donor",
+    "syncer_restart",
+    "rewind",
+    "quarantine",
+    "drain_and_elastic",
+    "leases",
+    "steps",
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -23,14 +40,8 @@ def test_transcript(path: Path) -> None:
     assert written == came_out, "see scripts/bless_transcripts\n" + "\n".join(difference)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_case_says_what_it_shows(path: Path) -> None:
-    for case in parse(path.read_text(encoding="utf-8")):
-        assert case.comment and case.commands, f"{path.name}:{case.line} needs a comment and a command"
-
-
 def test_the_main_stories_are_told() -> None:
-    assert not set(rows("protocol.stories")) - {path.stem for path in FILES}
+    assert not STORIES - {path.stem for path in FILES}
 
 
 def test_parse_keeps_the_text() -> None:
@@ -43,8 +54,3 @@ def test_parse_keeps_the_text() -> None:
 def test_a_wrong_output_is_noticed() -> None:
     case = Case(1, ["# c"], ["new", "join a"], ["something else"])
     assert run([case])[0].output[0] == "a -> syncer: Hello, incarnation 1, holds [- -]"
-
-
-def test_unknown_command() -> None:
-    with pytest.raises(ValueError, match="unknown command 'jump'"):
-        run([Case(1, ["# c"], ["jump a"], [])])

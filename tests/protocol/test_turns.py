@@ -131,7 +131,7 @@ def test_a_class_without_tensors_has_no_fragment_and_the_number_of_all_is_kept()
         ({"sync_every": {"mlp": 2, "rest": 8}}, "overlap_steps is 2, but must be less than the shortest period, 2"),
         (MIXED | {"class_fragments": (4,)}, "2 numbers, for mlp, rest, which add up to num_fragments = 4"),
         (MIXED | {"class_fragments": (1, 2)}, "class_fragments is .1, 2.*add up to num_fragments = 4"),
-        (MIXED | {"class_fragments": (4, 1), "num_fragments": 5}, "leave each fragment a global step of its own"),
+        (MIXED | {"class_fragments": (4, 1), "num_fragments": 5}, "leave each fragment a separate global step"),
         ({"class_fragments": (20, 4)}, "1 numbers, for rest, which add up"),
     ],
 )
@@ -153,7 +153,7 @@ def test_processes_compare_the_table_and_tapes_tell_it() -> None:
     assert ProtocolConfig().words == "H=24 P=24 tau=2"
     told, bare = ProtocolConfig(**MIXED), ProtocolConfig(sync_every=MIXED["sync_every"])
     assert told.words == "H={'mlp': 4, 'rest': 8} P=2+2 tau=2"
-    assert bare.agreed(told.words) == told == bare.settled((2, 2)) == told.agreed("of no use")
+    assert bare.agreed(told.words) == told == bare.with_fragments((2, 2)) == told.agreed("of no use")
     with pytest.raises(ValueError, match="does not say how many fragments"):
         bare.agreed("P= tau=2")
     assert ProtocolConfig().agreed("nothing") == ProtocolConfig()

@@ -1,6 +1,7 @@
 """Settings: islands that differ, slices against Google Cloud's tables, and the schema that editors use."""
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,20 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
-from diloco_jax.settings.run import ModelConfig, RunConfig
+from diloco_jax.settings.run import ModelConfig, RunConfig, TrainConfig
+from diloco_jax.settings.schema import config_schema, describe_settings, setting_names
 from diloco_jax.settings.slices import GENERATIONS, Topology
 from diloco_jax.settings.text import (
     WRITTEN_BY,
     as_begun,
-    config_schema,
     dump,
     dump_chosen,
     load,
     parse,
     parse_text,
     save,
-    setting_names,
 )
 from diloco_jax.training.sharding import MeshConfig
-from tests.tables import rows
 
 MIXED: dict[str, Any] = {
     "name": "mixed",
@@ -70,13 +69,54 @@ def test_the_config_of_another_releases_run_names_both(tmp_path: Path) -> None:
     assert config.name == "mine" and load(path) == config and path.read_text().startswith(f"{WRITTEN_BY} {RELEASE}\n")
 
 
-@pytest.mark.parametrize(("islands", "words"), rows("settings.islands"))
-def test_what_cannot_be_is_refused_by_name(islands: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(
+    ("islands", "message"),
+    [
+        pytest.param(
+            {"each": {"island-1": {"mesh": {"fdsp": 1}}}},
+            "did you mean islands.each.island-1.mesh.fsdp",
+            id="typo-of-a-key",
+        ),
+        pytest.param({"each": 3}, "islands.each is 3", id="no-section"),
+        pytest.param({"devices": 0}, "islands.devices is 0; use 1 to 64, or auto", id="no-devices"),
+        pytest.param(
+            {"each": {"island-1": {"devices": 65}}},
+            "islands.each.island-1.devices is 65; use 1 to 64, or auto",
+            id="more-devices-than-a-host-has",
+        ),
+        pytest.param({"devices": "all"}, "islands.devices", id="no-number-of-devices"),
+        pytest.param({"each": {"island-1": 3}}, "islands.each.island-1 is 3", id="no-section-of-an-island"),
+        pytest.param({"each": {"island-1": {"devices": 3}}}, "island-1's batch of 8", id="batch-and-devices"),
+        pytest.param({"devices": 2, "hosts": 3}, "3 hosts cannot share 2 devices", id="hosts-and-devices"),
+        pytest.param({"devices": 4, "topology": "v5p:2x2x1"}, "set devices to auto", id="devices-beside-a-slice"),
+        pytest.param({"topology": "v5p:2x2x1", "mesh": {"data": 3}}, "does not fit 4 devices", id="mesh-and-slice"),
+        pytest.param({"topology": "v6e:4x4", "mesh": {"fsdp": -1}}, "batch of 8", id="batch-and-slice"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(islands: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse({"islands": islands}, "test")
 
 
-@pytest.mark.parametrize(("name", "chips", "hosts", "accelerator_type", "machine_type"), rows("settings.slices"))
+@pytest.mark.parametrize(
+    ("name", "chips", "hosts", "accelerator_type", "machine_type"),
+    [
+        ("v5p:2x2x1", 4, 1, "v5p-8", "ct5p-hightpu-4t"),
+        ("v5p:2x2x2", 8, 2, "v5p-16", "ct5p-hightpu-4t"),
+        ("v5p:4x4x4", 64, 16, "v5p-128", "ct5p-hightpu-4t"),
+        ("v6e:1x1", 1, 1, "v6e-1", "ct6e-standard-1t"),
+        ("v6e:2x2", 4, 1, "v6e-4", "ct6e-standard-4t"),
+        ("v6e:2x4", 8, 1, "v6e-8", "ct6e-standard-8t"),
+        ("v6e:4x4", 16, 4, "v6e-16", "ct6e-standard-4t"),
+        ("v6e:16x16", 256, 64, "v6e-256", "ct6e-standard-4t"),
+        ("v4:2x2x4", 16, 4, "v4-32", "ct4p-hightpu-4t"),
+        ("v5e:2x4", 8, 1, "v5litepod-8", "ct5lp-hightpu-8t"),
+        ("v5e:8x16", 128, 32, "v5litepod-128", "ct5lp-hightpu-4t"),
+        ("v5p:4x12x20", 960, 240, "v5p-1920", "ct5p-hightpu-4t"),
+        ("tpu7x:1x1x1", 1, 1, "tpu7x-2", "tpu7x-standard-1t"),
+        ("tpu7x:4x4x8", 128, 32, "tpu7x-256", "tpu7x-standard-4t"),
+    ],
+)
 def test_a_slice_is_what_the_cloud_says(
     name: str, chips: int, hosts: int, accelerator_type: str, machine_type: str
 ) -> None:
@@ -86,15 +126,28 @@ def test_a_slice_is_what_the_cloud_says(
     assert str(topology) == name
 
 
-@pytest.mark.parametrize(("name", "words"), rows("settings.no_slices"))
-def test_a_slice_that_cannot_be_is_refused(name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v6e:4x4x4", "2 sizes"),
+        ("v6e", "2 sizes"),
+        ("v6e:0x4", "at least 1"),
+        ("v6e:32x32", "at most 256"),
+        ("v5p:1x1x1", "whole hosts; use a multiple of 4"),
+        ("v6e:3x4", "no v6e slice; choose v6e: 1x1, 2x2, 2x4"),
+        ("v6e:4x2", "no v6e slice"),
+        ("v5p:2x4x8", "choose v5p: 2x2x1, 2x2x2, 2x2x4, 2x4x4, or sizes that are multiples of 4"),
+    ],
+)
+def test_a_slice_that_cannot_be_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Topology.parse(name)
 
 
 def test_peak_is_that_of_all_chips_whose_devices_share_it() -> None:
     assert Topology.parse("v5p:4x4x4").peak_flops == 64 * 459e12
-    two = Topology.parse("TPU7x:2x2x1")  # as Google writes it
+    # Google writes the generation with capitals.
+    two = Topology.parse("TPU7x:2x2x1")
     assert (two.devices, two.peak_flops, two.generation.hbm_bytes) == (8, 4 * 2307e12, 96e9)
 
 
@@ -111,7 +164,7 @@ def test_a_generation_of_a_config_is_used_like_those_of_the_table() -> None:
     island = _on("v9:1x2").island("island-0")
     assert island.slice is not None
     assert (island.hosts, island.slice.host_bytes, island.slice.peak_flops) == (1, 40e9, 200e12)
-    with pytest.raises(ValueError, match="6 chips, which is no number of whole hosts"):
+    with pytest.raises(ValueError, match="6 chips, which do not fill whole hosts"):
         _on("v9:2x3")
 
 
@@ -138,8 +191,10 @@ def test_the_config_goes_before_the_table() -> None:
 
 
 CHECK = jsonschema.Draft202012Validator(config_schema())
-WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))  # with an island that has differences
-FREE = {  # keys are people's own
+# This config has an island that differs from the others.
+WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))
+# Users choose the keys of these sections.
+FREE = {
     *(f"{section}.args" for section in ("model", "data", "optimizer", "outer", "evaluation")),
     *(f"data.{name}" for name in ("mixture", "evaluation")),
     *(f"islands.{name}" for name in ("each", "mesh.rules", "each.island-1.mesh.rules")),
@@ -156,7 +211,7 @@ def test_the_schema_takes_every_config_of_the_package(name: str) -> None:
 
 
 def sections(values: dict[str, Any], prefix: str = "") -> Iterator[list[str]]:
-    """The paths of all sections in which a key can be unknown."""
+    """Yield the path of each section whose keys are known to the schema."""
     if prefix not in FREE:
         yield prefix.split(".")[bool(not prefix) :]
     for key, value in values.items():
@@ -182,6 +237,17 @@ def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: li
 def test_every_setting_has_its_help() -> None:
     told = dict(setting_names(CHECK.schema))
     assert told["islands.mesh.fsdp"].startswith("Devices that") and len(told) > 100 and all(told.values())
+
+
+def test_settings_are_listed_with_their_values_and_meaning() -> None:
+    config = RunConfig(train=TrainConfig(steps=7), model=ModelConfig(args={"dim": 64}), trackers=("wandb", "mlflow"))
+    text = describe_settings(config, "diloco train my.yaml", 80)
+    assert "\n  --train.steps 7  (whole number; default 1000)\n      T: global steps of the run;" in text
+    assert '\n  --model.args {"dim": 64}  (mapping; default {})\n' in text
+    assert "\n  --trackers wandb mlflow  (list; default tensorboard)\n" in text
+    assert "\nislands.mesh: " in text and "\n  --islands.each.NAME.zone  (text; default null)\n" in text
+    listed = re.findall(r"^  --(\S+)", text, re.MULTILINE)
+    assert {name for name in listed if ".NAME." not in name} == dict(setting_names(CHECK.schema)).keys()
 
 
 def test_a_run_of_an_earlier_release_keeps_its_decisions(tmp_path: Path) -> None:

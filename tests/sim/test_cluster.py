@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
-from diloco_jax.sim.faults.network import TroubledOptions
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.fault import KINDS, SYNCER_KINDS, Fault
 from diloco_jax.sim.invariants.draw import WEIGHTS, random_faults
 from diloco_jax.sim.invariants.verdict import Timeline, judge
+from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.scenario import Scenario
 from tests.sim.watching import Watch, judged, watched
 
 SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
@@ -19,7 +19,7 @@ SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1
 
 @pytest.mark.parametrize("learners", [4, 8])
 def test_grace_gathers_learners_and_paces_the_syncer(learners: int) -> None:
-    verdict = judged(FaultyScenario(learners=learners, total_steps=150, config=ProtocolConfig(quorum=1)))
+    verdict = judged(Scenario(learners=learners, total_steps=150, config=ProtocolConfig(quorum=1)))
     assert verdict.contributors_per_round >= 0.9 * learners
     assert 0.95 < verdict.steps_per_global_step < 1.1
 
@@ -27,7 +27,7 @@ def test_grace_gathers_learners_and_paces_the_syncer(learners: int) -> None:
 @pytest.mark.parametrize("learners", [4, 8])
 def test_without_grace_one_learner_is_merged_at_a_time(learners: int) -> None:
     config = ProtocolConfig(quorum=1, grace_steps_max=0.0)
-    verdict = judged(FaultyScenario(learners=learners, total_steps=150, config=config))
+    verdict = judged(Scenario(learners=learners, total_steps=150, config=config))
     assert verdict.contributors_per_round < 0.5 * learners
     assert verdict.steps_per_global_step < 0.5
 
@@ -35,14 +35,14 @@ def test_without_grace_one_learner_is_merged_at_a_time(learners: int) -> None:
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 def test_a_quorum_of_all_needs_no_grace(overlap_steps: int) -> None:
     config = ProtocolConfig(quorum=4, grace_steps_max=0.0, overlap_steps=overlap_steps)
-    verdict = judged(FaultyScenario(learners=4, total_steps=150, config=config))
+    verdict = judged(Scenario(learners=4, total_steps=150, config=config))
     assert verdict.contributors_per_round == 4
     assert 0.95 < verdict.steps_per_global_step < 1.1
 
 
 def run(*faults: Fault, config: ProtocolConfig = SMALL) -> Watch:
     """Simulate three learners with faults."""
-    return watched(FaultyScenario(config=config, learners=3, total_steps=60, faults=faults))
+    return watched(Scenario(config=config, learners=3, total_steps=60, faults=faults))
 
 
 ALL = {"island-0", "island-1", "island-2"}
@@ -110,7 +110,7 @@ def test_a_learner_that_was_taken_for_gone_greets_again() -> None:
 
 def test_steps_longer_than_every_timeout_need_no_repetition() -> None:
     # what arrives lies in the inbox for a whole step: it must not be asked for once more
-    slow = FaultyScenario(
+    slow = Scenario(
         config=SMALL,
         learners=2,
         step_s=60.0,
@@ -122,15 +122,15 @@ def test_steps_longer_than_every_timeout_need_no_repetition() -> None:
 
 def test_merges_may_end_out_of_turn() -> None:
     config = replace(SMALL, overlap_steps=4, sync_every=8, num_fragments=8)
-    ends = list(watched(FaultyScenario(config=config, total_steps=200, merge_s=2.0)).times_s("merged"))
+    ends = list(watched(Scenario(config=config, total_steps=200, merge_s=2.0)).times_s("merged"))
     assert ends != sorted(ends) and sorted(ends) == list(range(1, 201))
 
 
 def test_repetitions_thin_out_on_a_slow_link() -> None:
     """Fragments need four times resend_s: answered at every repetition, pulls would fill the link for good."""
     config = ProtocolConfig(sync_every=12, num_fragments=2, resend_s=0.5, quorum=2)
-    network = TroubledOptions(bandwidth_bytes_per_s=1e6)
-    scenario = FaultyScenario(config=config, total_steps=60, network=network, payload_bytes=2_000_000, learners=2)
+    network = NetworkOptions(bandwidth_bytes_per_s=1e6)
+    scenario = Scenario(config=config, total_steps=60, network=network, payload_bytes=2_000_000, learners=2)
     verdict = judged(scenario, watch := Watch())
     assert verdict.merged_parts < watch.values < 4 * verdict.merged_parts
 
@@ -141,13 +141,14 @@ def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, s
     """It takes five: with less time than that, nobody gets it; a link that breaks on the way loses no part."""
     names = ("island-1",)
     watch = watched(
-        FaultyScenario(
+        Scenario(
             config=replace(SMALL, recovery_turns=turns),
             learners=3,
             total_steps=160,
-            network=TroubledOptions(delay_s=0.1),
+            network=NetworkOptions(delay_s=0.1),
             faults=(Fault(20.0, "crash", names, 2.0, notice_s=0.05), Fault(30.0, "disconnect", names, 1.0, 0.1)),
-            state_parts=240,  # four at a time, each 0.4 s on its way
+            # Four parts at a time travel for 0.4 s.
+            state_parts=240,
             seed=seed,
         )
     )
@@ -164,7 +165,7 @@ def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, s
 
 
 def test_random_faults_heal_in_time() -> None:
-    engine = FaultyCluster(FaultyScenario(learners=5)).engine
+    engine = Cluster(Scenario(learners=5)).engine
     faults = random_faults(engine.random, [f"island-{n}" for n in range(5)], 200, 50.0)
     assert list(faults) == sorted(faults) and len(faults) == 200
     assert {fault.kind for fault in faults} == set(WEIGHTS)
@@ -175,7 +176,7 @@ def test_random_faults_heal_in_time() -> None:
 def test_the_timeline_reads_as_a_story() -> None:
     timeline = Timeline()
     slow = Fault(0.5, "slow", ("island-0",), 1.0, 2.0)
-    judge(FaultyScenario(config=SMALL, total_steps=2, learners=1, faults=(slow,)), observers=[timeline])
+    judge(Scenario(config=SMALL, total_steps=2, learners=1, faults=(slow,)), observers=[timeline])
     words = [" ".join(line.split()[1:]) for line in timeline.lines]
     assert words[0] == "syncer joined round 0 island-0: incarnation 1"
     assert "fault slow of island-0 for 1.00 s, 2.0 times slower" in words
@@ -183,10 +184,36 @@ def test_the_timeline_reads_as_a_story() -> None:
     assert words[-1] == "island-0 finishes run complete"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_survives_a_fault_of_every_kind(kind: str) -> None:
+    names = () if kind in SYNCER_KINDS or kind == "donor_crash" else ("island-2",)
+    duration_s = NEVER_S if kind in ("leave", "drain", "join") else 3.0
+    fault = Fault(8.0, kind, names, duration_s, 1e6 if kind == "narrow" else 2.0)
+    timeline = Timeline()
+    config = replace(SMALL, snapshot_every=4)
+    verdict = judge(Scenario(config=config, learners=3, total_steps=30, faults=(fault,)), observers=[timeline])
+    assert not verdict.problem and any(str(fault) in line for line in timeline.lines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "taped", "text"),
+    [
+        (Fault(1.0, "earthquake", ("island-0",)), True, "the fault 'earthquake' is unknown; use one of crash, "),
+        (Fault(1.0, "crash", ("island-9",)), True, "hits 'island-9'; the learners are island-0, island-1"),
+        (Fault(1.0, "syncer_crash"), False, "needs the syncer's tape; build the cluster with taped=True"),
+    ],
+)
+def test_impossible_faults(fault: Fault, taped: bool, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Cluster(Scenario(learners=2, faults=(fault,)), taped=taped)
+    with pytest.raises(ValueError, match=text):
+        Cluster(Scenario(learners=2), taped=taped).plan(fault)
+
+
 @pytest.mark.parametrize(("name", "value"), [("learners", 0), ("step_s", 0.0)])
 def test_impossible_scenarios(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}"):
-        FaultyScenario(**{name: value})  # type: ignore[arg-type]
+        Scenario(**{name: value})  # type: ignore[arg-type]
 
 
 def test_events_run_by_time_then_in_order() -> None:
@@ -221,5 +248,5 @@ def test_stop_leaves_the_rest_for_the_next_run() -> None:
 def test_the_past_is_over() -> None:
     engine = Engine(0)
     engine.at(5.0, lambda _: engine.at(4.0, lambda _: None))
-    with pytest.raises(AssertionError, match=r"an event for 4.0 s was asked for at 5.0 s"):
+    with pytest.raises(AssertionError, match=r"an event for 4.0 s was planned at 5.0 s"):
         engine.run(NEVER_S)

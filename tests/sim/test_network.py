@@ -1,7 +1,7 @@
-"""Simulated runs: delays, losses and faults message by message; what travels, and what a thin link costs whom."""
+"""The simulated network: delays, losses and faults of single messages, and the cost of thin links in whole runs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -10,22 +10,26 @@ import pytest
 
 from diloco_jax.protocol.messages import Advance, FragmentValue, GlobalFragment, Heartbeat, Message
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
-from diloco_jax.sim.faults.network import TroubledNetwork, TroubledOptions
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants.checker import longest_step_s
-from diloco_jax.sim.network import SimulatedLink
+from diloco_jax.sim.network import LinkFaults, Network, NetworkOptions, SimulatedLink
+from diloco_jax.sim.scenario import Scenario
 from tests.sim.watching import Watch, watched
+
+ALL_FAULTS = {field.name for field in fields(LinkFaults)}
 
 
 class Wire:
-    """One link, and what arrives on it when."""
+    """One link, and its arrivals with their times."""
 
     def __init__(self, seed: int = 0, *, faultless: bool = False, **options: Any) -> None:
         self.engine = Engine(seed)
-        self.network = TroubledNetwork(self.engine, TroubledOptions(**options), faultless=faultless)
+        faults = {name: options.pop(name) for name in ALL_FAULTS & options.keys()}
+        self.network = Network(self.engine, NetworkOptions(**options, faults=LinkFaults(**faults)))
+        if not faultless:
+            self.network.expect_faults()
         self.up: list[tuple[float, int]] = []
         self.down: list[tuple[float, int]] = []
         self.link = SimulatedLink("a", 1, None, partial(self._came, self.up), partial(self._came, self.down))
@@ -62,6 +66,17 @@ def test_delay(faultless: bool) -> None:
     wire.send(1)
     wire.send(2, 1000)
     assert wire.numbers() == [1, 2] and wire.up == [(0.25, 1), (0.25, 2)]
+
+
+@pytest.mark.parametrize("faults", [None, LinkFaults()])
+def test_only_configured_faults_draw_random_numbers(faults: LinkFaults | None) -> None:
+    """One draw per message is the jitter, which goodput simulations have always had."""
+    engine, counted = Engine(0), []
+    draw = engine.random.random
+    engine.random.random = lambda: counted.append(1) or draw()
+    network = Network(engine, NetworkOptions(jitter_s=0.1, faults=faults))
+    network.send(SimulatedLink("a", 1, None, lambda item: None, lambda item: None).up, Advance(1))
+    assert len(counted) == (1 if faults is None else 4)
 
 
 def test_payloads_share_the_bandwidth_and_let_control_messages_pass() -> None:
@@ -127,10 +142,11 @@ def test_a_broken_link_may_still_deliver(late: float, arrives: list[int]) -> Non
     assert wire.numbers() == arrives
 
 
-@pytest.mark.parametrize(("name", "value"), [("loss", 1.0), ("late", -0.1), ("delay_s", -1.0)])
+@pytest.mark.parametrize(("name", "value"), [("faults.loss", 1.0), ("faults.late", -0.1), ("delay_s", -1.0)])
 def test_impossible_options(name: str, value: float) -> None:
+    make = LinkFaults if name.startswith("faults.") else NetworkOptions
     with pytest.raises(ValueError, match=f"network.{name} is {value}"):
-        TroubledOptions(**{name: value})
+        make(**{name.removeprefix("faults."): value})
 
 
 @pytest.mark.parametrize(("direction", "up_s", "down_s"), [("both", 5.0, 5.0), ("up", 5.0, 1.25), ("down", 1.25, 5.0)])
@@ -179,11 +195,11 @@ def test_a_narrow_link_delays_payloads_until_it_is_wide_again(thin: tuple[tuple[
 
 
 FRAGMENTS = 8
-CALM = FaultyScenario(
+CALM = Scenario(
     config=ProtocolConfig(sync_every=FRAGMENTS, num_fragments=FRAGMENTS, overlap_steps=2, quorum=2),
     learners=4,
     total_steps=160,
-    network=TroubledOptions(bandwidth_bytes_per_s=1e6),
+    network=NetworkOptions(bandwidth_bytes_per_s=1e6, faults=LinkFaults()),
     payload_bytes=80_000,
     step_bytes=10_000,
 )
@@ -221,7 +237,7 @@ def test_damaged_steps_are_asked_for_with_bounded_traffic() -> None:
 
 
 def test_rounds_pass_one_that_waits_for_a_thin_link_and_nobody_steps_later() -> None:
-    thin = TroubledOptions(bandwidth_bytes_per_s=1e6, thin_links=(("island-3", 45_000.0),))
+    thin = NetworkOptions(bandwidth_bytes_per_s=1e6, thin_links=(("island-3", 45_000.0),), faults=LinkFaults())
     calm, slow = watched(CALM), watched(replace(CALM, network=thin))
     late = [merge.global_step for _, merge in slow.merges if "island-3" in [part.learner_id for part in merge.parts]]
     assert len(late) >= 10, "its values take more than a step, and count all the same"
@@ -244,7 +260,8 @@ def step_s(watch: Watch) -> float:
 def takes_s(watch: Watch, names: Sequence[str]) -> list[float]:
     """Return the seconds from a round's opening, when the one before closed, until each member had its result."""
     members = {merge.global_step: [part.learner_id for part in merge.parts] for _, merge in watch.merges}
-    rounds = range(60, max(members) - 5)  # the averages have settled, and learners have not begun to leave
+    # In these rounds the averages have settled, and no learner has stopped yet.
+    rounds = range(60, max(members) - 5)
     closed_s = watch.times_s("closed")
     return sorted(watch.read_s[r, name] - closed_s[r - 1] for r in rounds for name in names if name in members[r])
 
@@ -260,11 +277,12 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
     With a jitter every message also waits for the versions before it: as on a shaped link, so do requests.
     """
     thin = tuple((name, 1e6) for name in slow)
-    network = TroubledOptions(
+    network = NetworkOptions(
         bandwidth_bytes_per_s=0.0 if slow else 1e6,
         thin_links=thin,
         one_queue=jitter_s is not None,
         jitter_s=jitter_s or 0.0,
+        faults=LinkFaults(),
     )
     scenario = replace(
         CALM,
@@ -275,7 +293,7 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
         step_bytes=int(1e6 * down_s),
         speed_spread=spread,
     )
-    watch, cluster = Watch(), FaultyCluster(scenario)
+    watch, cluster = Watch(), Cluster(scenario)
     cluster.watch(watch)
     cluster.run(10_000.0)
     assert cluster.complete

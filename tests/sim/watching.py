@@ -1,28 +1,36 @@
-"""Simulated runs under every checker, and what was seen of them."""
+"""Simulated runs under every checker, and an observer that records them."""
 
 from collections import Counter, defaultdict
 
 from diloco_jax.protocol.effects import Adopt, Merge, Note, Send
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.invariants.verdict import Verdict, judge
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
+from diloco_jax.sim.scenario import Scenario
 
 
 class Watch(Observer):
-    """Times of each learner's steps, what the syncer sent, heard, merged and noted, and what was adopted."""
+    """Records the steps and adoptions of learners, and the merges, notes and sent versions of the syncer.
+
+    Attributes:
+        began, ended: learner -> times of its steps.
+        adopted: process of a learner -> fragments and versions.
+        read_s: version and learner -> time at which the learner had decoded it.
+        values: number of values that reached the syncer.
+        whole, steps: receiver -> number of versions that were sent as a whole, and as a step.
+    """
 
     def __init__(self) -> None:
         self.began: dict[str, list[float]] = defaultdict(list)
         self.ended: dict[str, list[float]] = defaultdict(list)
         self.merges: list[tuple[float, Merge]] = []
-        self.adopted: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)  # fragments and versions
-        self.read_s: dict[tuple[int, str], float] = {}  # version, learner -> when it had read that
+        self.adopted: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        self.read_s: dict[tuple[int, str], float] = {}
         self.notes: list[tuple[float, Note]] = []
-        self.values = 0  # that reached the syncer
+        self.values = 0
         self.greetings: Counter[str] = Counter()
-        self.whole: Counter[str] = Counter()  # receiver -> versions sent as a whole,
-        self.steps: Counter[str] = Counter()  # and as a step
+        self.whole: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         (self.began if began else self.ended)[process.name].append(now_s)
@@ -46,12 +54,12 @@ class Watch(Observer):
         self.adopted[process.key] += [(e.fragment_id, e.version) for e in effects if isinstance(e, Adopt)]
 
     def mergers(self, from_s: float, to_s: float) -> set[str]:
-        """Return who was merged in this time."""
+        """Return the learners that were merged in this time."""
         merges = [merge for at_s, merge in self.merges if from_s <= at_s < to_s]
         return {part.learner_id for merge in merges for part in merge.parts}
 
     def times_s(self, kind: str) -> dict[int, float]:
-        """Return when the syncer noted this of each round."""
+        """Return round -> time of the syncer's note of this kind."""
         return {note.global_step: at_s for at_s, note in self.notes if note.kind == kind}
 
     def gaps_s(self, name: str) -> list[float]:
@@ -59,14 +67,14 @@ class Watch(Observer):
         return [after - before for before, after in zip(self.ended[name], self.ended[name][1:], strict=False)]
 
 
-def judged(scenario: FaultyScenario, watch: Watch | None = None) -> Verdict:
-    """Simulate; every rule must hold, whatever else a test looks at: so the run is complete, too."""
+def judged(scenario: Scenario, watch: Watch | None = None) -> Verdict:
+    """Simulate under all checkers. Every rule must hold, so the run is complete too."""
     verdict = judge(scenario, observers=[watch] if watch is not None else [])
     assert not verdict.problem, verdict
     return verdict
 
 
-def watched(scenario: FaultyScenario) -> Watch:
-    """Simulate likewise, and return what was seen."""
+def watched(scenario: Scenario) -> Watch:
+    """Simulate like `judged`, and return the record."""
     judged(scenario, watch := Watch())
     return watch

@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from diloco_jax.cli.main import main
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.memory import chip_memory
-from diloco_jax.tools.budget.needs import IslandKind, plan_of
+from diloco_jax.tools.budget.needs import IslandKind
 from diloco_jax.tools.doctor import examine as examining
 from diloco_jax.tools.doctor.host import Check, ProcessPart
 from diloco_jax.tools.doctor.link import _throughput
@@ -52,9 +53,9 @@ def preflight(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     def compiled(config: RunConfig, island: Any, say: Any) -> Compiled:
         chips = IslandKind(island, ()).chips
         blueprint = Blueprint(config.model, config.optimizer, island.mesh, chips, seed=config.seed)
-        plan = plan_of(config, blueprint)
+        run = resolve(config, blueprint.shapes, blueprint.kinds)
         programs = tuple(Built(kind, (), 0.0, 0.0, EMPTY, None, 0.0) for kind in ("create", "step"))
-        return Compiled(blueprint, plan, chip_memory(config, blueprint, plan), programs)
+        return Compiled(blueprint, run, chip_memory(run, blueprint), programs)
 
     monkeypatch.setattr(judge, "compile_island", compiled)
     return judge.preflight(config, [], print)
@@ -133,6 +134,6 @@ def test_launch_tells_what_machines_need(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["launch", "gke", small, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["needs"]["syncer"]["memory"]["values"] > 0
     assert main(["launch", "gke", small, "--model.module", "only.in.the.image:Net"]) == 0
-    assert "not known here" in capsys.readouterr().out
+    assert "unknown here" in capsys.readouterr().out
     assert main(["launch", "gke", small, "--model.module", "only.in.the.image:Net", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["needs"] is None

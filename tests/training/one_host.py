@@ -110,7 +110,7 @@ def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
         for turn in range(2):
             island.adopt(fragment, values_of(fragment, turn), sent=sent)
             island.overwrite(fragment, values_of(fragment, 10 + turn))
-            sent = island.stage(fragment)
+            sent = island.exchange.stage(island.state.params, fragment)
             name = f"{case}-{fragment.fragment_id}-{turn}"
             if sent.has_loose:
                 others.give(name, b"".join(sent.loose()))

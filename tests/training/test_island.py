@@ -111,7 +111,7 @@ def test_nothing_crosses_the_border_unasked(make_island: MakeIsland, batches: li
     island.adopt(whole, island.parameters())
     with jax.transfer_guard("disallow"):
         handle = island.step(island.put_batch(batches[0]), 1e-2)
-        staged = island.stage(whole)
+        staged = island.exchange.stage(island.state.params, whole)
         island.wait(handle)
         values = decode(staged.encode(), whole.keys_shapes, "float32")
         island.adopt(whole, values, mode="blend", alpha=0.5, sent=staged)

@@ -1,5 +1,7 @@
 """Inner optimizers against NumPy, and schedules as functions of the global step."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,7 +9,6 @@ import pytest
 
 from diloco_jax.core.kinds import Kind
 from diloco_jax.training.optimizers import OptimizerConfig, learning_rate, make_inner
-from tests.tables import rows
 
 
 def test_wsd_warms_up_stays_and_decays() -> None:
@@ -92,9 +93,23 @@ def test_large_gradients_are_clipped_to_the_norm() -> None:
     np.testing.assert_allclose(optax.tree.norm(states[0]), optax.tree.norm(states[1]), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "value", "rule"), rows("training.optimizers"))
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("learning_rate", 0.0, "must be positive and finite"),
+        ("adam_learning_rate", math.inf, "must be positive and finite"),
+        ("accumulate_steps", 0, "must be at least 1"),
+        ("b1", 1.0, r"must be in \[0, 1\)"),
+        ("weight_decay", math.nan, "must not be negative"),
+        ("warmup_steps", -1, "must not be negative"),
+        ("decay_fraction", 1.5, "must be between 0 and 1"),
+        ("name", "sgdx", "choose from adamw, muon"),
+        ("schedule", "linear", "choose from wsd, cosine, constant"),
+    ],
+)
 def test_impossible_settings_are_named(name: str, value: float | str, rule: str) -> None:
     config = OptimizerConfig()
-    object.__setattr__(config, name, value)  # under test the types would refuse some earlier
+    # Under test the constructor checks types, and would refuse some of these values with another error.
+    object.__setattr__(config, name, value)
     with pytest.raises(ValueError, match=f"optimizer.{name} is '?{value}'?; (it )?{rule}"):
         config.__post_init__()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from tests.transport.ends import Ends
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
-from diloco_jax.transport import grpc_link
-from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.endpoints import grpc_link
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Delivery, TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.inbox import Inbox, Session

@@ -14,10 +14,11 @@ from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.shards import share, split
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Advance, FragmentValue, GlobalFragment, Heartbeat, Hello
-from diloco_jax.transport import grpc_link, link
-from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport import link
+from diloco_jax.transport.endpoints import grpc_link
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.endpoints.sharded import INCOMPLETE_MAX, Dialler, ShardedLink
 from diloco_jax.transport.link import Delivery, Rejected, TransportError
-from diloco_jax.transport.sharded import INCOMPLETE_MAX, Dialler, ShardedLink
 from diloco_jax.transport.trust import certificates
 from tests.fuzz.inputs import parts_of
 from tests.transport.ends import CONFIG, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, value

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.protocol.messages import Heartbeat
-from diloco_jax.transport import calls
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.trust import certificates
 from tests.transport.ends import WAIT_S, Ends, comes_true, greet
 

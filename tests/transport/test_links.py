@@ -1,6 +1,7 @@
-"""Promises of link.py, tried over real connections."""
+"""The promises of link.py hold over real connections."""
 
 import dataclasses
+import math
 import os
 import threading
 from typing import Any
@@ -8,9 +9,8 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol import messages as m
-from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportConfig, TransportError, split_address
-from tests.tables import rows
 from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
@@ -83,7 +83,7 @@ def test_order_within_a_lane_and_two_learners_apart(ends: Ends, listener: GrpcLi
         heard[message.learner_id].append(message.reason)
     assert heard["a"] == heard["b"] == [str(step) for step in range(50)]
     assert listener.send("b", m.Advance(1)) and hear_message(links["b"]) == m.Advance(1)
-    assert not listener.send("nobody", m.Advance(1)), "an unknown peer is no error"
+    assert not listener.send("nobody", m.Advance(1)), "an unknown peer is not an error"
     assert links["a"].receive(0) is None and listener.receive(0) is None
 
 
@@ -116,14 +116,14 @@ def test_stranger_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(TransportError, match=f"the syncer at .* refused .*{reason}") as raised:
         ends.connect(**names)
-    # a newer syncer may take this one's place, the other faults stay
+    # A newer syncer may replace this one; the other faults are permanent.
     assert isinstance(raised.value, Rejected) == ("epoch" not in names)
     ends.meet()
-    assert listener.receive(0) is None, "the driver must not hear of whoever was refused"
+    assert listener.receive(0) is None, "the driver must not see a peer that was refused"
 
 
 def test_newer_incarnation_replaces_the_older_and_the_stale_one_is_refused(ends: Ends, listener: GrpcListener) -> None:
-    """A new life of the learner must not get what was meant for the one before."""
+    """Check that a restarted learner gets no message that was sent to the process before it."""
     old = ends.meet(incarnation=1)
     new = ends.connect(incarnation=2)
     new.send(m.Heartbeat("a", 2))
@@ -164,7 +164,8 @@ def test_learner_that_closes_is_noticed_once_after_its_last_words(ends: Ends, li
 
 
 def test_syncer_that_closes_is_noticed_once_after_its_last_words(ends: Ends, listener: GrpcListener) -> None:
-    payload = memoryview(os.urandom(3_000_000))  # shared by all who get it
+    # All receivers share the bytes.
+    payload = memoryview(os.urandom(3_000_000))
     links = {name: ends.meet(name) for name in ("a", "b")}
     for name in links:
         for version in range(4):
@@ -181,7 +182,8 @@ def test_syncer_that_closes_is_noticed_once_after_its_last_words(ends: Ends, lis
 def test_learner_that_does_not_read_is_cut_and_the_others_live(ends: Ends) -> None:
     listener = ends.listen(queue_messages_max=3, queue_payloads_max=2)
     deaf, link = ends.meet("deaf", queue_messages_max=3), ends.meet()
-    reason = "x" * 4_000  # so that the system's socket buffers do not hide that nobody reads
+    # Shorter texts fit into the system's socket buffers, and nobody would notice that the peer does not read.
+    reason = "x" * 4_000
     while listener.send("deaf", m.Stop(1, reason)):
         pass
     assert hear_end(listener, "the control queue to 'deaf' is full").peer == "deaf"
@@ -220,7 +222,8 @@ def test_no_thread_outlives_its_session_or_holds_the_process(ends: Ends) -> None
     made = [thread for thread in threading.enumerate() if thread not in before]
     ours = [thread for thread in made if thread.name.startswith("diloco-")]
     streams = 1 + CONFIG.stripes
-    assert len(ours) == 2 * 2 * streams  # at two ends, a reader and a writer each
+    # Each of two ends has a reader and a writer for each stream.
+    assert len(ours) == 2 * 2 * streams
     assert all(thread.daemon for thread in made)
     ends.close()
     for thread in ours:
@@ -247,10 +250,30 @@ def test_traffic_counts_what_moved(ends: Ends, listener: GrpcListener) -> None:
 
 def test_wake_ends_a_wait(listener: GrpcListener) -> None:
     listener.wake()
-    assert listener.receive(60.0) is None  # at once: the suite's time limit would tell
+    # It returns at once; otherwise the suite's time limit fails the test.
+    assert listener.receive(60.0) is None
 
 
-@pytest.mark.parametrize(("field", "value", "reason"), rows("transport.settings"))
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("address", "127.0.0.1", "'127.0.0.1': write host:port"),
+        ("address", ":80", "write host:port"),
+        ("address", "host:65536", "write host:port"),
+        ("address", "host:http", "write host:port"),
+        ("connect_timeout_s", 0.0, "transport.connect_timeout_s is 0.0: use a number of seconds above 0"),
+        ("keepalive_s", math.inf, "keepalive_s is inf"),
+        ("keepalive_timeout_s", math.nan, "keepalive_timeout_s is nan"),
+        ("payload_bytes_max", 0, "payload_bytes_max is 0: use at least 1"),
+        ("chunk_bytes", 4194305, "receivers take at most 4194304: lower it"),
+        ("queue_messages_max", 0, "queue_messages_max is 0"),
+        ("queue_payloads_max", -1, "queue_payloads_max is -1"),
+        ("connections_max", 4, "connections_max is 4: one learner needs 5, one more than transport.stripes"),
+        ("stripes", 0, "stripes is 0: use 1 to 16"),
+        ("stripes", 17, "stripes is 17: use 1 to 16"),
+        ("resume_s", 0.0, "resume_s is 0.0: use a number of seconds above 0"),
+    ],
+)
 def test_bad_setting(field: str, value: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         dataclasses.replace(TransportConfig(), **{field: value})

@@ -7,12 +7,12 @@ import pytest
 
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.tools.chaos.relay import Relay
-from diloco_jax.transport import calls, wire
-from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport import wire
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import Delivery, LinkClosed, Rejected, TransportError
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session import dialled
+from diloco_jax.transport.session import calls, dialled
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.stream import Outbox, Outgoing, Pieces, StreamSession
 from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, greet, hear, hear_end, value

@@ -1,1 +1,1 @@
-"""The learner's machine, and the mailbox that decides when it may be given what."""
+"""The learner's machine, and the mailbox that decides when the machine gets each message."""

@@ -1,16 +1,16 @@
-"""The global values that a learner knows: of each fragment its anchor, which it adopted last, and its newest, the head.
+"""The global values that a learner knows: for each fragment its anchor and its head.
 
-A driver reads values as they arrive; the training state adopts them between two inner steps, the newest only. So a step
-applies to the newest value that was read, its head, which is as new as the adopted one or newer. It stays over
-reconnections.
+The anchor is the value that the training state adopted last. The head is the newest value that the driver has read. A
+driver reads values as they arrive, and the training state adopts the newest one between two inner steps, so the head is
+as new as the anchor or newer. A delta applies to the head. The head survives a reconnection.
 
     whole value   newer than the head:                  useful
-    step          newer, and its base is the head:      useful
-                  newer, and its base is another:       a gap: only a whole value helps
+    delta         newer, and the head is its base:      useful
+                  newer, and its base is another:       a gap, which only a whole value closes
     either        as old as the head or older:          stale
 """
 
-from diloco_jax.protocol.effects import Drop, Effect, Send
+from diloco_jax.protocol.effects import Drop, Effects, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     SYNCER,
@@ -27,29 +27,34 @@ AGO_DIGITS = 4
 
 
 class Anchors:
-    """The version of each fragment that is held, and the life of the syncer that it is of."""
+    """The version of each fragment that a learner holds, and the life of the syncer that made it."""
 
-    def __init__(self, num_fragments: int) -> None:
-        # version of each fragment, and where the learner stood when it took it
+    def __init__(self, effects: Effects, num_fragments: int) -> None:
+        self._effects = effects
+        # Version of each fragment, and the learner's counters when it adopted that version.
         self.adopted: tuple[Adopted, ...] = (Adopted(),) * num_fragments
-        self.digests = [0] * num_fragments  # of these values
-        self.epoch = 0  # newest life of the syncer that is known
-        self._epochs = [0] * num_fragments  # lives of the syncer that these values are of
+        # Digests of these values.
+        self.digests = [0] * num_fragments
+        # Newest known life of the syncer.
+        self.epoch = 0
+        # For each value, the life of the syncer that sent it.
+        self._epochs = [0] * num_fragments
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Version of each fragment; NO_VERSION where none is held."""
+        """Return the version of each fragment; NO_VERSION where no value is held."""
         return tuple([held.version for held in self.adopted])
 
     def is_news(self, message: GlobalFragment) -> bool:
-        """Say if a value replaces the one that is held: it is newer, or of a later life and not the same."""
+        """Return whether a value replaces the held one: it is newer, or another value from a later life."""
         held = self.adopted[message.fragment_id].version
         if (message.epoch, message.version) <= (self._epochs[message.fragment_id], held):
-            return False  # a duplicate, or overtaken by a newer one
+            # The message is a duplicate, or a newer one overtook it.
+            return False
         return message.version != held or message.digest != self.digests[message.fragment_id]
 
     def take(self, message: GlobalFragment, local_step: int, tokens: int) -> None:
-        """Hold this value: the counters of its fragment begin again."""
+        """Hold this value from now on; the counters of its fragment restart."""
         adopted, fragment_id = list(self.adopted), message.fragment_id
         adopted[fragment_id] = Adopted(message.version, local_step, tokens)
         self.adopted = tuple(adopted)
@@ -57,24 +62,29 @@ class Anchors:
         if message.epoch > self.epoch:
             self.epoch = message.epoch
 
-    def answer(self, message: AnchorRequest, learner_id: str, incarnation: int) -> list[Effect]:
-        """Give a restarted syncer a value that it lacks, or the newer one that replaced it here."""
+    def answer(self, message: AnchorRequest, learner_id: str, incarnation: int) -> None:
+        """Send a restarted syncer a value that it lacks, or the newer value that replaced it here."""
         fragment_id, version = message
         held = self.adopted[fragment_id].version if 0 <= fragment_id < len(self.adopted) else NO_VERSION
         if not 0 <= version <= held:
-            return [Drop(SYNCER, f"version {version} of fragment {fragment_id} is not held (any more)")]
-        return [Send(SYNCER, AnchorValue(learner_id, incarnation, fragment_id, held, self.digests[fragment_id], 0))]
+            reason = f"version {version} of fragment {fragment_id} is not held (any more)"
+            self._effects.append(Drop(SYNCER, reason))
+            return
+        value = AnchorValue(learner_id, incarnation, fragment_id, held, self.digests[fragment_id], 0)
+        self._effects.append(Send(SYNCER, value))
 
 
 class Heads:
-    """The head of every fragment of which something has arrived; a later epoch's is newer, whatever its version."""
+    """The head of each fragment; a value of a later epoch is newer, whatever its version."""
 
     def __init__(self) -> None:
-        self._heads: dict[int, GlobalFragment] = {}  # fragment -> the message of its head
-        self._untold: dict[int, float] = {}  # fragment -> when its head was read, if nobody was told of it yet
+        # Fragment -> message of its head.
+        self._heads: dict[int, GlobalFragment] = {}
+        # Fragment -> when its head was read, until a report has included it.
+        self._untold: dict[int, float] = {}
 
     def judge(self, message: GlobalFragment) -> str:
-        """USEFUL, STALE or GAP, as above."""
+        """Return USEFUL, STALE or GAP; the table of this module has the rule."""
         head = self._heads.get(message.fragment_id)
         if head is not None and (message.epoch, message.version) <= (head.epoch, head.version):
             return STALE
@@ -83,12 +93,12 @@ class Heads:
         return GAP
 
     def move(self, message: GlobalFragment, now_s: float) -> None:
-        """Its value was read and is as it should be."""
+        """Make a value the head, after the driver has read it and checked its digest."""
         self._heads[message.fragment_id] = message
         self._untold[message.fragment_id] = now_s
 
     def arrived(self, now_s: float) -> tuple[Arrived, ...]:
-        """Tell what was read since this was asked last. A driver's thread may have read it after the moment `now_s`."""
+        """Return what was read since the last call. A driver's thread may have read it after the moment `now_s`."""
         if not self._untold:
             return ()
         told = []

@@ -1,51 +1,206 @@
 """The learner's half of the protocol (paper, Alg. 1): report every step, answer pulls, adopt broadcasts, never wait.
 
 Rules of this file
-  * Inputs are `on_<event>` methods; each returns the effects that the driver executes in order. Nothing is buffered.
+  * Inputs are `on_<event>` methods, `answer` and `leave`. Each drains the machine's Effects at its end and returns
+    what the driver executes, in order. All other methods append to Effects.
   * The machine never sees an array. It decides which fragment to copy (Stage), to send and to adopt.
-  * While a step runs a driver may call (under its lock) what changes nothing that a step depends on: `on_connected`,
-    `on_disconnected` and `on_tick`; `on_pull`, `on_anchor_request` and `on_state_pull`; `wants`, `on_read` and
-    `on_corrupt`; `take_batch`, one step ahead; and `leave`, which ends it. Every other input belongs between two steps:
-    a driver's Mailbox (mailbox.py) sees to it, and a checker of the simulator holds it.
-  * Without a global value of every fragment it may not step: a fresh start reports nothing, nothing of it is merged.
+  * While a step runs a driver may call, under its lock, what no step depends on: `on_connected`, `on_disconnected` and
+    `on_tick`; `answer`; `wants`, `on_read` and `on_corrupt`; `take_batch`, one step ahead; and `leave`, which ends the
+    step. Every other input belongs between two steps. A driver's Mailbox (mailbox.py) keeps this order, and a checker
+    of the simulator watches it.
+  * Without a global value of every fragment the learner may not step: what a fresh start knows is never merged.
 
 States:  joining -> recovering (only when it joins a run that is under way) -> training <-> waiting (lockstep only)
          any -> stopped
 
-Its parts own what there is to know: the global values held and read (anchors.py), the copies (stager.py),
-the link (contact.py), how it begins (start.py), its data (leases.py), states for others (recovery.py), evaluations
-(examination.py), and the learning-rate schedule (schedule_clock.py).
+Each part of the machine has its own subject: Anchors and Heads the global values held and read (anchors.py), Stager the
+copies (stager.py), Start and Donor the states of learners (recovery.py), Allotment the data (leases.py). Contact,
+Examination and ScheduleClock are in this file.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import assert_never
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, SaveState, Send
+from diloco_jax.protocol.effects import Adopt, Drop, Effect, Effects, EvaluateModel, Finish, SaveState, Send
 from diloco_jax.protocol.learner.anchors import GAP, USEFUL, Anchors, Heads
-from diloco_jax.protocol.learner.contact import Contact
-from diloco_jax.protocol.learner.examination import Examination
-from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
-from diloco_jax.protocol.learner.start import Saved, Start
 from diloco_jax.protocol.leases import Allotment, Batch
-from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, GlobalFragment, SyncerMessage
+from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, GlobalFragment, StepReport, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Donor
+from diloco_jax.protocol.recovery import Donor, Saved, Start
 
 JOINING, RECOVERING, TRAINING, WAITING, STOPPED = "joining", "recovering", "training", "waiting", "stopped"
 
 
+class ScheduleClock:
+    """A learner's place in the learning-rate schedule: its global step plus the newest known lead.
+
+    With a token budget the syncer sends with its global step how far the schedule is ahead of it, or behind
+    (Progress.schedule_lead in syncer/progress.py has the rule). Until the next message both advance alike. The place
+    never goes back, even when fewer tokens are merged than expected.
+    """
+
+    def __init__(self) -> None:
+        self._lead = 0
+        # Global step of the message that had the newest lead.
+        self._told_step = 0
+        self._least = 0
+
+    def hear(self, told_step: int, lead: int, global_step: int) -> None:
+        """Take the lead of a message, unless the lead of a newer message is known.
+
+        Args:
+            told_step: global step of the syncer when it sent the message.
+            global_step: the newest one that the learner knew before.
+        """
+        if told_step >= self._told_step:
+            self._least, self._lead, self._told_step = self.at(global_step), lead, told_step
+
+    def at(self, global_step: int) -> int:
+        """Return the step of the schedule at a global step."""
+        return max(self._least, global_step + self._lead)
+
+
+@dataclass(slots=True)
+class Contact:
+    """A learner's link to the syncer, and the times of the next greeting, repetition and heartbeat."""
+
+    effects: Effects
+    learner_id: str
+    incarnation: int
+    # What both sides must agree on.
+    fingerprint: tuple[tuple[str, str], ...]
+    config: ProtocolConfig
+    # Whether the driver can evaluate the global model.
+    evaluates: bool
+    connected: bool = False
+    # When the newest message of the syncer was taken, or the link was opened.
+    heard_s: float = 0.0
+    # Inner steps since then.
+    unheard_steps: int = 0
+    # When to repeat what has no answer; None if everything has one.
+    resend_at_s: float | None = None
+    heartbeat_at_s: float | None = None
+    # Local step of the newest greeting.
+    hello_step: int = 0
+    # The newest report, in case the syncer lost it.
+    report: StepReport | None = None
+    resend_wait_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resend_wait_s = self.config.resend_s
+
+    def connect(self, now_s: float) -> None:
+        """Record that the link is open."""
+        self.connected = True
+        self.heard_s, self.unheard_steps = now_s, 0
+        self.resend_wait_s = self.config.resend_s
+        self.heartbeat_at_s = now_s + self.config.heartbeat_s
+
+    def fall_silent(self) -> None:
+        """Plan no repetition and no heartbeat, because there is no link or the learner has stopped."""
+        self.resend_at_s = self.heartbeat_at_s = None
+
+    def ask_again(self, now_s: float) -> None:
+        """Restart the wait for an answer."""
+        self.resend_at_s = now_s + self.resend_wait_s
+
+    def answered(self) -> None:
+        """Repeat nothing, because everything has an answer."""
+        self.resend_at_s, self.resend_wait_s = None, self.config.resend_s
+
+    def greet(self, anchors: Anchors, allotment: Allotment, local_step: int, now_s: float) -> None:
+        """Greet the syncer, which answers with whatever is missing here."""
+        self.ask_again(now_s)
+        self.hello_step = local_step
+        # The answer may be slow, and not lost.
+        self.resend_wait_s = min(2 * self.resend_wait_s, self.config.lease_s)
+        versions, digests = anchors.versions, tuple(anchors.digests)
+        who = (self.learner_id, self.incarnation, self.fingerprint)
+        data = (allotment.step_samples, allotment.granted)
+        hello = messages.Hello(*who, versions, digests, anchors.epoch, *data)
+        self.effects.append(Send(SYNCER, hello._replace(evaluates=self.evaluates)))
+
+    def lost_track(self, now_s: float) -> bool:
+        """Return whether the syncer has been silent for so long that it may have forgotten this learner."""
+        return now_s - self.heard_s >= self.config.lease_s and self.resend_at_s is None
+
+    def send_heartbeat(self, now_s: float) -> None:
+        """Send a sign of life."""
+        self.heartbeat_at_s = now_s + self.config.heartbeat_s
+        self.effects.append(Send(SYNCER, messages.Heartbeat(self.learner_id, self.incarnation)))
+
+
+class Examination:
+    """The evaluation of the held global values that the syncer requested, and the newest answer.
+
+    A learner evaluates one request at a time, between two steps.
+    """
+
+    def __init__(self, effects: Effects, learner_id: str, incarnation: int, anchors: Anchors) -> None:
+        # Whether the driver evaluates now.
+        self.running = False
+        # Whether the final model is evaluated, so that no step is left to make.
+        self.over = False
+        self._effects = effects
+        self._who = (learner_id, incarnation)
+        self._anchors = anchors
+        # The newest request that has no answer yet.
+        self._wanted: messages.Evaluate | None = None
+        self._score: messages.Score | None = None
+
+    @property
+    def holds(self) -> bool:
+        """True while no step may start."""
+        return self.running or self.over
+
+    @property
+    def lacks(self) -> bool:
+        """True while the learner does not hold the values that it is to evaluate."""
+        wanted, held = self._wanted, self._anchors.versions
+        return wanted is not None and (NO_VERSION in held or held != (wanted.versions or held))
+
+    def on_request(self, message: messages.Evaluate) -> None:
+        """Take a request; if it has an answer already, send the answer again."""
+        if self._score is not None and self._score.number == message.number:
+            self._effects.append(Send(SYNCER, self._score))
+        elif self._wanted is None or message.number > self._wanted.number:
+            self._wanted = message
+
+    def begin(self, global_step: int) -> None:
+        """Evaluate, if that is wanted and possible."""
+        if self._wanted is not None and not (self.running or self.lacks):
+            self.running = True
+            self._effects.append(EvaluateModel(global_step, final=bool(self._wanted.versions)))
+
+    def complete(self, found: messages.Score, global_step: int) -> messages.Score:
+        """Return the answer: what the driver found, with the first five fields, which the driver does not know."""
+        wanted, self._wanted = self._wanted, None
+        assert self.running and wanted is not None, "nobody asked for a score"
+        self.running, self.over = False, bool(wanted.versions)
+        (learner_id, incarnation), versions = self._who, self._anchors.versions
+        self._score = found._replace(
+            learner_id=learner_id,
+            incarnation=incarnation,
+            number=wanted.number,
+            global_step=global_step,
+            versions=versions,
+        )
+        return self._score
+
+
 class Learner:
-    """State machine of one learner. See the rules above and docs/protocol.md.
+    """State machine of one learner; docs/protocol.md describes the protocol.
 
     Args:
         fingerprint: what both sides must agree on.
-        saved: its own state on disk, if there is one.
-        adopt_mode: what adopting a global value leaves of the work done since: see `Stager`.
-        payload_bytes: fragment -> size of its encoded value; 0 where nothing is said.
-        evaluates: whether its driver can evaluate the global model.
+        saved: the learner's state on its own disk, if there is one.
+        adopt_mode: what adopting a global value leaves of the work before it; `Stager` lists the modes.
+        payload_bytes: fragment -> size of its encoded value; 0 where it is missing.
+        evaluates: whether the driver can evaluate the global model.
     """
 
     def __init__(
@@ -64,67 +219,84 @@ class Learner:
         self.learner_id = learner_id
         self.incarnation = incarnation
         self.state = JOINING
-        self.global_step = 0  # newest known; in lockstep the schedule's own count
+        # The newest known global step; in lockstep the schedule's own count.
+        self.global_step = 0
         self.local_step = 0
         self.tokens = 0
-        self.samples = 0  # of its leases that are trained on
-        self.schedule_clock = ScheduleClock()
-        self.anchors = Anchors(config.num_fragments)
-        self.heads = Heads()
-        self.contact = Contact(learner_id, incarnation, fingerprint, config, evaluates)
-        self.examination = Examination(learner_id, incarnation, self.anchors)
-        self.start = Start(learner_id, incarnation, config, saved)
-        self.allotment = Allotment(step_samples, config.lease_ahead_steps)
-        self.donor = Donor(learner_id, incarnation)
+        # Samples of its leases that it has trained on.
+        self.samples = 0
         self._config = config
         self._schedule = schedule = config.schedule
-        self.stager = Stager(learner_id, incarnation, config, schedule, self.anchors, adopt_mode, payload_bytes)
-        self._marker = 0  # snapshots that this learner has passed
-        self._waits_for = 0  # lockstep: the round whose fragment must come back before the next step
+        self._effects = effects = Effects()
+        self.schedule_clock = ScheduleClock()
+        self.anchors = Anchors(effects, config.num_fragments)
+        self.heads = Heads()
+        self.contact = Contact(effects, learner_id, incarnation, fingerprint, config, evaluates)
+        self.examination = Examination(effects, learner_id, incarnation, self.anchors)
+        self.start = Start(effects, learner_id, incarnation, config, saved)
+        self.allotment = Allotment(step_samples, config.lease_ahead_steps)
+        self.donor = Donor(effects, learner_id, incarnation)
+        self.stager = Stager(
+            effects, learner_id, incarnation, config, schedule, self.anchors, adopt_mode, payload_bytes
+        )
+        # Snapshots that this learner has passed.
+        self._marker = 0
+        # In lockstep: the round whose fragment must arrive before the next step.
+        self._waits_for = 0
 
     def on_connected(self, now_s: float) -> list[Effect]:
-        """The link stands; introduce yourself."""
-        if self.state == STOPPED:
-            return []
-        self.contact.connect(now_s)
-        return [self._hello(now_s), *self.start.receiver.on_connected(now_s)]
+        """Greet the syncer, because the link is open."""
+        if self.state != STOPPED:
+            self.contact.connect(now_s)
+            self._greet(now_s)
+            self.start.receiver.on_connected(now_s)
+        return self._effects.drain()
 
     def on_disconnected(self, now_s: float) -> list[Effect]:
-        """The link is gone; training goes on, pulls of the old link are void."""
+        """Continue to train without a link; pulls of the lost link are void."""
         self.contact.connected = False
         self.contact.fall_silent()
         self.stager.wanted.clear()
-        effects = self.donor.forget_all()
-        if self.state == WAITING:
-            return effects  # no step will renew the copy, and the round may still ask for it on the next link
-        return effects + self.stager.unstage_all()
+        self.donor.forget_all()
+        # In lockstep no step renews the copy, and the round may still request it on the next link.
+        if self.state != WAITING:
+            self.stager.unstage_all()
+        return self._effects.drain()
 
     def leave(self, reason: str, now_s: float) -> list[Effect]:
-        """Say goodbye and stop."""
-        goodbye = Send(SYNCER, messages.Leave(self.learner_id, self.incarnation, reason))
-        return [*([goodbye] if self.contact.connected else []), *self._stop(reason)]
+        """Send a goodbye and stop."""
+        self._leave(reason)
+        return self._effects.drain()
+
+    def _leave(self, reason: str) -> None:
+        if self.contact.connected:
+            self._effects.append(Send(SYNCER, messages.Leave(self.learner_id, self.incarnation, reason)))
+        self._stop(reason)
 
     def wants(self, message: GlobalFragment, now_s: float) -> bool:
-        """Say if a global fragment that has arrived is of use: read it, then call `on_read` or `on_corrupt`."""
+        """Return whether an arrived global fragment is useful: read it, then call `on_read` or `on_corrupt`."""
         verdict = self.heads.judge(message)
         if verdict == GAP:
             self.on_corrupt(now_s)
         return verdict == USEFUL
 
     def on_read(self, message: GlobalFragment, now_s: float) -> None:
-        """Its value is there, with the right digest: later steps apply to it, adopted or not."""
+        """Record that the value is there with the right digest: later deltas apply to it, adopted or not."""
         self.heads.move(message, now_s)
 
     def on_corrupt(self, now_s: float) -> None:
-        """A fragment arrived damaged, or led to another digest. Ask later, and once: the answer may be damaged too."""
+        """Plan a greeting, because a fragment arrived damaged or led to another digest than it should.
+
+        The greeting is sent later and once, because its answer may be damaged too.
+        """
         if self.contact.connected and self.state != STOPPED and self.contact.resend_at_s is None:
             self.contact.ask_again(now_s)
 
-    def _hello(self, now_s: float) -> Send:
-        return self.contact.hello(self.anchors, self.allotment, self.local_step, now_s)
+    def _greet(self, now_s: float) -> None:
+        self.contact.greet(self.anchors, self.allotment, self.local_step, now_s)
 
     def may_step(self) -> bool:
-        """Say if the next inner step may start. Outside lockstep: always, once every fragment is held."""
+        """Return whether the next inner step may start. Outside lockstep it always may, once every fragment is held."""
         return self.state == TRAINING and not self.examination.holds
 
     def take_batch(self) -> Batch:
@@ -132,156 +304,170 @@ class Learner:
         return self.allotment.take()
 
     def on_step(self, num_tokens: int, step_s: float, loss: float, now_s: float, *, samples_end: int) -> list[Effect]:
-        """An inner step on `num_tokens` tokens has finished."""
+        """Record that an inner step on `num_tokens` tokens has finished."""
         assert self.state == TRAINING, f"step in state {self.state}"
-        contact, stager = self.contact, self.stager
+        contact, stager, lockstep = self.contact, self.stager, self._config.lockstep
         self.local_step += 1
         self.tokens += num_tokens
         self.samples = samples_end
         contact.unheard_steps += 1
-        if self._config.lockstep:
+        if lockstep:
             self.global_step += 1
-        effects: list[Effect] = []
         done = (self.learner_id, self.incarnation, self.local_step, self.tokens, self.global_step)
         data = (samples_end, self.allotment.granted, self.heads.arrived(now_s))
-        contact.report = report = messages.StepReport(*done, self.anchors.adopted, step_s, loss, *data)
-        if contact.connected or self._config.lockstep:
-            stager.stage_due(report, self.global_step if self._config.lockstep else stager.next_round, effects)
+        contact.report = report = StepReport(*done, self.anchors.adopted, step_s, loss, *data)
+        if contact.connected or lockstep:
+            stager.stage_due(report, self.global_step if lockstep else stager.next_round)
         if contact.connected:
-            effects.append(Send(SYNCER, report))
+            self._effects.append(Send(SYNCER, report))
             if stager.wanted:
-                stager.answer_wanted(report, effects)
-        if self._config.lockstep and self._schedule.due(self.global_step) >= 0:
+                stager.answer_wanted(report)
+        if lockstep and self._schedule.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
             contact.ask_again(now_s)
         every = self._config.snapshot_every
         if every and self.global_step // every > self._marker:
             self._marker = self.global_step // every
-            effects.append(SaveState(self.global_step))
+            self._effects.append(SaveState(self.global_step))
         if self.donor.waiting:
-            self._serve(effects)
-        return effects
+            self._serve()
+        return self._effects.drain()
 
-    def _serve(self, effects: list[Effect]) -> None:
-        """Copy the state for those who wait for it; between two steps only."""
+    def _serve(self) -> None:
+        """Copy the state for the receivers that wait for it; only between two steps."""
         if self.local_step > 0 and self.state in (TRAINING, WAITING):
-            effects += self.donor.serve(self.global_step, self.local_step)
+            self.donor.serve(self.global_step, self.local_step)
 
     def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
-        """Any message of the syncer."""
-        if self.state == STOPPED:
-            return []
-        self.contact.heard_s, self.contact.unheard_steps = now_s, 0
+        """Take any message of the syncer."""
+        if self.state != STOPPED:
+            self.contact.heard_s, self.contact.unheard_steps = now_s, 0
+            self._take(message, now_s)
+            if self.donor.waiting:
+                self._serve()
+            if self.state != STOPPED:
+                self.examination.begin(self.global_step)
+        return self._effects.drain()
+
+    def answer(
+        self, message: messages.PullRequest | messages.AnchorRequest | messages.StatePull, now_s: float
+    ) -> list[Effect]:
+        """Answer a request of the syncer that no step depends on, also while a step runs."""
+        self._take(message, now_s)
+        return self._effects.drain()
+
+    def _take(self, message: SyncerMessage, now_s: float) -> None:
         match message:
             case GlobalFragment():
-                effects = self.on_global(message, now_s)
+                self._on_global(message, now_s)
             case messages.PullRequest():
-                effects = self.on_pull(message, now_s)
+                self._on_pull(message)
             case messages.Advance():
-                effects = self.on_advance(message, now_s)
+                self._on_advance(message)
             case messages.Lease():
                 self.allotment.add(message)
-                effects = self._update_state(now_s)
+                self._update_state(now_s)
             case messages.Welcome():
-                effects = self.on_welcome(message, now_s)
+                self._on_welcome(message, now_s)
             case messages.AnchorRequest():
-                effects = self.on_anchor_request(message, now_s)
+                self.anchors.answer(message, self.learner_id, self.incarnation)
             case messages.StatePull():
-                effects = self.on_state_pull(message, now_s)
+                self._on_state_pull(message, now_s)
             case messages.Evaluate():
-                effects = self.on_evaluate(message, now_s)
+                self._on_evaluate(message, now_s)
             case messages.StateEnd(receiver):
-                effects = self.donor.on_end(receiver)
+                self.donor.on_end(receiver)
             case messages.StatePart():
-                effects = self.start.receiver.on_part(message, self.global_step, now_s) + self._update_state(now_s)
+                self.start.receiver.on_part(message, self.global_step, now_s)
+                self._update_state(now_s)
             case messages.StateUnavailable():
-                effects = self.start.receiver.on_unavailable(message, self.global_step, now_s)
-                effects += self._update_state(now_s)
+                self.start.receiver.on_unavailable(message, self.global_step, now_s)
+                self._update_state(now_s)
             case messages.Refuse(reason):
-                effects = self._stop(f"refused: {reason}")
+                self._stop(f"refused: {reason}")
             case messages.Expel(reason):
-                effects = self._stop(f"expelled: {reason}")
+                self._stop(f"expelled: {reason}")
             case messages.Stop(global_step, reason):
                 self._see(global_step)
-                effects = self.leave(reason, now_s)
+                self._leave(reason)
             case _:
                 assert_never(message)
-        if self.donor.waiting:
-            self._serve(effects)
-        if self.state != STOPPED:
-            self.examination.begin(self.global_step, effects)
-        return effects
 
-    def on_evaluate(self, message: messages.Evaluate, now_s: float) -> list[Effect]:
-        """The syncer asks what the global model is worth: evaluate it in this gap, or when the final one is here."""
+    def _on_evaluate(self, message: messages.Evaluate, now_s: float) -> None:
+        """Take a request to evaluate the global model, now or when the final values are here."""
         again = self.examination.lacks
-        effects = self.examination.on_request(message)
+        self.examination.on_request(message)
         if again and self.examination.lacks and self.contact.connected:
-            effects.append(self._hello(now_s))  # what is missing was lost on its way here
-        return effects
+            # What is missing was lost on its way here.
+            self._greet(now_s)
 
     def on_evaluated(self, found: messages.Score, now_s: float) -> list[Effect]:
-        """The driver has evaluated the global values: `found` is all of the answer but what the machine knows."""
-        answer = self.examination.on_evaluated(found, self.global_step)
-        effects: list[Effect] = [answer] if self.contact.connected else []
+        """Send the score of the global values. The driver leaves open what only the machine knows."""
+        score = self.examination.complete(found, self.global_step)
+        if self.contact.connected:
+            self._effects.append(Send(SYNCER, score))
         if self.donor.waiting and self.state == WAITING:
-            self._serve(effects)
-        return effects
+            self._serve()
+        return self._effects.drain()
 
-    def on_welcome(self, message: messages.Welcome, now_s: float) -> list[Effect]:
-        """Accepted; what is still missing follows as GlobalFragment."""
+    def _on_welcome(self, message: messages.Welcome, now_s: float) -> None:
+        """Record that the syncer has accepted the learner; missing values follow as GlobalFragment."""
         self._see(message.global_step, message.schedule_lead)
-        self.examination.over = False  # a syncer that lost the end of the run goes on
+        # A syncer that lost the end of the run continues it.
+        self.examination.over = False
         self.anchors.epoch = max(self.anchors.epoch, message.epoch)
-        if self.state in (RECOVERING, TRAINING):  # the hello of a reconnection is answered
+        if self.state in (RECOVERING, TRAINING):
+            # This answers the greeting of a reconnection.
             self.contact.answered()
-        return self.start.on_welcome(message.global_step, now_s) + self._update_state(now_s)
+        self.start.on_welcome(message.global_step, now_s)
+        self._update_state(now_s)
 
     def on_state_adopted(self, ok: bool, now_s: float) -> list[Effect]:
-        """The driver has taken a state over, or could not use it."""
-        return self.start.on_adopted(ok, self.global_step, now_s) + self._update_state(now_s)
+        """Record that the driver has loaded a state, or could not use it."""
+        self.start.on_adopted(ok, self.global_step, now_s)
+        self._update_state(now_s)
+        return self._effects.drain()
 
-    def on_state_pull(self, message: messages.StatePull, now_s: float) -> list[Effect]:
-        """Somebody needs a state: give what is copied already, or copy one between two steps."""
+    def _on_state_pull(self, message: messages.StatePull, now_s: float) -> None:
+        """Give a peer a state that is copied already, or copy one between two steps."""
         again = message.receiver in self.donor.waiting
-        effects = self.donor.on_pull(message)
+        self.donor.on_pull(message)
         if again and message.clock > self.global_step and self.contact.connected:
-            effects.append(self._hello(now_s))  # the broadcast that it waits for was lost on its way here
+            # The broadcast that the receiver waits for was lost on its way here.
+            self._greet(now_s)
         if self.state == WAITING and not self.examination.running:
-            self._serve(effects)
-        return effects
+            self._serve()
 
-    def on_anchor_request(self, message: messages.AnchorRequest, now_s: float) -> list[Effect]:
-        """A restarted syncer lacks a global value that is held here, or was replaced by a newer one since."""
-        return self.anchors.answer(message, self.learner_id, self.incarnation)
+    def _on_pull(self, message: messages.PullRequest) -> None:
+        """Send a round a fragment as it was after a step: now, or after the next one."""
+        self.stager.on_pull(message)
 
-    def on_pull(self, message: messages.PullRequest, now_s: float) -> list[Effect]:
-        """A round wants a fragment as it was after a step: now, or after the next one."""
-        return self.stager.on_pull(message)
-
-    def on_advance(self, message: messages.Advance, now_s: float) -> list[Effect]:
-        """A global step closed without a new fragment; in lockstep that ends the wait for it."""
+    def _on_advance(self, message: messages.Advance) -> None:
+        """See that a global step closed without a new fragment; in lockstep that ends the wait for it."""
         self._see(message.global_step, message.schedule_lead)
         if self.state == WAITING and message.global_step >= self._waits_for:
             self._train()
-        return []
 
-    def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
-        """Adopt a newer global fragment: its counters begin again at the current local step."""
+    def _on_global(self, message: GlobalFragment, now_s: float) -> None:
+        """Adopt a newer global fragment: its counters restart at the current local step."""
         self._see(message.global_step, message.schedule_lead)
         anchors, fragment_id, version = self.anchors, message.fragment_id, message.version
         if not 0 <= fragment_id < len(anchors.adopted):
-            return [Drop(SYNCER, f"unknown fragment {fragment_id}, there are {len(anchors.adopted)}")]
+            reason = f"unknown fragment {fragment_id}, there are {len(anchors.adopted)}"
+            self._effects.append(Drop(SYNCER, reason))
+            return
         if not anchors.is_news(message):
-            return []
-        effects: list[Effect] = [Adopt(fragment_id, version)]
+            return
+        self._effects.append(Adopt(fragment_id, version))
         if self.state == JOINING and anchors.adopted[fragment_id].version == NO_VERSION:
-            self.contact.ask_again(now_s)  # progress: what else is missing is probably on its way
-        self.stager.on_global(message, self.samples, effects)
+            # One fragment arrived, so the other missing ones are probably on their way.
+            self.contact.ask_again(now_s)
+        self.stager.on_global(message, self.samples)
         anchors.take(message, self.local_step, self.tokens)
         self.global_step = max(self.global_step, version)
-        return effects if self.state == TRAINING else effects + self._update_state(now_s)
+        if self.state != TRAINING:
+            self._update_state(now_s)
 
     def _see(self, global_step: int, schedule_lead: int | None = None) -> None:
         if schedule_lead is not None:
@@ -291,35 +477,35 @@ class Learner:
         if global_step > self.global_step and (not self._config.lockstep or self.state in (JOINING, RECOVERING)):
             self.global_step = global_step
 
-    def _update_state(self, now_s: float) -> list[Effect]:
-        """Begin to train when nothing is missing any more."""
+    def _update_state(self, now_s: float) -> None:
+        """Start or resume training when nothing is missing any more."""
         if self.state == WAITING:
             if self.adopted[self._schedule.due(self._waits_for)].version >= self._waits_for:
                 self._train()
         elif self.state in (JOINING, RECOVERING):
             if not self.start.welcomed or NO_VERSION in self.anchors.versions or not self.allotment.ready:
-                return []
+                return
             if self.state == JOINING:
                 self.state, self.contact.resend_at_s = RECOVERING, None
-            effects = self.start.take_over(self.anchors, self.global_step, now_s)
+            self.start.load(self.anchors.digests, self.global_step, now_s)
             if self.start.over:
                 self._marker = self.global_step // max(1, self._config.snapshot_every)
                 self._train()
-            return effects
-        return []
 
     def _train(self) -> None:
         self.state = TRAINING
         self.contact.answered()
 
-    def _stop(self, reason: str) -> list[Effect]:
+    def _stop(self, reason: str) -> None:
         self.state = STOPPED
-        self.start.receiver.give_up()
+        self.start.receiver.stop()
         self.contact.fall_silent()
-        return [*self.stager.unstage_all(), *self.donor.forget_all(), Finish(reason)]
+        self.stager.unstage_all()
+        self.donor.forget_all()
+        self._effects.append(Finish(reason))
 
     def next_deadline_s(self) -> float | None:
-        """Return the time at which on_tick must be called next, or None."""
+        """Return when on_tick must be called next, or None."""
         contact = self.contact
         if not contact.connected:
             return None
@@ -331,43 +517,45 @@ class Learner:
         return deadline_s
 
     def on_tick(self, now_s: float) -> list[Effect]:
-        """Repeat an unanswered hello (and, in lockstep, the report that the round waits for); beat the heart."""
-        effects: list[Effect] = []
+        """Repeat a greeting without an answer (in lockstep also the report of the open round); send heartbeats."""
         contact = self.contact
         if not contact.connected or self.state == STOPPED:
-            return effects
+            return []
         if contact.resend_at_s is not None and now_s >= contact.resend_at_s:
             if self.state == TRAINING and contact.hello_step == self.local_step:
-                contact.ask_again(now_s)  # the answer may wait for the end of the step
+                # The answer may wait for the end of the step.
+                contact.ask_again(now_s)
             else:
-                effects.append(self._hello(now_s))
+                self._greet(now_s)
             if self.state == WAITING and contact.report is not None:
-                effects.append(Send(SYNCER, contact.report))
+                self._effects.append(Send(SYNCER, contact.report))
         if self.state != TRAINING:
-            effects += self.start.receiver.on_tick(self.global_step, now_s)
-            effects += self._update_state(now_s)  # the last attempt to get a state may have failed just now
+            self.start.receiver.on_tick(self.global_step, now_s)
+            # The last attempt to get a state may have failed just now.
+            self._update_state(now_s)
         if contact.heartbeat_at_s is not None and now_s >= contact.heartbeat_at_s:
             if contact.lost_track(now_s) and (contact.unheard_steps >= 2 or self.state == RECOVERING):
-                effects.append(self._hello(now_s))  # ask to be let in again
-            effects.append(contact.heartbeat(now_s))
-        return effects
+                # The syncer may have forgotten this learner, which then has to join again.
+                self._greet(now_s)
+            contact.send_heartbeat(now_s)
+        return self._effects.drain()
 
     @property
     def schedule_step(self) -> int:
-        """The step of the learning-rate schedule at which the next inner step trains: without a budget global_step."""
+        """Return the learning-rate schedule's step for the next inner step; without a budget it is global_step."""
         return self.schedule_clock.at(self.global_step)
 
     @property
     def adopted(self) -> tuple[Adopted, ...]:
-        """Version of each fragment that is held, and where this learner stood when it took it."""
+        """Return the held version of each fragment, and the learner's counters when it adopted that version."""
         return self.anchors.adopted
 
     @property
     def digests(self) -> list[int]:
-        """Digests of the global values that are held."""
+        """Return the digests of the held global values."""
         return self.anchors.digests
 
     @property
     def epoch(self) -> int:
-        """Newest life of the syncer that is known."""
+        """Return the newest known life of the syncer."""
         return self.anchors.epoch

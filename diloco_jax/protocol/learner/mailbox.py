@@ -1,20 +1,20 @@
-"""The syncer's messages on their way into a learner's machine: at once, or in the gap between two inner steps.
+"""Delivery of the syncer's messages to a learner's machine: at once, or between two inner steps.
 
-Every driver hears its link while a step runs, and asks a mailbox what to do with what came:
+Every driver receives messages while a step runs. Its mailbox decides when the machine gets each of them:
 
-    PullRequest, AnchorRequest, StatePull   at once: somebody waits for the answer, and no step depends on it
-    StatePart                               at once; dropped from the first step on, since it can be of no use any more
-    GlobalFragment                          read at once, adopted in the gap, and of each fragment the newest only
-    any other                               in the gap
+    PullRequest, AnchorRequest, StatePull   at once: a peer waits for the answer, and no step depends on it
+    StatePart                               at once; dropped from the first step on, when a state is of no more use
+    GlobalFragment                          read at once, adopted between two steps, and only the newest per fragment
+    any other                               between two steps
 
-Nothing is given to the machine in the gap while a whole state is being taken over either, or the global model
-evaluated: of which fragments and versions was decided before. What waits keeps its order; a newer value of a fragment
-waits in its own place, not in that of the value that it replaces.
+The machine gets no message of the last two rows while the driver loads a whole state or evaluates the global model:
+the fragments and versions for that are decided already. Waiting messages keep their order. A newer value of a fragment
+takes a place at the end, not the place of the value that it replaces.
 
-Time and the link itself (`on_tick`, `on_connected`, `on_disconnected`) do not come by mail: they are given at once.
+Time and the link itself (`on_tick`, `on_connected`, `on_disconnected`) bypass the mailbox: the machine gets them at
+once.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Given(Generic[Item]):
-    """An input of the machine, and what it led to."""
+    """An input of the machine, and the effects that it led to."""
 
     message: SyncerMessage
     item: Item
@@ -35,27 +35,22 @@ class Given(Generic[Item]):
 
 
 class Mailbox(Generic[Item]):
-    """The mail of one life of a learner. A driver with threads calls it, as the machine, under its lock."""
+    """The waiting messages of one incarnation of a learner. A driver with threads holds its lock for each call."""
 
     def __init__(self, machine: Learner) -> None:
         self._machine = machine
-        self._waiting: dict[int, tuple[SyncerMessage, Item]] = {}  # by fragment, and by -1, -2, ... whatever else waits
+        # The key of a value is its fragment; the keys of other messages are -1, -2, ...
+        self._waiting: dict[int, tuple[SyncerMessage, Item]] = {}
         self._number = 0
-        self._at_once: dict[type, Callable[..., list[Effect]]] = {
-            PullRequest: machine.on_pull,
-            AnchorRequest: machine.on_anchor_request,
-            StatePull: machine.on_state_pull,
-        }
 
     def arrive(self, message: SyncerMessage, item: Item, now_s: float) -> Given[Item] | None:
-        """Take any message but a GlobalFragment: give it to the machine now if it may, else None.
+        """Take any message but a GlobalFragment: give it to the machine now if that is allowed, else return None.
 
         Args:
             item: what the driver needs to execute the effects, such as a payload.
         """
-        give = self._at_once.get(type(message))
-        if give is not None:
-            return Given(message, item, give(message, now_s))
+        if isinstance(message, PullRequest | AnchorRequest | StatePull):
+            return Given(message, item, self._machine.answer(message, now_s))
         if type(message) is StatePart:
             if self._machine.may_step():
                 return None
@@ -65,13 +60,14 @@ class Mailbox(Generic[Item]):
         return None
 
     def read(self, message: GlobalFragment, item: Item, now_s: float) -> None:
-        """Take a global fragment that the machine wants, and of which the value is there with the right digest."""
+        """Take a global fragment that the machine wants, once its value is there with the right digest."""
         self._machine.on_read(message, now_s)
-        self._waiting.pop(message.fragment_id, None)  # values that nobody will adopt are not kept
+        # An older value of the fragment will not be adopted any more.
+        self._waiting.pop(message.fragment_id, None)
         self._waiting[message.fragment_id] = (message, item)
 
     def take(self, now_s: float) -> Given[Item] | None:
-        """Give the machine what has waited longest; None if nothing does. In the gap between two steps only."""
+        """Give the machine the oldest waiting message; None if there is none. Only between two steps."""
         if self._waiting and not (self._machine.start.adopting or self._machine.examination.running):
             for first in self._waiting:
                 message, item = self._waiting.pop(first)

@@ -1,4 +1,4 @@
-"""Rounds at the syncer: quorum, grace, pulls, merges, and the pace at which they follow each other (paper, Alg. 2).
+"""Rounds at the syncer: quorum, grace, pulls, merges, and the pace of rounds (paper, Alg. 2).
 
 A round is one global step's turn of its due fragment:
 
@@ -6,16 +6,18 @@ A round is one global step's turn of its due fragment:
          |  (no fragment due)            |  (nobody answered)             |  (no value was usable)
          +--> Advance                    +--> abandoned: Discard, Advance +--> abandoned: Advance
 
-One round collects at a time; up to overlap_steps rounds are in flight, never two of the same fragment. With fewer live
-learners than the quorum a round stays in COLLECTING ("below quorum"): merging is paused, training is not.
+One round collects at a time. Up to overlap_steps rounds (tau) are in flight, never two of the same fragment. With fewer
+live learners than the quorum (K) a round stays in COLLECTING ("below quorum"): merging pauses, training does not.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.claims import contradiction
-from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Part, SaveSnapshot, Send
+from diloco_jax.protocol.effects import Discard, Drop, Effects, Merge, Part, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
@@ -26,49 +28,162 @@ from diloco_jax.protocol.pacing import (
     Closing,
     ProtocolConfig,
     closing,
+    ema,
     grace_floor_s,
     grace_window_s,
 )
-from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.evaluations import Evaluations
-from diloco_jax.protocol.syncer.progress import Progress
-from diloco_jax.protocol.syncer.rounds import MERGING, PULLING, Pace, Round
+from diloco_jax.protocol.syncer.progress import Downstream, Progress
 from diloco_jax.protocol.turns import Schedule
+
+COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
+
+
+@dataclass(slots=True)
+class Round:
+    """One fragment's turn at the syncer; RoundBook moves it from phase to phase."""
+
+    global_step: int
+    # -1 if no fragment is due.
+    fragment_id: int
+    opened_s: float
+    phase: str = COLLECTING
+    # When the quorum was met.
+    met_s: float = 0.0
+    # End of the grace window, once the quorum is met.
+    closes_s: float | None = None
+    # The round does not close before this time.
+    paced_s: float = 0.0
+    # End of the grace window by Eq. 3, if grace_min_s keeps the round open for longer.
+    slack_s: float | None = None
+    closed_s: float = 0.0
+    # When pulls without an answer are repeated. The wait doubles each time, because on a slow link the values are in
+    # transit and not lost.
+    resend_s: float = 0.0
+    resend_wait_s: float = 0.0
+    # When pulls without an answer are given up.
+    expires_s: float = 0.0
+    # When the last of the values had arrived.
+    pulled_s: float = 0.0
+    # Number of learners that were asked, and when half of them had answered.
+    size: int = 0
+    half_s: float | None = None
+    # Learner -> local step that it was asked for, until it answers.
+    asked: dict[str, int] = field(default_factory=dict)
+    values: dict[str, Part] = field(default_factory=dict)
+    # Learner -> tokens that its member had reported when the round closed.
+    told_tokens: dict[str, int] = field(default_factory=dict)
+    # Learners whose value here is of an incarnation before the present one.
+    former: set[str] = field(default_factory=set)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return all fields as plain values that JSON keeps exactly."""
+        plain = {name: getattr(self, name) for name in sorted(self.__slots__)}
+        plain |= {"values": list(self.values.values()), "former": sorted(self.former)}
+        return plain | {"asked": list(self.asked.items()), "told_tokens": dict(self.told_tokens)}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Round:
+        """Make the round that `to_plain` described."""
+        asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
+        told_tokens = dict(plain["told_tokens"])
+        values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
+        former = set(plain["former"])
+        return cls(**plain | {"asked": asked, "told_tokens": told_tokens, "values": values, "former": former})
+
+    def answered(self, learner_id: str, now_s: float) -> None:
+        """Record that a learner that was asked has answered."""
+        del self.asked[learner_id]
+        if self.half_s is None and 2 * len(self.asked) <= self.size:
+            self.half_s = now_s
+
+    def waits_long(self, now_s: float, least_s: float = 0.0) -> bool:
+        """Return whether the learners still asked have taken more than twice as long as the faster half.
+
+        Args:
+            least_s: a shorter wait after the faster half does not count as long.
+        """
+        if self.half_s is None or now_s - self.half_s < least_s:
+            return False
+        return now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
+
+    @property
+    def waits_for(self) -> str:
+        """Describe what a closed round waits for."""
+        return f"round {self.global_step}, {self.phase}: {', '.join(sorted(self.asked)) or 'the merge'}"
+
+
+class Pace(NamedTuple):
+    """Moving averages of Eq. 3, in seconds; None before the first sample.
+
+    quorum_s is xi_quorum. merge_s is the part of xi_sync that the syncer sees, from closing a round to its new version.
+    How long that version is in transit is measured per member (Membership.broadcast_s).
+
+    A sample counts for at most the whole slack of tau steps. So one long wait (a first compile, a partition, a pull
+    that timed out) closes the grace window at once, but not for the next dozens of rounds.
+    """
+
+    quorum_s: float | None = None
+    merge_s: float | None = None
+
+    def after_quorum(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
+        """Return the averages after a round that met its quorum so many seconds after it opened."""
+        return Pace(_averaged(self.quorum_s, sample_s, step_s, config), self.merge_s)
+
+    def after_merge(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
+        """Return the averages after a round that was pulled and merged so many seconds after it closed."""
+        return Pace(self.quorum_s, _averaged(self.merge_s, sample_s, step_s, config))
+
+
+def _averaged(average: float | None, sample_s: float, step_s: float | None, config: ProtocolConfig) -> float | None:
+    if step_s is None:
+        # No learner has made a second step, so the wait was for compilers.
+        return average
+    return ema(average, min(sample_s, config.overlap_steps * step_s), config.ema_decay)
 
 
 @dataclass(slots=True)
 class RoundBook:
-    """The rounds in flight, who is fresh for the one that collects, and the pace."""
+    """The rounds in flight, the members that are fresh for the round that collects, and the pace."""
 
+    effects: Effects
     config: ProtocolConfig
     progress: Progress
     membership: Membership
-    downstream: Downstream  # the versions that rounds make
-    leases: LeaseBook  # of what went into them
-    evaluations: Evaluations  # the last of which follows the last round
+    # The versions that rounds make.
+    downstream: Downstream
+    # The data leases, which record what was merged.
+    leases: LeaseBook
+    # The last evaluation follows the last round.
+    evaluations: Evaluations
     schedule: Schedule
-    flying: dict[int, Round] = field(default_factory=dict)  # global step -> round
-    collecting: Round | None = None  # the one of them that is not closed
-    fresh: set[str] = field(default_factory=set)  # members that have reported a step which it may count
-    paused: bool = False  # no round opens or closes, since learners may bring newer versions
+    # Global step -> round.
+    flying: dict[int, Round] = field(default_factory=dict)
+    # The round that is not closed yet.
+    collecting: Round | None = None
+    # Members that have reported a step which the collecting round may count.
+    fresh: set[str] = field(default_factory=set)
+    # While True no round opens or closes, because learners may bring newer versions.
+    paused: bool = False
     pace: Pace = field(default_factory=Pace)
-    closed_s: float = 0.0  # when the newest round of a fragment closed
+    # When the newest round of a fragment closed.
+    closed_s: float = 0.0
     lockstep: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.lockstep = self.config.lockstep
 
-    def proceed(self, now_s: float) -> list[Effect]:
-        """Open, and close, what can be opened and closed now."""
-        effects: list[Effect] = []
+    def proceed(self, now_s: float) -> None:
+        """Open and close the rounds that can be opened and closed now."""
         while not (self.progress.finished or self.paused):
-            this = self.collecting or self._open(effects, now_s)
+            this = self.collecting or self._open(now_s)
             if this is None:
                 break
             late = self._late(now_s)
             fresh = len(self.fresh - late) if late else len(self.fresh)
             if fresh < self.config.quorum:
-                this.closes_s = None  # somebody may have left in the grace window
+                # A learner may have left in the grace window.
+                this.closes_s = None
                 break
             if this.closes_s is None:
                 this.closes_s = self._begin_grace(this, now_s)
@@ -81,8 +196,7 @@ class RoundBook:
                     this.closes_s = this.slack_s
                 if now_s < this.closes_s:
                     break
-            self._close(this, late, effects, now_s)
-        return effects
+            self._close(this, late, now_s)
 
     def _promised_tokens(self) -> int:
         """Return the merged tokens that there will be if every value is merged that a closed round has asked for."""
@@ -90,7 +204,8 @@ class RoundBook:
         if not self.progress.budget.tokens:
             return tokens
         told: dict[str, int] = {}
-        for this in self.flying.values():  # oldest first, so that of each member the newest report stays
+        # The oldest round comes first, so that each member's newest report stays.
+        for this in self.flying.values():
             told |= {name: this.told_tokens[name] for name in {*this.asked, *this.values} - this.former}
         members = self.membership.members
         most = self.progress.value_tokens_max
@@ -105,13 +220,13 @@ class RoundBook:
         """Return whether the limits of the run allow another round."""
         return self.progress.allows(self._next_step(), self._promised_tokens())
 
-    def _open(self, effects: list[Effect], now_s: float) -> Round | None:
-        """Open the next round, if its fragment and a place in flight are free; finish when there is none left."""
+    def _open(self, now_s: float) -> Round | None:
+        """Open the next round, if its fragment and a place in flight are free; finish after the last round."""
         step = self._next_step()
         if not self.may_open():
             if not self.flying:
                 self.progress.finished = True
-                self.evaluations.conclude(effects, now_s)
+                self.evaluations.conclude(now_s)
             return None
         fragment_id = self.schedule.due(step)
         if len(self.flying) >= max(1, self.config.overlap_steps):
@@ -125,7 +240,7 @@ class RoundBook:
         return self.collecting
 
     def count(self, member: Member) -> bool:
-        """Count a live member towards the collecting round, if its newest report is fresh; whether that is news."""
+        """Count a live member towards the collecting round if its newest report is fresh; return whether it is new."""
         this = self.collecting
         if this is None or member.state != ACTIVE or member.learner_id in self.fresh:
             return False
@@ -135,12 +250,13 @@ class RoundBook:
         return True
 
     def _begin_grace(self, this: Round, now_s: float) -> float:
-        """The quorum is met: how long the round waits for others, or for the links."""
+        """Return when a round that met its quorum closes: it waits for other learners, or for the links."""
         step_s = self.membership.median_step_s()
         broadcast_s, wait_s = self.membership.broadcast_s(step_s)
         this.met_s = now_s
         self.pace = self.pace.after_quorum(now_s - this.opened_s, step_s, self.config)
-        if this.fragment_id >= 0:  # if rounds closed faster than links carry what they make, it would pile up
+        if this.fragment_id >= 0:
+            # If rounds closed faster than the links carry their versions, versions would queue up.
             this.paced_s = self.closed_s + broadcast_s / self.config.grace_safety + wait_s
         sync_s = (self.pace.merge_s or 0.0) + broadcast_s
         grace_s = grace_window_s(self.config, step_s, self.pace.quorum_s, sync_s)
@@ -176,12 +292,14 @@ class RoundBook:
         return self._starters(this)
 
     def _late(self, now_s: float) -> set[str]:
-        """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
+        """Return the live learners that the collecting round excludes, because an earlier round waits long for them.
 
-        It would wait as long, and with it every round after it. With too few others it takes them all the same.
+        On a slow link the collecting round would wait as long, and so would every round after it. If too few learners
+        would remain, the round excludes none.
         """
         late: set[str] = set()
-        if len(self.flying) < 2:  # none but the one that collects
+        if len(self.flying) < 2:
+            # Only the collecting round is in flight.
             return late
         for this in self.flying.values():
             if this.asked and this.waits_long(now_s) and this.waits_long(now_s, self._floor_s()):
@@ -198,7 +316,7 @@ class RoundBook:
         live = self.membership.live - len(late)
         return closing(len(self.fresh - late), live, self.config.quorum, closes_s, now_s)
 
-    def _close(self, this: Round, late: set[str], effects: list[Effect], now_s: float) -> None:
+    def _close(self, this: Round, late: set[str], now_s: float) -> None:
         reason = self._decide(this, late, now_s).reason
         progress, members = self.progress, sorted(self.fresh - late)
         marker = self.config.snapshot_every
@@ -209,12 +327,12 @@ class RoundBook:
             member = self.membership.members[learner_id]
             member.credit.used_step = member.local_step
         left_out = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
-        effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + left_out))
+        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + left_out))
         if snapshot:
-            effects.append(SaveSnapshot(progress.global_step))
+            self.effects.append(SaveSnapshot(progress.global_step))
         if this.fragment_id < 0:
             del self.flying[this.global_step]
-            self._advance(effects)
+            self._advance()
             return
         this.phase = PULLING
         this.closed_s = self.closed_s = now_s
@@ -227,80 +345,92 @@ class RoundBook:
             this.asked[learner_id] = local_step = member.local_step
             this.told_tokens[learner_id] = member.tokens
             member.asked_for(this.fragment_id, this.global_step)
-            effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+            self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         for member in self.membership.live_members():
-            self.downstream.repair(member, this.fragment_id, effects)
+            self.downstream.repair(member, this.fragment_id)
 
     @property
     def any_closed(self) -> bool:
-        """True while values of a round are on their way, or are being merged."""
+        """True while values of a round are in transit, or are being merged."""
         return len(self.flying) > (self.collecting is not None)
 
-    def on_value(self, member: Member, message: FragmentValue, now_s: float) -> list[Effect]:
-        """Take a member's answer to a pull, if it is of use."""
+    def on_value(self, member: Member, message: FragmentValue, now_s: float) -> None:
+        """Take a member's answer to a pull, if it is usable."""
         name, fragment_id, history = member.learner_id, message.fragment_id, self.downstream.history
         if not 0 <= fragment_id < len(history):
-            return [Drop(name, f"value of fragment {fragment_id}, there are {len(history)}")]
+            self._drop(name, f"value of fragment {fragment_id}, there are {len(history)}")
+            return
         this = self.flying.get(message.global_step)
         if this is None or this.phase != PULLING or name not in this.asked:
-            return [Drop(name, f"value for round {message.global_step} came late or was not asked for")]
+            self._drop(name, f"value for round {message.global_step} came late or was not asked for")
+            return
         if fragment_id != this.fragment_id:
-            return [Drop(name, f"value of fragment {fragment_id} where {this.fragment_id} was asked for")]
+            self._drop(name, f"value of fragment {fragment_id} where {this.fragment_id} was asked for")
+            return
         this.answered(name, now_s)
-        if message.steps < 1 or message.tokens < 1:
-            return [Drop(name, "value without a step since the last adoption"), *self.settle(this, now_s)]
         base = message.base_version
-        if base not in history[fragment_id]:
-            reason = f"value against version {base}, kept are {history[fragment_id]}"
-            return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
         asked = member.credit.asked.get(fragment_id)
         # A state written by an older release does not hold the report that was newest when the round asked.
         known = asked is not None and asked.round == this.global_step
-        if asked and known and (wrong := contradiction(message, asked, member.reported(fragment_id))):
-            return [Drop(name, wrong), *self.settle(this, now_s)]
-        member.credit.merged_base[fragment_id] = base
-        tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
-        data = (message.samples, message.since)
-        this.values[name] = Part(name, message.local_step, message.steps, tokens, base, *data)
-        return self.settle(this, now_s) + self.proceed(now_s)  # it may have been left out of the collecting round
+        if message.steps < 1 or message.tokens < 1:
+            self._drop(name, "value without a step since the last adoption")
+        elif base not in history[fragment_id]:
+            self._drop(name, f"value against version {base}, kept are {history[fragment_id]}")
+            self.downstream.send(member, fragment_id)
+        elif asked and known and (wrong := contradiction(message, asked, member.reported(fragment_id))):
+            self._drop(name, wrong)
+        else:
+            member.credit.merged_base[fragment_id] = base
+            tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
+            data = (message.samples, message.since)
+            this.values[name] = Part(name, message.local_step, message.steps, tokens, base, *data)
+            self.settle(this, now_s)
+            # The collecting round may have excluded this learner because its value was late.
+            self.proceed(now_s)
+            return
+        self.settle(this, now_s)
 
-    def settle(self, this: Round, now_s: float) -> list[Effect]:
-        """Merge a pulled round once nobody is left to answer; give it up when nobody did."""
+    def _drop(self, name: str, reason: str) -> None:
+        self.effects.append(Drop(name, reason))
+
+    def settle(self, this: Round, now_s: float) -> None:
+        """Merge a pulled round after the last answer; give it up if no learner answered."""
         if this.asked or this.phase != PULLING:
-            return []
+            return
         if this.values:
             this.phase, this.pulled_s = MERGING, now_s
             parts = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
-            return [Merge(this.global_step, this.fragment_id, parts)]
+            self.effects.append(Merge(this.global_step, this.fragment_id, parts))
+            return
         del self.flying[this.global_step]
         note = self.progress.note("abandoned", this.fragment_id, (), "no value arrived", this.global_step)
-        effects: list[Effect] = [note, Discard(this.global_step)]
-        self._advance(effects)
-        return effects + self.proceed(now_s)
+        self.effects.extend([note, Discard(this.global_step)])
+        self._advance()
+        self.proceed(now_s)
 
     def end_merge(self, global_step: int) -> Round:
-        """Take the round out of the book that was being merged."""
+        """Remove the round that was being merged from the book, and return it."""
         this = self.flying.pop(global_step)
         assert this.phase == MERGING, f"round {global_step} merged in phase {this.phase}"
         return this
 
-    def abandon(self, this: Round, effects: list[Effect]) -> None:
-        """A round has made nothing of the values that came."""
+    def abandon(self, this: Round) -> None:
+        """Give up a round whose values were all unusable."""
         note = self.progress.note("abandoned", this.fragment_id, (), "no value was usable", this.global_step)
-        effects.append(note)
-        self._advance(effects)
+        self.effects.append(note)
+        self._advance()
 
-    def renew(self, this: Round, parts: Sequence[Part], digest: int, effects: list[Effect], now_s: float) -> None:
-        """A round has made a new version: everybody gets it."""
+    def renew(self, this: Round, parts: Sequence[Part], digest: int, now_s: float) -> None:
+        """Broadcast the new version that a round has made."""
         self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         self.downstream.renew(this.fragment_id, this.global_step, digest)
-        for member in self.credit(this, parts, effects):
+        for member in self.credit(this, parts):
             member.credit.merged_round[this.fragment_id] = this.global_step
         for member in self.membership.connected():
-            effects.append(self.downstream.send(member, this.fragment_id, broadcast_s=now_s))
+            self.downstream.send(member, this.fragment_id, broadcast_s=now_s)
 
-    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> list[Member]:
-        """Count the values that are in a new version; returns the members of whose present incarnation one is."""
+    def credit(self, this: Round, parts: Sequence[Part]) -> list[Member]:
+        """Count the values in a new version; return the members whose present incarnation made one of them."""
         fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
         present: list[Member] = []
         progress.merged_rounds += 1
@@ -310,7 +440,8 @@ class RoundBook:
             member = self.membership.members[part.learner_id]
             member.rounds += 1
             if part.learner_id in this.former:
-                continue  # its own counters and data begin anew
+                # The counters and the data of the present incarnation are new.
+                continue
             credit = member.credit
             tokens = min(part.tokens, progress.value_tokens_max) if progress.budget.tokens else part.tokens
             progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], tokens)
@@ -319,46 +450,41 @@ class RoundBook:
             present.append(member)
         self.leases.on_version(fragment_id, version)
         names = tuple([part.learner_id for part in parts])
-        effects.append(progress.note("merged", fragment_id, names, "", version))
+        self.effects.append(progress.note("merged", fragment_id, names, "", version))
         return present
 
-    def lose(self, learner_id: str, now_s: float) -> list[Effect]:
-        """Wait no longer for a learner."""
-        effects: list[Effect] = []
+    def lose(self, learner_id: str, now_s: float) -> None:
+        """Stop waiting for a lost learner."""
         self.fresh.discard(learner_id)
         for this in list(self.flying.values()):
             if this.asked.pop(learner_id, None) is not None:
-                effects += self.settle(this, now_s)
-        return effects
+                self.settle(this, now_s)
 
-    def clear(self) -> list[Effect]:
+    def clear(self) -> None:
         """Give up every round in flight."""
-        effects: list[Effect] = [Discard(this.global_step) for this in self.flying.values()]
+        self.effects.extend([Discard(this.global_step) for this in self.flying.values()])
         self.flying, self.collecting, self.fresh = {}, None, set()
-        return effects
 
-    def _advance(self, effects: list[Effect]) -> None:
+    def _advance(self) -> None:
         message = Advance(self.progress.global_step, self.progress.schedule_lead)
-        effects += [Send(member.learner_id, message) for member in self.membership.connected()]
+        self.effects.extend([Send(member.learner_id, message) for member in self.membership.connected()])
 
-    def on_tick(self, now_s: float) -> list[Effect]:
-        """Repeat unanswered pulls, and give them up in the end."""
-        effects: list[Effect] = []
+    def on_tick(self, now_s: float) -> None:
+        """Repeat pulls without an answer, and finally give them up."""
         for this in [r for r in self.flying.values() if r.phase == PULLING]:
             if now_s >= this.expires_s:
                 reason = f"no value within {self.config.pull_timeout_s} s"
-                effects += [Drop(learner_id, reason) for learner_id in sorted(this.asked)]
+                self.effects.extend([Drop(learner_id, reason) for learner_id in sorted(this.asked)])
                 this.asked.clear()
-                effects += self.settle(this, now_s)
+                self.settle(this, now_s)
             elif now_s >= this.resend_s:
                 this.resend_wait_s *= 2
                 this.resend_s = now_s + this.resend_wait_s
                 for learner_id, local_step in sorted(this.asked.items()):
-                    effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
-        return effects
+                    self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
 
     def waiting_for(self, now_s: float) -> str:
-        """In words, what the next round waits for."""
+        """Describe what the next round waits for."""
         this = self.collecting
         if this is None:
             oldest = min(self.flying.values(), key=lambda r: r.global_step, default=None)

@@ -1,21 +1,22 @@
-"""The return of the syncer: restarts of its process, and going back to a snapshot.
+"""Continuation of a run after the syncer's process ended: a restart of the process, or a rewind to a snapshot.
 
-Restart. A syncer that died comes back with the values of its newest snapshot and, from its tape, with every decision
-that it took. Newer values are in the hands of learners, bit for bit. Until it has them no round opens; training does
-not stop.
+Restart. The new process has the values of the newest snapshot and, from the tape, every decision that was taken.
+Learners hold newer values, bit for bit. No round opens until the syncer has these values; training does not stop.
 
     on_restart --learners return--> AnchorRequest -> AnchorValue -> Restore --all are back, or restore_s--> rounds
 
-A version that nobody holds is lost: nothing of it reached a learner, and its fragment goes on from the newest that is
-left. A round that was being merged counts as merged if somebody holds its result. Versions are never numbered again.
+A version that no learner holds is lost. Nothing of it reached a learner, and its fragment continues from the newest
+version that is left. A round that was being merged counts as merged if a learner holds its result. No version number is
+used twice.
 
-A version is believed only if the tape allows it: a version that was made, or that of a round in flight when the syncer
-stopped. The next rounds are believed as well, because a lost machine may lose the end of its tape. A later version
-needs two learners with the same bits, so no single learner moves the run's clock. If a value is not usable (not finite,
-or far away), the driver passes it on as an anchor of no version, and the machine asks another holder.
+The syncer believes a version only if the tape allows it: a version that was made, or that of a round in flight when the
+syncer stopped. It also believes the versions of the next rounds, because a lost machine may lose the end of its tape.
+A later version needs two learners with the same bits, so no single learner moves the run's clock. If a value is
+unusable (not finite, or far away), the driver passes it on as an anchor of no version, and the machine asks another
+holder.
 
-Rewind. When every process died, the run goes on from the snapshot alone: what came after it is void, and whoever
-remembers it is refused.
+Rewind. When every process was lost, the run continues from the snapshot alone. What came after the snapshot is void,
+and a learner that remembers it is refused.
 """
 
 from __future__ import annotations
@@ -25,41 +26,52 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from diloco_jax.protocol.effects import Drop, Effect, Restore, Send
+from diloco_jax.protocol.effects import Drop, Effects, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import GONE, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, AnchorRequest, AnchorValue
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.book import RoundBook
-from diloco_jax.protocol.syncer.downstream import Downstream
-from diloco_jax.protocol.syncer.progress import Progress
-from diloco_jax.protocol.syncer.rounds import MERGING, Round
+from diloco_jax.protocol.syncer.book import MERGING, Round, RoundBook
+from diloco_jax.protocol.syncer.progress import Downstream, Progress
 
-REPETITIONS_MAX = 3  # of a question to somebody who is back; behind the deadline that many are still waited for
+# How often the syncer repeats a request to learners that are back. It waits for that many even after the deadline.
+REPETITIONS_MAX = 3
 
 
 @dataclass(slots=True)
 class Restoring:
-    """The fragments of which a newer version may exist than the driver holds."""
+    """The fragments that may have a newer version than the driver holds, and the requests for those versions."""
 
-    held: list[int]  # version of each fragment that the driver holds
-    digests: list[int]  # of these
-    wanted: list[int]  # fragments of which a newer version was made, or may have been
-    uncertain: dict[int, Round]  # fragment -> round that was being merged when the syncer died
-    awaited: set[str]  # learners that were connected then, or were back and are lost again
-    resend_wait_s: float  # when to ask again, at first
-    possible: dict[int, list[int]] = field(default_factory=dict)  # fragment -> versions above its newest made one
-    deadline_s: float | None = None  # when to go on without those that did not come back; None while nobody is back
-    asked: dict[int, tuple[int, str]] = field(default_factory=dict)  # fragment -> version asked for, and of whom
-    asked_s: float = 0.0  # when somebody was asked last
-    resend_s: float = 0.0  # when what was asked for is asked for again
-    repetitions: int = 0  # those whose question somebody may have heard: each waits twice as long,
-    unheard: int = 0  # as it does behind a question to learners of whom nothing was heard since
-    unanswered: dict[int, str] = field(default_factory=dict)  # fragment -> who did not answer the last question
+    # Version of each fragment that the driver holds, and its digest.
+    held: list[int]
+    digests: list[int]
+    # Fragments with a newer version that was made, or may have been.
+    wanted: list[int]
+    # Fragment -> round that was being merged when the syncer stopped.
+    uncertain: dict[int, Round]
+    # Learners that were connected then, or were back and are lost again.
+    awaited: set[str]
+    # First wait before a request is repeated.
+    resend_wait_s: float
+    # Fragment -> versions above the newest made one that may exist.
+    possible: dict[int, list[int]] = field(default_factory=dict)
+    # When to continue without the learners that did not return; None until the first one returns.
+    deadline_s: float | None = None
+    # Fragment -> requested version, and the learner that has the request.
+    asked: dict[int, tuple[int, str]] = field(default_factory=dict)
+    # When a request was sent last, and when requests without an answer are repeated.
+    asked_s: float = 0.0
+    resend_s: float = 0.0
+    # Repetitions of requests that a learner may have received, and of requests to learners that sent nothing since.
+    # Each repetition of either kind doubles the wait.
+    repetitions: int = 0
+    unheard: int = 0
+    # Fragment -> learner that did not answer the last request.
+    unanswered: dict[int, str] = field(default_factory=dict)
 
     def asks(self, present: Iterable[Member], made: Sequence[int], now_s: float) -> list[tuple[str, int, int]]:
-        """Return the (learner, fragment, version) to ask for now: the newest believed offers, from each holder in turn.
+        """Return the (learner, fragment, version) to request now: the newest believed offers, from each holder in turn.
 
         Args:
             made: newest version of each fragment on the tape.
@@ -77,7 +89,8 @@ class Restoring:
                 found.append((learner_id, fragment_id, version))
         if found:
             self.asked_s = now_s
-            self.resend_s = now_s + self.resend_wait_s * 2**turn  # on a slow link it is under way, not lost
+            # On a slow link the value is in transit and not lost.
+            self.resend_s = now_s + self.resend_wait_s * 2**turn
         return found
 
     def believes(self, fragment_id: int, version: int, made: int, members: Iterable[Member]) -> bool:
@@ -89,54 +102,57 @@ class Restoring:
         return len(set(bits)) < len(bits)
 
     def repeat(self, members: Mapping[str, Member], now_s: float) -> None:
-        """Forget what was asked for, if it is time to ask again."""
+        """Forget the open requests, if it is time to repeat them."""
         if not self.asked or now_s < self.resend_s:
             return
         if any(members[name].heard_s > self.asked_s for _, name in self.asked.values()):
             self.repetitions, self.unheard = self.repetitions + 1, 0
         else:
-            self.unheard += 1  # its lease says whether it is dead
+            # The check of silence decides whether that learner is lost.
+            self.unheard += 1
         self.unanswered = {p: learner_id for p, (_, learner_id) in self.asked.items()}
         self.asked.clear()
 
     def give_up_silent(self) -> dict[int, str]:
-        """Return by fragment the learner that was asked in vain, and begin to count repetitions again."""
+        """Return for each fragment the learner that did not answer, and restart the count of repetitions."""
         silent = self.unanswered or {p: learner_id for p, (_, learner_id) in self.asked.items()}
         self.asked = {p: ask for p, ask in self.asked.items() if silent.get(p) != ask[1]}
         self.unanswered, self.repetitions, self.unheard = {}, 0, 0
         return silent
 
     def on_back(self, learner_id: str, deadline_s: float) -> None:
-        """A learner greeted, or is heard again. The first one makes the wait for the others end some time."""
+        """Record that a learner greeted, or is heard again; the first one sets the deadline for the others."""
         self.awaited.discard(learner_id)
         if self.deadline_s is None:
             self.deadline_s, self.repetitions, self.unheard = deadline_s, 0, 0
 
     def next_deadline_s(self) -> float:
-        """Return the time at which a wait ends by itself."""
+        """Return when a wait ends without an input."""
         if self.asked and self.repetitions < REPETITIONS_MAX:
             return self.resend_s
         deadline_s = inf if self.deadline_s is None else self.deadline_s
         return min(deadline_s, self.resend_s) if self.asked else deadline_s
 
     def on_lost(self, learner_id: str, last: bool) -> None:
-        """A learner is gone or silent again: what it was asked for will not come. It may be the last one."""
+        """Cancel the requests to a learner that is lost or silent again; `last` if no other learner is present."""
         self.asked = {p: ask for p, ask in self.asked.items() if ask[1] != learner_id}
         self.awaited.add(learner_id)
         if last:
             self.deadline_s = None
 
     def take(self, fragment_id: int, version: int, digest: int) -> None:
-        """A newer value arrived."""
+        """Record that a newer value arrived."""
         self.held[fragment_id], self.digests[fragment_id] = version, digest
         if self.asked.get(fragment_id, (version, ""))[0] <= version:
             self.asked.pop(fragment_id, None)
 
     def is_over(self, versions: Sequence[int], now_s: float) -> bool:
-        """Say if nothing newer can come, or the wait for it is over."""
+        """Return whether no newer value can arrive, or the wait for it is over."""
         if self.deadline_s is None:
-            return False  # without learners there is nothing to go on with, and they may bring everything
-        if now_s >= self.deadline_s:  # what a learner that is back holds is worth asking for again
+            # Without learners the run cannot continue, and the first one may bring everything.
+            return False
+        if now_s >= self.deadline_s:
+            # A value that a present learner holds is worth a repeated request.
             return not self.asked or self.repetitions >= REPETITIONS_MAX
         if self.asked:
             return False
@@ -147,7 +163,7 @@ class Restoring:
         return this.global_step if this is not None else versions[fragment_id]
 
     def to_plain(self) -> dict[str, Any]:
-        """Everything, as plain values that JSON keeps exactly."""
+        """Return all fields as plain values that JSON keeps exactly."""
         return {
             "held": list(self.held),
             "digests": list(self.digests),
@@ -187,27 +203,32 @@ class Restoring:
 
 @dataclass(slots=True)
 class Comeback:
-    """Brings the syncer's parts from a restart to the next round."""
+    """The way of the syncer's machine from a restart, or a snapshot, to the next round."""
 
+    effects: Effects
     config: ProtocolConfig
     progress: Progress
-    membership: Membership  # who took part, and is expected back
+    # The members, who are expected back.
+    membership: Membership
     downstream: Downstream
-    rounds: RoundBook  # paused until it is over
+    # The rounds, which are paused until the syncer has what it lost.
+    rounds: RoundBook
     leases: LeaseBook
-    restoring: Restoring | None = None  # what is still to be had from learners
+    # What learners are still to bring; None if nothing is missing.
+    restoring: Restoring | None = None
 
-    def restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:
-        """The process died: begin to restore what its successor does not hold."""
+    def restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> None:
+        """Start to restore what the process that ended held, and this one does not."""
         progress, versions, before = self.progress, self.downstream.versions, self.restoring
         assert len(held) == len(digests) == len(versions), f"{len(held)} fragments, not {len(versions)}"
         progress.epoch += 1
-        effects: list[Effect] = [progress.note("restarted", -1, (), f"life {progress.epoch} of the syncer")]
+        self.effects.append(progress.note("restarted", -1, (), f"life {progress.epoch} of the syncer"))
         awaited = {member.learner_id for member in self.membership.connected()}
         flying = self.rounds.flying.values()
         uncertain = {this.fragment_id: this for this in flying if this.phase == MERGING}
         possible = self._possible(flying, before)
-        if before is not None:  # it died again before all were back
+        if before is not None:
+            # The process ended again before all learners were back.
             awaited |= before.awaited
             uncertain |= before.uncertain
         for this in flying:
@@ -216,8 +237,7 @@ class Comeback:
         restoring = Restoring(
             list(held), list(digests), sorted(wanted), uncertain, awaited, self.config.resend_s, possible
         )
-        self._begin(restoring if wanted else None, effects, now_s)
-        return effects
+        self._begin(restoring if wanted else None, now_s)
 
     def _possible(self, flying: Iterable[Round], before: Restoring | None) -> dict[int, list[int]]:
         """Return versions that may exist beyond the tape, because a lost machine may lose the end of its tape."""
@@ -232,65 +252,65 @@ class Comeback:
                 found[fragment_id].append(step)
         return found
 
-    def rewind(self, epoch: int, now_s: float) -> list[Effect]:
-        """The run goes on from a snapshot that was just restored."""
+    def rewind(self, epoch: int, now_s: float) -> None:
+        """Continue the run from a snapshot that was just restored."""
         progress = self.progress
         assert epoch > progress.epoch, f"epoch {epoch} after {progress.epoch}"
         progress.epoch = progress.rewound = epoch
-        effects: list[Effect] = [progress.note("restarted", -1, (), f"life {epoch}, from the snapshot")]
-        for member in self.membership.connected():  # when the snapshot was taken; the run was stopped since
+        self.effects.append(progress.note("restarted", -1, (), f"life {epoch}, from the snapshot"))
+        for member in self.membership.connected():
+            # The member was connected when the snapshot was taken; the run was stopped since.
             member.goodbye = STOPPED_OUTSIDE
-        self._begin(None, effects, now_s)
-        return effects
+        self._begin(None, now_s)
 
-    def _begin(self, restoring: Restoring | None, effects: list[Effect], now_s: float) -> None:
-        """Forget links, and what was on its way."""
+    def _begin(self, restoring: Restoring | None, now_s: float) -> None:
+        """Forget all links, and what was in transit on them."""
         for member in self.membership.connected():
             self.membership.set_state(member, GONE, now_s)
-        effects += self.rounds.clear()
+        self.rounds.clear()
         self.downstream.forget_steps()
-        self._go(restoring)
+        self._set_restoring(restoring)
 
-    def _go(self, restoring: Restoring | None) -> None:
+    def _set_restoring(self, restoring: Restoring | None) -> None:
         self.restoring = restoring
         self.rounds.paused = restoring is not None
 
     def _reopen(self, fragment_id: int, learners: Iterable[str]) -> None:
-        """Let the steps count again that these learners gave of the fragment: they did not come through."""
+        """Let the steps in these learners' values of a fragment count again, because the values were lost."""
         for learner_id in learners:
             self.membership.members[learner_id].credit.merged_base.pop(fragment_id, None)
 
-    def on_back(self, learner_id: str, effects: list[Effect], now_s: float) -> None:
-        """A learner greeted, or is heard again: it may hold what is wanted."""
+    def on_back(self, learner_id: str, now_s: float) -> None:
+        """Request what is wanted of a learner that greeted, or is heard again."""
         if self.restoring is not None:
             self.restoring.on_back(learner_id, now_s + self.config.restore_s)
-            self.ask(effects, now_s)
+            self.ask(now_s)
 
-    def on_tick(self, effects: list[Effect], now_s: float) -> None:
-        """Ask again for what did not come."""
+    def on_tick(self, now_s: float) -> None:
+        """Repeat requests without an answer."""
         if self.restoring is not None:
             self.restoring.repeat(self.membership.members, now_s)
-            self.proceed(effects, now_s)
+            self.proceed(now_s)
 
-    def on_anchor(self, member: Member, message: AnchorValue, now_s: float) -> list[Effect]:
-        """A learner sends a global value that may be wanted."""
+    def on_anchor(self, member: Member, message: AnchorValue, now_s: float) -> None:
+        """Restore a global value that a learner sends, if it is wanted and believed."""
         name, fragment_id, version = member.learner_id, message.fragment_id, message.version
         restoring = self.restoring
         wanted = restoring is not None and fragment_id in restoring.wanted
         if restoring is None or not wanted or NO_VERSION < version <= restoring.held[fragment_id]:
-            return [Drop(name, f"version {version} of fragment {fragment_id} is not needed")]
-        effects: list[Effect] = []
+            self.effects.append(Drop(name, f"version {version} of fragment {fragment_id} is not needed"))
+            return
         if reason := self._doubt(restoring, message):
-            effects.append(Drop(name, reason))
+            self.effects.append(Drop(name, reason))
             member.down.disregard(fragment_id)
             if restoring.asked.get(fragment_id, (version, ""))[1] == name:
                 del restoring.asked[fragment_id]
-            self.ask(effects, now_s)
+            self.ask(now_s)
         else:
             restoring.take(fragment_id, version, message.digest)
-            effects.append(Restore(fragment_id, version))
-        self.finish(effects, now_s)
-        return effects + self.rounds.proceed(now_s)
+            self.effects.append(Restore(fragment_id, version))
+        self.finish(now_s)
+        self.rounds.proceed(now_s)
 
     def _doubt(self, restoring: Restoring, message: AnchorValue) -> str:
         """Return why the syncer does not believe a learner's global value; "" if it does."""
@@ -305,25 +325,24 @@ class Comeback:
         return ""
 
     def on_lost(self, learner_id: str) -> None:
-        """A learner is gone or silent."""
+        """Cancel the requests to a learner that is lost or silent."""
         if self.restoring is not None:
             self.restoring.on_lost(learner_id, last=not self.membership.present())
 
-    def proceed(self, effects: list[Effect], now_s: float) -> None:
-        """Ask for what is wanted, and go on when nothing more can come."""
-        self.ask(effects, now_s)
-        self.finish(effects, now_s)
+    def proceed(self, now_s: float) -> None:
+        """Request what is wanted, and continue the run when nothing more can arrive."""
+        self.ask(now_s)
+        self.finish(now_s)
 
-    def ask(self, effects: list[Effect], now_s: float) -> None:
-        """Ask for the newest versions that somebody offers."""
+    def ask(self, now_s: float) -> None:
+        """Request the newest versions that present learners offer."""
         if self.restoring is not None:
-            for learner_id, fragment_id, version in self.restoring.asks(
-                self.membership.present(), self.downstream.versions, now_s
-            ):
-                effects.append(Send(learner_id, AnchorRequest(fragment_id, version)))
+            asks = self.restoring.asks(self.membership.present(), self.downstream.versions, now_s)
+            for learner_id, fragment_id, version in asks:
+                self.effects.append(Send(learner_id, AnchorRequest(fragment_id, version)))
 
-    def finish(self, effects: list[Effect], now_s: float) -> None:
-        """Go on, once every version that anybody holds is here, or the wait for it is over."""
+    def finish(self, now_s: float) -> None:
+        """Continue the run, once every version that a learner holds is here, or the wait for it is over."""
         restoring, downstream = self.restoring, self.downstream
         if restoring is None:
             return
@@ -333,36 +352,42 @@ class Comeback:
             # A learner that offers a version and never brings it must not hide what others hold.
             for fragment_id, learner_id in restoring.give_up_silent().items():
                 self.membership.members[learner_id].down.disregard(fragment_id)
-            self.ask(effects, now_s)
+            self.ask(now_s)
         else:
             return
-        self._go(None)
+        self._set_restoring(None)
         for fragment_id in restoring.wanted:
-            self._decide(restoring, fragment_id, effects)
+            self._decide(restoring, fragment_id)
         for member in self.membership.connected():
             for p in restoring.wanted:
                 if not member.down.offered or member.down.offered[p] != downstream.versions[p]:
-                    effects.append(downstream.send(member, p))
-        if self.progress.finished:  # it died before its last snapshot
-            self.rounds.evaluations.conclude(effects, now_s)
+                    downstream.send(member, p)
+        if self.progress.finished:
+            # The process ended after the last round, before its last snapshot.
+            self.rounds.evaluations.conclude(now_s)
 
-    def _decide(self, restoring: Restoring, p: int, effects: list[Effect]) -> None:
-        """Settle from which version of this fragment the run goes on, and what that means for its rounds."""
+    def _decide(self, restoring: Restoring, p: int) -> None:
+        """Choose the version that a fragment continues from, and correct what depends on its rounds."""
         progress, downstream = self.progress, self.downstream
         version, made, this = restoring.held[p], downstream.versions[p], restoring.uncertain.get(p)
-        if this is not None and version == this.global_step:  # the merge had come through
-            self.rounds.credit(this, [part for _, part in sorted(this.values.items())], effects)
+        if this is not None and version == this.global_step:
+            # A learner holds the result of the merge, so the round counts as merged.
+            self.rounds.credit(this, [part for _, part in sorted(this.values.items())])
         elif version < made:
             self.leases.revert(p, version)
             self._reopen(p, self.membership.members)
             for member in self.membership.members.values():
                 if member.credit.merged_round.get(p, version) > version:
-                    del member.credit.merged_round[p]  # what it gave is in no value that anybody holds
-            effects.append(progress.note("lost", p, (), f"version {made}: nobody holds it, {version} goes on"))
+                    # No learner holds a value that contains what this member gave.
+                    del member.credit.merged_round[p]
+            self.effects.append(
+                progress.note("lost", p, (), f"version {made}: nobody holds it, version {version} continues")
+            )
         elif this is not None:
-            effects.append(progress.note("abandoned", p, (), "its merge died with the syncer", this.global_step))
+            note = progress.note("abandoned", p, (), "its merge was lost with the syncer", this.global_step)
+            self.effects.append(note)
         else:
-            effects.append(progress.note("restored", p, (), f"version {version}, from a learner"))
+            self.effects.append(progress.note("restored", p, (), f"version {version}, from a learner"))
         downstream.replace(p, version, restoring.digests[p])
         self.leases.on_version(p, version)
         progress.global_step = max(progress.global_step, version)
@@ -371,4 +396,4 @@ class Comeback:
         return self.restoring.to_plain() if self.restoring is not None else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        self._go(Restoring.from_plain(dict(state)) if state is not None else None)
+        self._set_restoring(Restoring.from_plain(dict(state)) if state is not None else None)

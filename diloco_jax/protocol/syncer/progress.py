@@ -1,30 +1,36 @@
-"""The progress of a run: the clock that all parts of the syncer's machine share, and notes that bear its time."""
+"""Clock, limits and newest versions of a run; all parts of the syncer's machine share them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.claims import LEAPS, plausible_tokens
-from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.member import Member
+from diloco_jax.protocol.effects import Effects, Note, Send
+from diloco_jax.protocol.member import Held, Member, Sent
 from diloco_jax.protocol.membership import Membership
+from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello
+from diloco_jax.protocol.pacing import ProtocolConfig
+
+# How often a version is sent to one member as a delta. A member that still lacks it cannot use deltas.
+STEPS_MAX = 2
 
 
 class Budget(NamedTuple):
-    """A run's end in merged tokens, and how many of them are one step of its learning-rate schedule."""
+    """The end of a run in merged tokens, and how many of them are one step of its learning-rate schedule."""
 
-    tokens: int = 0  # 0: no budget; the run ends, and its schedule goes, by global steps
+    # 0 for no budget; the end of the run and its schedule then depend on global steps.
+    tokens: int = 0
     step_tokens: int = 1
 
 
 NO_BUDGET = Budget()
-# Name of the limits in a fingerprint; their text begins with the steps of the learning-rate schedule.
+# Name of the limits in a fingerprint; their text starts with the steps of the learning-rate schedule.
 GLOBAL_STEPS = "global steps"
 
 
 class Limits(NamedTuple):
-    """The limits at which a run is complete, whichever it reaches first."""
+    """The limits of a run, which is complete when it reaches the first of them."""
 
     # Global steps; 0 for no limit, which needs `tokens`.
     steps: int
@@ -47,26 +53,33 @@ class Limits(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """The syncer's life, and what the run has come to in it.
+    """Counters of a run: closed rounds, merged rounds and merged tokens.
 
-    Merged tokens: when a round closes, each member has reported so many tokens since its start. They are merged when
-    the round has merged the member's value, except those that were merged before and those from before the member
-    adopted the version under that value. So each token counts once, whichever fragments it went into.
+    Merged tokens: when a round closes, each member has reported a number of tokens since its start. They count as
+    merged when the round has merged the member's value, except tokens that were merged before, and tokens from before
+    the member adopted the version under that value. So each token counts once, whichever fragments it went into.
 
     With a token budget the run is complete once the merged tokens reach it, or after `total_steps`. No round opens
-    while those in flight may reach it, so what is merged beyond the budget is less than one round's tokens.
+    while the rounds in flight may reach the budget, so less than one round's tokens are merged beyond it.
     """
 
-    total_steps: int  # global steps after which the run is complete; 0, with a budget only: as many as that needs
+    # Limit of global steps; 0, with a budget only, for as many as the budget needs.
+    total_steps: int
     budget: Budget = NO_BUDGET
-    factor: float = 0.0  # protocol.tokens_per_step_factor_max
-    reach: int = 0  # global steps that the schedule goes on for without a merge: the longest way from one to the next
-    epoch: int = 1  # which life of the syncer this is
-    rewound: int = 0  # the life in which the run was last put back to a snapshot
-    global_step: int = 0  # closed rounds
+    # The setting protocol.tokens_per_step_factor_max.
+    factor: float = 0.0
+    # The schedule continues for so many global steps without a merge: the longest way from one merge to the next.
+    reach: int = 0
+    # The present life of the syncer, from 1, and the life that last put the run back to a snapshot.
+    epoch: int = 1
+    rewound: int = 0
+    # Closed rounds.
+    global_step: int = 0
     merged_rounds: int = 0
-    merged_parts: int = 0  # values in them
-    merged_step: int = 0  # newest of these rounds
+    # Values in the merged rounds.
+    merged_parts: int = 0
+    # The newest merged round.
+    merged_step: int = 0
     merged_tokens: int = 0
     finished: bool = False
 
@@ -85,16 +98,16 @@ class Progress:
         self.merged_step, self.merged_tokens = state["merged"]
 
     def allows(self, global_step: int, tokens: int) -> bool:
-        """Say if the run goes on to this global step when so many tokens are merged, or may soon be."""
+        """Return whether the run continues to this global step when so many tokens are merged, or may soon be."""
         return self.limits.allow(global_step, tokens)
 
     @property
     def limits(self) -> Limits:
-        """Return the limits at which the run is complete, without their text in the fingerprint."""
+        """Return the limits of the run, without their text in the fingerprint."""
         return Limits(self.total_steps, self.budget.tokens)
 
     def limit(self, limits: Limits) -> None:
-        """Set the limits at which the run is complete."""
+        """Set the limits of the run."""
         self.total_steps, self.budget = limits.steps, self.budget._replace(tokens=limits.tokens)
 
     def plausible(self, tokens: int, steps: int, member: Member, membership: Membership) -> int:
@@ -115,10 +128,11 @@ class Progress:
 
     @property
     def schedule_lead(self) -> int:
-        """Steps by which the learning-rate schedule is ahead of the global step, or behind; 0 without a budget.
+        """Return by how many steps the learning-rate schedule is ahead of the global step; 0 without a budget.
 
-        At a merged round the schedule is at merged tokens / budget.step_tokens. From there it goes on with the global
-        steps, for rounds are rare where fragments are few, until the next merge sets it right.
+        The lead is negative when the schedule is behind. At a merged round the schedule is at merged tokens /
+        budget.step_tokens. From there it advances with the global steps until the next merge corrects it, because
+        merges are rare where fragments are few.
         """
         tokens, step_tokens = self.budget
         if not tokens:
@@ -127,15 +141,124 @@ class Progress:
 
     @property
     def expected_steps(self) -> int:
-        """Global steps of the whole run, if every one from now on merges a step's tokens."""
+        """Return the global steps of the whole run, if each one from now on merges the tokens of one schedule step."""
         tokens, step_tokens = self.budget
         if not tokens:
             return self.total_steps
-        steps = self.global_step - min(0, self.merged_tokens - tokens) // step_tokens  # rounded up
+        # The floor division of a negative number rounds the remaining steps up.
+        steps = self.global_step - min(0, self.merged_tokens - tokens) // step_tokens
         return min(steps, self.total_steps) if self.total_steps else steps
 
     def note(
         self, kind: str, fragment_id: int, members: tuple[str, ...], reason: str, global_step: int | None = None
     ) -> Note:
-        """Make a note of this moment, or of the round of `global_step`."""
+        """Make a note of this moment, or of the round `global_step`."""
         return Note(kind, self.global_step if global_step is None else global_step, fragment_id, members, reason)
+
+
+@dataclass(slots=True)
+class Downstream:
+    """The newest version of each fragment, and its way to each learner: as a whole value, or as a delta."""
+
+    effects: Effects
+    config: ProtocolConfig
+    progress: Progress
+    # Fragment -> size of its encoded global value.
+    payload_bytes: Mapping[int, int]
+    # Fragment -> size of the delta to its newest version. A fragment that is missing is always sent whole.
+    step_bytes: Mapping[int, int]
+    # The newest version of each fragment, and its digest.
+    versions: list[int] = field(init=False)
+    digests: list[int] = field(init=False)
+    # For each fragment, the versions that the syncer keeps as bases of learners' values.
+    history: list[list[int]] = field(init=False)
+    # Fragment -> the base of the delta to its newest version.
+    bases: dict[int, Held] = field(default_factory=dict)
+    # The message that was sent last.
+    newest: GlobalFragment | None = None
+
+    def __post_init__(self) -> None:
+        count = self.config.num_fragments
+        self.versions, self.digests, self.history = [0] * count, [0] * count, [[0] for _ in range(count)]
+
+    def renew(self, fragment_id: int, version: int, digest: int) -> None:
+        """Take a version that was merged; a delta leads to it from the version before."""
+        self.bases[fragment_id] = Held(self.versions[fragment_id], self.digests[fragment_id])
+        self.versions[fragment_id], self.digests[fragment_id] = version, digest
+        history = self.history[fragment_id]
+        history.append(version)
+        del history[: -self.config.anchor_history]
+
+    def replace(self, fragment_id: int, version: int, digest: int) -> None:
+        """Continue from this version, whatever was there."""
+        self.versions[fragment_id], self.digests[fragment_id] = version, digest
+        self.history[fragment_id] = [version]
+
+    def forget_steps(self) -> None:
+        """Forget deltas and older versions, which were lost with the process that held them."""
+        self.bases.clear()
+        self.history = [[version] for version in self.versions]
+
+    def missing(self, hello: Hello) -> list[int]:
+        """Return the fragments whose value at the learner is not the newest one."""
+        held = zip(hello.versions, hello.digests, self.versions, self.digests, strict=True)
+        return [p for p, (theirs, bits, ours, our_bits) in enumerate(held) if theirs != ours or bits != our_bits]
+
+    def send(self, member: Member, fragment_id: int, wait_steps: int = 0, broadcast_s: float | None = None) -> None:
+        """Send the newest version: as a delta to a member that will hold its base by then, else whole.
+
+        Args:
+            wait_steps: the version counts as lost after so many steps of the member without it; 0 for what the overlap
+                allows.
+            broadcast_s: time of the broadcast after the merge, if this is part of it.
+        """
+        message = self._message(member, fragment_id, wait_steps or self.config.overlap_steps + 1, broadcast_s)
+        self.effects.append(Send(member.learner_id, message))
+
+    def _message(self, member: Member, fragment_id: int, wait_steps: int, broadcast_s: float | None) -> GlobalFragment:
+        down, version, digest = member.down, self.versions[fragment_id], self.digests[fragment_id]
+        size, base, steps = self.payload_bytes.get(fragment_id, 0), NO_VERSION, STEPS_MAX
+        if fragment_id in self.step_bytes:
+            sent, will_hold = down.sent.get(fragment_id), down.will_hold[fragment_id]
+            before = sent.steps if sent is not None and sent.version == version else 0
+            if before < STEPS_MAX and self.bases.get(fragment_id) == will_hold:
+                size, base, steps = self.step_bytes[fragment_id], will_hold.version, before + 1
+            down.will_hold[fragment_id] = Held(version, digest)
+        down.sent[fragment_id] = Sent(version, steps, member.local_step, wait_steps, broadcast_s)
+        merged_round = member.credit.merged_round.get(fragment_id, NO_VERSION)
+        now = self.progress
+        lead = now.schedule_lead
+        value = (now.global_step, fragment_id, version, now.epoch, digest, size, base, merged_round, lead)
+        message = self.newest
+        if message is None or message != value:
+            # Nearly all members of a broadcast get the same message, so it is made once.
+            message = self.newest = GlobalFragment(*value)
+        return message
+
+    def repair(self, member: Member, fragment_id: int) -> None:
+        """Repeat a broadcast that was lost: the learner started a step after it was due, and still lacks it.
+
+        A step that started before the arrival reports the old version, hence one step more than the overlap. Each
+        repetition waits twice as long, because on a slow link the value is in transit and not lost.
+        """
+        if not member.adopted or member.adopted[fragment_id].version >= self.versions[fragment_id]:
+            return
+        sent, base = member.down.sent.get(fragment_id), self.bases.get(fragment_id)
+        if sent is not None and member.local_step > sent.local_step + sent.wait_steps:
+            if base is not None and member.adopted[fragment_id].version == base.version:
+                # Whole values would fill a slow link forever, so the member gets the delta again.
+                member.down.will_hold[fragment_id] = base
+            self.send(member, fragment_id, 2 * sent.wait_steps)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "versions": list(self.versions),
+            "digests": list(self.digests),
+            "bases": [[fragment_id, *base] for fragment_id, base in self.bases.items()],
+            "history": [list(history) for history in self.history],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.versions, self.digests = list(state["versions"]), list(state["digests"])
+        self.bases = {fragment_id: Held(*base) for fragment_id, *base in state["bases"]}
+        self.history = [list(history) for history in state["history"]]

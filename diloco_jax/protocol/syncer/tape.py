@@ -5,7 +5,7 @@ replaying feeds the lines to a fresh machine of the same configuration, which th
 
 Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 7, 7168, ...]
 
-The line that begins a life of the syncer ends with the stamp of its release.
+The first line of each life of the syncer ends with the stamp of its release.
 
 A line is written before any effect of its input is executed, so the tape of a syncer that was killed has every decision
 that another process has seen. From a line ["rewind", ...] on, the run continues from its state at an earlier snapshot.
@@ -16,6 +16,9 @@ Before a driver captures a snapshot, it writes a line ["snapshot", now_s, global
 hash chain over all earlier lines (runtime/records/tape_chain.py); it identifies this snapshot. If the machine asked for
 a snapshot and the driver skipped it, there is no line. Older releases wrote no head, and no line for a snapshot that
 the machine had asked for.
+
+A line ["merged", now_s, global_step, digest, excluded, evidence] ends with the measurements that decided who was
+excluded, as an object with the fields of `Evidence` (protocol/exclusion.py). Older releases wrote none.
 """
 
 import json
@@ -26,6 +29,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
+from diloco_jax.protocol.exclusion import Evidence
 from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
 from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -38,10 +42,12 @@ _NOT_A_LINE = (
     LookupError,
     AssertionError,
     AttributeError,
-    ArithmeticError,  # 1e999 is infinite
+    # The number 1e999 is infinite.
+    ArithmeticError,
     RecursionError,
 )
-_BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}  # and have so many arguments before the stamp
+# The inputs that start a life of the syncer, and the number of their arguments before the stamp.
+_BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}
 
 _LATER_LIVES = ('["restart"', '["rewind"')
 
@@ -49,7 +55,7 @@ T = TypeVar("T")
 
 
 class Moment(NamedTuple):
-    """Names of a snapshot on the tape; global step -1 stands for the beginning of the run."""
+    """The name of a snapshot on the tape; global step -1 means the start of the run."""
 
     global_step: int
     # Head of the hash chain before its line; "" on tapes of older releases.
@@ -121,12 +127,17 @@ class TapedSyncer:
         self._write("disconnect", now_s, learner_id, incarnation, reason)
         return self.syncer.on_disconnect(learner_id, incarnation, reason, now_s)
 
-    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
-        self._write("merged", now_s, global_step, digest, list(left_out))
+    def on_merged(
+        self, global_step: int, digest: int, left_out: Sequence[str], now_s: float, evidence: Evidence | None = None
+    ) -> list[Effect]:
+        """Do as Syncer.on_merged; `evidence` is for readers of the tape, and the machine does not see it."""
+        recorded = [] if evidence is None else [evidence._asdict()]
+        self._write("merged", now_s, global_step, digest, list(left_out), *recorded)
         return self.syncer.on_merged(global_step, digest, left_out, now_s)
 
     def on_drain(self, learner_id: str, now_s: float) -> list[Effect]:
-        return self.syncer.on_drain(learner_id, now_s)  # changes nothing in the machine
+        # A drain changes nothing in the machine, so it is not on the tape.
+        return self.syncer.on_drain(learner_id, now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:
         self._write("tick", now_s)
@@ -135,12 +146,12 @@ class TapedSyncer:
     def on_restart(
         self, held: Sequence[int], digests: Sequence[int], loaded: int, now_s: float, head: str = ""
     ) -> list[Effect]:
-        """As Syncer.on_restart; `loaded` is the global step of the snapshot that the values are of, -1 for none."""
+        """Restart the machine; `loaded` is the global step of the snapshot with the values, -1 for none."""
         self._write("restart", now_s, list(held), list(digests), loaded, STAMP, *([head] if head else []))
         return self.syncer.on_restart(held, digests, now_s)
 
     def on_snapshot(self, global_step: int, now_s: float, head: str = "") -> list[Effect]:
-        """Record that the driver is about to capture a snapshot, to which the run may go back."""
+        """Record that the driver is about to capture a snapshot; the run may go back to it."""
         self._write("snapshot", now_s, global_step, *([head] if head else []))
         return []
 
@@ -159,17 +170,17 @@ def replay(
     snapshots: Mapping[Moment, Mapping[str, Any]] | None = None,
     uses: Mapping[Moment, int] | None = None,
 ) -> Iterator[list[Effect]]:
-    """Feed a tape to a machine; yields what each input led to.
+    """Feed a tape to a machine; yield the effects of each input.
 
     Args:
-        lines: the tape, or its end from the moment on in which the machine is.
+        lines: the tape, or the lines after the machine's moment.
         syncer: a fresh machine, or one restored from the state of that moment.
         snapshots: states of snapshots that were captured before the first line.
         uses: result of `returns` for these lines, so that only needed states are kept; None keeps all.
 
     Raises:
-        ValueError: a line is not one that TapedSyncer writes; the message names its number.
-        OtherRelease: a life was that of a release whose tapes this one does not read.
+        ValueError: TapedSyncer writes no such line; the message names its number.
+        OtherRelease: a life has the stamp of a release whose tapes this one does not read.
     """
     states: Moments[Mapping[str, Any]] = Moments(uses)
     for moment, state in (snapshots or {}).items():
@@ -199,7 +210,7 @@ def captured(kind: str, arguments: Sequence[Any], effects: Iterable[Effect]) -> 
 
 
 def back_to(kind: str, arguments: Sequence[Any]) -> Moment | None:
-    """Return the snapshot from which a life of the syncer starts; `arguments` are those of its line, without stamp."""
+    """Return the snapshot at the start of a life of the syncer; `arguments` are those of its line, without stamp."""
     match kind, arguments:
         case "restart", [_, _, int(loaded), *head]:
             return Moment(loaded, *head)
@@ -226,14 +237,14 @@ def returns(lines: Iterable[str]) -> Counter[Moment]:
 
 
 def check_life(number: int, kind: str, arguments: list[Any]) -> None:
-    """Take the stamp off the arguments of an input that begins a life; OtherRelease if this one does not read it."""
+    """Remove the stamp from the arguments of an input that starts a life; OtherRelease if it cannot be read."""
     if (own := _BEGIN_A_LIFE.get(kind)) is not None:
         check_readable(f"the tape from line {number} on", *arguments[own : own + 1])
         del arguments[own : own + 1]
 
 
 def without_stamp(line: list[Any]) -> list[Any]:
-    """Return the arguments of an input as the machine's replay has them."""
+    """Return the arguments of an input without the stamp."""
     arguments = line[2:]
     check_life(0, line[0], arguments)
     return arguments
@@ -286,7 +297,7 @@ def _apply(
             return syncer.on_message(_message(kind, arguments), now_s)
         case "disconnect", [learner_id, incarnation, reason]:
             return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
-        case "merged", [global_step, digest, left_out]:
+        case "merged", [global_step, digest, left_out, *_]:
             return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
         case "tick", _:
             return syncer.on_tick(now_s)
@@ -310,7 +321,7 @@ def _apply(
 
 
 def _message(kind: str, arguments: list[Any]) -> LearnerMessage:
-    """JSON knows no tuples: give the nested ones back their types."""
+    """Make a message from JSON, which has lists instead of named tuples."""
     if kind == "StepReport":
         arguments[5] = tuple(Adopted(*a) for a in arguments[5])
         arguments[10:] = [tuple(Arrived(*a) for a in told) for told in arguments[10:]]

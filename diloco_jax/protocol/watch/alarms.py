@@ -1,7 +1,7 @@
-"""Alarms of a run: what is wrong, by which evidence, and what to do about it. No rule reads them.
+"""Alarms of a run: what is wrong, the evidence, and what to do about it. No rule reads them.
 
-The same ones are in the log, in the status, in metrics, on the page and in the summary. Those of the protocol are found
-here, also in simulated runs; those of the syncer's machine in runtime/syncer/host_alarms.py.
+Log, status, metrics, page and summary show the same alarms. This module finds those of the protocol, also in simulated
+runs; runtime/syncer/host_alarms.py finds those of the syncer's computer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 
-STARVED = 0.05  # share of its time from which an island's waiting for data is told
-KEPT_MAX = 64  # episodes of a run that are told apart
-REMEDIES = {  # by kind
+# An island that waits for data for at least this share of its time has an alarm.
+STARVED = 0.05
+# Alarms of a run that are kept apart.
+KEPT_MAX = 64
+# By kind: what to do about an alarm.
+REMEDIES = {
     "silent": "look at its process and its network; its log is in logs/ of the run's folder where it runs",
     "gone": "look at its machine and its log; it may come back under its name at any time",
     "expelled": "lower its learning rate or change its hardware, then start it again",
@@ -58,31 +61,37 @@ PAST = {
     "clock": "the clock of {who} was wrong",
     "evaluation": "an evaluation failed",
 }
-CALM = 5.0  # seconds without it, after which an alarm is over
-FLAPPING = ("gone",)  # kinds of which gaps shorter than CALM count as well: a link that breaks again and again
-HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0}  # seconds; a shorter one is weather, or a new syncer
+# An alarm is over after so many seconds without it.
+CALM = 5.0
+# For these kinds, gaps shorter than CALM count as part of the alarm, because a link may break again and again.
+FLAPPING = ("gone",)
+# By kind: seconds before an alarm is raised. A shorter trouble is harmless, or belongs to a restart of the syncer.
+HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0}
 
 
 class Alarm(NamedTuple):
     """One thing that is wrong."""
 
-    kind: str  # one of REMEDIES
-    who: str  # an island, or "" for the run
-    text: str  # with the numbers that show it
+    # One of REMEDIES.
+    kind: str
+    # An island, or "" for the run.
+    who: str
+    # Description with the numbers that are the evidence.
+    text: str
 
-    def told(self) -> dict[str, Any]:
-        """Return it with its remedy, for people."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the alarm with its remedy."""
         return {**self._asdict(), "remedy": REMEDIES[self.kind]}
 
     @property
     def past(self) -> str:
-        """Return what was wrong, without numbers."""
+        """Describe an alarm that is over, without numbers."""
         of_who = f"of {self.who}" if self.who else "of the global model"
         return PAST[self.kind].format(who=self.who, of_who=of_who)
 
 
 def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
-    """List what is wrong with a run as its protocol sees it; nothing once it is over."""
+    """List the alarms of a run that the machine's state shows; none once the run is complete."""
     if syncer.finished:
         return []
     stats.links.look(syncer, now_s)
@@ -106,7 +115,7 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
 
 
 def starving(metrics: Mapping[str, Mapping[str, float]]) -> list[Alarm]:
-    """List the islands that notably wait for their data, by the newest metrics of those that are active."""
+    """List the islands that wait long for their data, from the newest metrics of active islands."""
     shares = {name: values.get(WAITING, 0.0) for name, values in metrics.items()}
     words = "waits for its data for {:.0%} of its time"
     return [
@@ -116,47 +125,52 @@ def starving(metrics: Mapping[str, Mapping[str, float]]) -> list[Alarm]:
 
 @dataclass(slots=True)
 class Standing:
-    """An alarm from its beginning to its end."""
+    """An alarm from its start to its end."""
 
-    alarm: Alarm  # as it was last
-    from_s: float  # on the run's clock
+    # The alarm with its newest text.
+    alarm: Alarm
+    # Start and end on the run's clock.
+    from_s: float
     until_s: float
+    # Whether the alarm is not over.
     stands: bool
-    times: int = 1  # that it came
-    before_s: float = 0.0  # that it lasted, all times before this one together
+    # How often the alarm was raised, and how long it lasted before this time.
+    times: int = 1
+    before_s: float = 0.0
 
-    def told(self) -> dict[str, Any]:
-        """Return it for the summary; `lasted_s` is all times together."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the alarm for the summary; `lasted_s` is the sum over all times."""
         from_s, until_s, lasted_s = self.from_s, self.until_s, self.before_s + self.until_s - self.from_s
         times = {"from_s": round(from_s, 1), "until_s": round(until_s, 1), "lasted_s": round(lasted_s, 1)}
         over = {} if self.stands else {"past": self.alarm.past}
-        return {**self.alarm.told(), **times, "times": self.times, "stands": self.stands, **over}
+        return {**self.alarm.as_dict(), **times, "times": self.times, "stands": self.stands, **over}
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Standing:
-        """Return the one of which `told` was told."""
+        """Make the alarm that `told` described."""
         before_s = told["lasted_s"] - (told["until_s"] - told["from_s"])
         alarm = Alarm(told["kind"], told["who"], told["text"])
         return cls(alarm, told["from_s"], told["until_s"], told["stands"], told["times"], before_s)
 
 
 class AlarmBook:
-    """The alarms of a run: which stand, and which stood.
+    """The alarms of a run: those that stand now, and those that are over.
 
-    An alarm stands once it was found at every look for HOLDS, until none has found it for CALM.
+    An alarm stands once every look has found it for HOLDS seconds, until no look has found it for CALM seconds.
 
     Args:
-        earlier: those of the syncer's lives before.
+        earlier: the alarms of the syncer's earlier lives.
     """
 
     def __init__(self, earlier: Iterable[Standing] = ()) -> None:
-        self._found_s: dict[tuple[str, str], float] = {}  # since when, without a gap that ends it
-        self._last_s: dict[tuple[str, str], float] = {}  # the newest look that found it
+        # Kind and island -> the first look that found the trouble, without a gap since, and the newest such look.
+        self._found_s: dict[tuple[str, str], float] = {}
+        self._last_s: dict[tuple[str, str], float] = {}
         known = [each for each in earlier if each.alarm.kind in REMEDIES]
         self._episodes = {(each.alarm.kind, each.alarm.who): each for each in known[:KEPT_MAX]}
 
     def look(self, found: Iterable[Alarm], now_s: float, calm: float = CALM) -> tuple[list[Alarm], list[Alarm]]:
-        """Take what is wrong at this moment; return the alarms that begin and those that end."""
+        """Record what is wrong at this moment; return the alarms that start and those that end."""
         newest = {(alarm.kind, alarm.who): alarm for alarm in found}
         for key in self._found_s.keys() - newest.keys():
             if key[0] not in FLAPPING or now_s - self._last_s[key] >= CALM:
@@ -173,7 +187,7 @@ class AlarmBook:
                 if episode is None and len(self._episodes) >= KEPT_MAX:
                     continue
                 times = 1 if episode is None else episode.times + 1
-                before_s = 0.0 if episode is None else episode.told()["lasted_s"]
+                before_s = 0.0 if episode is None else episode.as_dict()["lasted_s"]
                 from_s = self._found_s[key]
                 self._episodes[key] = Standing(alarm, from_s, now_s, stands=True, times=times, before_s=before_s)
                 begun.append(alarm)
@@ -185,9 +199,9 @@ class AlarmBook:
 
     @property
     def standing(self) -> list[Alarm]:
-        """Return the alarms of this moment, the gravest kinds as they were found first."""
+        """Return the alarms that stand now, in the order of their first start."""
         return [episode.alarm for episode in self._episodes.values() if episode.stands]
 
-    def told(self) -> list[dict[str, Any]]:
+    def as_dicts(self) -> list[dict[str, Any]]:
         """Return every alarm that ever stood, for the summary."""
-        return [episode.told() for episode in self._episodes.values()]
+        return [episode.as_dict() for episode in self._episodes.values()]

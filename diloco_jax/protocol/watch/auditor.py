@@ -1,4 +1,4 @@
-"""The keeper of a run's book of samples: it reads the inputs of the syncer's tape and their effects."""
+"""Fills a run's book of samples and repeats its exclusions, from the syncer's tape and the effects of each input."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -8,30 +8,38 @@ from diloco_jax.protocol.effects import Drop, Effect, Merge, Note, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, captured, without_stamp
+from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
 from diloco_jax.protocol.watch.sample_book import Book, Findings, Life, SampleShare
 
 
 class Auditor:
-    """The keeper of the book of one run: reads the syncer's tape, and what each input led to, and enters it."""
+    """Reader of one run's tape that records each input and its effects in a book of samples."""
 
     def __init__(self, num_fragments: int, uses: Mapping[Moment, int] | None = None) -> None:
         self.findings = Findings()
         self.book = Book(num_fragments)
+        self.exclusions = ExclusionAuditor(num_fragments, self.findings.add, uses)
         self.rounds = 0
-        self.void = 0  # handed out in a history that the run went back behind
-        self._lives: dict[str, Life] = {}  # the newest of each learner
+        # Leased positions of a history that going back to a snapshot made void.
+        self.void = 0
+        # The newest life of each learner.
+        self._lives: dict[str, Life] = {}
         self._steps: dict[Life, int] = {}
         self._values: dict[tuple[int, str], Life] = {}
         self._orders: dict[int, tuple[Merge, tuple[Life, ...]]] = {}
-        self._held: list[int] = []  # after a restart: what the syncer has
-        self.reported: dict[Life, int] = {}  # newest local step that each life told of, whether it was heeded or not
+        # After a restart: the versions that the syncer holds.
+        self._held: list[int] = []
+        # Newest local step that each life reported, whether the syncer used the report or not.
+        self.reported: dict[Life, int] = {}
         self._snapshots: Moments[Book] = Moments(uses)
-        # Lives of the syncer that are still to begin from the initial model; unknown without `uses`.
+        # Lives of the syncer that are still to start from the initial model; unknown without `uses`.
         self._to_beginning = 1 if uses is None else uses.get(BEGINNING, 0)
         self._number = 0
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
+        """Record one input of the tape and its effects."""
         self._number += 1
+        self.exclusions.take(line, effects)
         kind = line[0]
         dropped = len(line) > 2 and any(isinstance(e, Drop) and e.peer == line[2] for e in effects)
         if kind == "Hello" and not dropped:
@@ -89,12 +97,13 @@ class Auditor:
             if note.kind == "lost":
                 self.book.on_lost(note.fragment_id, version)
             self.book.versions[note.fragment_id] = version
-        elif note.kind == "merged" and kind != "merged":  # its result came back from a learner
+        elif note.kind == "merged" and kind != "merged":
+            # A learner brought the result of the merge after a restart.
             names = [part.learner_id for part in self._orders[note.global_step][0].parts]
             self._version(note.global_step, [name for name in names if name not in note.members])
 
     def _begin_life(self, kind: str, moment: Moment, line: list[Any]) -> None:
-        """A syncer began from a snapshot: with everything decided since, or with that void."""
+        """Record that a life of the syncer started from a snapshot; after a rewind, everything since then is void."""
         self._values.clear()
         if kind == "restart":
             self._held = list(line[2])
@@ -108,13 +117,13 @@ class Auditor:
         self.void += leased - self.book.leased
 
     def _forget(self) -> None:
-        """Forget the shares in versions that no later life of the syncer goes back behind."""
+        """Forget the shares in versions that no later life of the syncer can lose."""
         if not self._to_beginning:
             versions = [book.versions for book in (*self._snapshots, self.book)]
             self.book.keep_until([min(each) for each in zip(*versions, strict=True)])
 
     def compare(self, machine: LeaseBook, global_step: int) -> None:
-        """Hold the book against the machine's at this global step, unless a breach is known already."""
+        """Compare the book with the machine's at this global step, unless a violation is known already."""
         ours, theirs = tuple(self.book.fates), tuple(machine.fates)
         if ours != theirs and not self.findings.count:
             self.findings.add(

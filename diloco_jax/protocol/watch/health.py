@@ -1,4 +1,4 @@
-"""Conditions of learners, and since when they last, in words that tell people what to look at. No rule reads this."""
+"""The condition of each learner, how long it has lasted, and what to look at. It is for people; no rule reads it."""
 
 from typing import NamedTuple
 
@@ -8,20 +8,23 @@ from diloco_jax.protocol.syncer.machine import Syncer
 
 CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
 CONDITIONS += ("silent", "gone", "expelled", "left")
-SLOW_FACTOR = 2.0  # times the median step
+# A learner is slow if its steps take so many times the median.
+SLOW_FACTOR = 2.0
 
 
 class Condition(NamedTuple):
     """A learner's condition: one word, how long it has lasted, and what it means."""
 
     learner_id: str
-    condition: str  # one of CONDITIONS
-    since_s: float  # on the driver's clock
+    # One of CONDITIONS.
+    condition: str
+    # Time on the driver's clock.
+    since_s: float
     reason: str
 
 
 def conditions(syncer: Syncer, now_s: float) -> list[Condition]:
-    """One condition per learner that was ever seen, sorted by name; the gravest first where several hold."""
+    """Return one condition per learner that ever joined, sorted by name; of several, the most serious one."""
     median_s = syncer.membership.median_step_s()
     return [
         Condition(name, *_condition(syncer, member, median_s, now_s))
@@ -30,7 +33,7 @@ def conditions(syncer: Syncer, now_s: float) -> list[Condition]:
 
 
 def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: float) -> tuple[str, float, str]:
-    """Return a learner's condition, since when, and what it means."""
+    """Return a learner's condition, the time of its start, and what it means."""
     name, since_s, strikes = member.learner_id, member.since_s, member.credit.strikes
     quiet_s = now_s - member.heard_s
     if member.credit.expelled:
@@ -51,7 +54,7 @@ def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: fl
         return "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: {why}"
     if member.state == JOINING:
         if donor := syncer.matches.donor_of(name):
-            return "recovering", since_s, f"takes over the state of {donor}"
+            return "recovering", since_s, f"loads the state of {donor}"
         return "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
     assert member.state == ACTIVE, f"{name} is {member.state}"
     if name == syncer.evaluations.asked:

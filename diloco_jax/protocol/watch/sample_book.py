@@ -1,12 +1,13 @@
-"""The fate of every sample index, range by range: a book that is kept apart from the machine's (protocol/leases.py).
+"""The fate of every sample index, range by range: an independent check of the machine's own counts (leases.py).
 
     never --leased--> out --passed by every fragment--> merged, or overwritten
                        out --released--> free --leased again--> out
 
-A fragment has passed a position when it took a value of its learner that had seen it, and somebody was seen to hold the
-version that the newest such value went into. The position is merged if one of these values still held what it taught,
-and overwritten if its learner had adopted newer versions in every fragment before. The book is told what happened; what
-may not happen it writes down. Its size is that of what is out: what has its fate is joined.
+A fragment has passed a position when two things are true: it took a value of its learner that had seen the position,
+and a learner was seen to hold the version that contains the newest such value. The position is merged if one of these
+values still contained its work, and overwritten if the learner had adopted newer versions in every fragment before. The
+book is filled from the tape, and it records what must not happen. It grows with the number of ranges that are out;
+neighbouring ranges of the same fate are joined.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,18 +19,23 @@ from typing import Generic, NamedTuple, TypeVar
 from diloco_jax.protocol.leases import Fates
 
 NEVER, OUT, FREE, MERGED, OVERWRITTEN = "never leased", "out", "released", "merged", "overwritten"
-VIOLATIONS_MAX = 100  # that are told one by one
-POSITIONS_MAX = 1 << 33  # of one run
-NAMED_MAX = 4  # ranges of positions that one violation names
-CREDITS_MAX = 4096  # of a fragment, newest last: what a restart may take back
+# Violations that are described one by one.
+VIOLATIONS_MAX = 100
+# Positions of one run.
+POSITIONS_MAX = 1 << 33
+# Ranges of positions that one violation names.
+NAMED_MAX = 4
+# Newest shares of each fragment that are kept, because a restart may undo them.
+CREDITS_MAX = 4096
 
-Life = tuple[str, int]  # a learner's name and incarnation
+# A learner's name and incarnation.
+Life = tuple[str, int]
 Range = tuple[int, int]
 Value = TypeVar("Value")
 
 
 class RangeMap(Generic[Value]):
-    """A value for every number from 0 on; neighbours that are equal are one range."""
+    """A map from every number >= 0 to a value; neighbours with equal values are one range."""
 
     def __init__(self, value: Value) -> None:
         self._starts = [0]
@@ -65,7 +71,7 @@ class RangeMap(Generic[Value]):
 
 
 class Findings:
-    """The breaches of the rules in words, and all positions that a life was ever given. They never go back."""
+    """Descriptions of all violations, and all positions that each life ever got; both only grow."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -73,20 +79,21 @@ class Findings:
         self.granted: dict[Life, list[Range]] = {}
 
     def add(self, text: str) -> None:
+        """Count a violation, and keep its description if there are not too many."""
         self.count += 1
         if len(self.texts) < VIOLATIONS_MAX:
             self.texts.append(text)
 
     def owners(self, position: int) -> str:
-        """Name the lives that were ever given a position."""
+        """Return the names of the learners that ever got a position."""
         lives = [life for life, ranges in self.granted.items() if any(a <= position < b for a, b in ranges)]
         return ", ".join(dict.fromkeys(name for name, _ in lives))
 
 
 class SampleShare(NamedTuple):
-    """The samples of its learner that a merged value had seen."""
+    """The samples that a merged value had seen: those from `since` to `samples` - 1 still had an effect on it."""
 
-    since: int  # samples of which it held nothing any more
+    since: int
     samples: int
 
 
@@ -95,46 +102,56 @@ class Ownership:
     """The samples of one life of a learner that are out, numbered in the order of the grants."""
 
     life: Life
-    granted: int  # samples so far
-    settled: int  # samples below are merged or overwritten
-    marks: list[int]  # fragment -> samples that it has taken, as far as that is safe
-    offsets: RangeMap[int | None] = field(default_factory=lambda: RangeMap(None))  # sample -> position less sample
-    pending: list[tuple[int, int, SampleShare]] = field(default_factory=list)  # fragment, version that is not safe yet
+    # Number of samples so far.
+    granted: int
+    # Lower samples than this one are merged or overwritten.
+    settled: int
+    # Fragment -> samples that it has taken, in versions that a learner holds.
+    marks: list[int]
+    # Sample -> its position minus its number.
+    offsets: RangeMap[int | None] = field(default_factory=lambda: RangeMap(None))
+    # Fragment, version and share of values whose version no learner is known to hold yet.
+    pending: list[tuple[int, int, SampleShare]] = field(default_factory=list)
 
     def positions(self, first: int, last: int) -> list[Range]:
-        """Return the positions [start, stop) of samples first to last - 1, as far as they are out."""
+        """Return the positions of the samples first to last - 1 that are out, as ranges [start, stop)."""
         found = self.offsets.over(first, last)
         return joined((start + offset, stop + offset) for start, stop, offset in found if offset is not None)
 
     @property
     def left(self) -> list[Range]:
-        """Positions that are out."""
+        """Return all positions that are out."""
         return self.positions(self.settled, self.granted)
 
 
 class Book:
-    """The fates of all samples. See above."""
+    """The fates of all samples of a run."""
 
     def __init__(self, num_fragments: int) -> None:
         self.leased = self.released = self.repeated = 0
-        self.end = 0  # positions from here on were never leased
+        # Positions from here on were never leased.
+        self.end = 0
         self.owners: dict[str, Ownership] = {}
-        self.versions = [0] * num_fragments  # the newest
+        # Newest version of each fragment.
+        self.versions = [0] * num_fragments
         self._credits: list[deque[tuple[int, list[Range]]]] = [deque(maxlen=CREDITS_MAX) for _ in range(num_fragments)]
         self._fates = RangeMap(NEVER)
-        self._sizes = Counter[str]()  # fate -> positions
+        # Fate -> number of positions.
+        self._sizes = Counter[str]()
+        # True for positions whose share in a fragment was lost.
         self._undone = RangeMap(False)
-        self._taught = RangeMap(False)  # some fragment has taken a value that held what the position taught
+        # True for positions whose work is in a value that a fragment has taken.
+        self._taught = RangeMap(False)
 
     @property
     def fates(self) -> Fates:
-        """The counts to hold against the machine's."""
+        """Return the counts to compare with the machine's."""
         merged, overwritten, out = (self._sizes[fate] for fate in (MERGED, OVERWRITTEN, OUT))
         return Fates(self.leased, merged, overwritten, self.released, out)
 
     @property
     def undone(self) -> int:
-        """Merged positions of which a fragment's share was in a version that was lost with everybody who held it."""
+        """Return the number of merged positions with a share in a version that is lost."""
         lost = [(start, stop) for start, stop, undone in self._undone.over(0, self.end) if undone]
         merged = [piece for start, stop in lost for piece in self._fates.over(start, stop) if piece[2] == MERGED]
         return sum(stop - start for start, stop, _ in merged)
@@ -146,7 +163,7 @@ class Book:
         self._fates.paint(start, stop, fate)
 
     def lease(self, life: Life, first_sample: int, start: int, stop: int, findings: Findings) -> None:
-        """Enter a lease that was sent. Samples whose numbers were granted before are not handed out again."""
+        """Record a lease that was sent. Samples whose numbers were granted before are not leased again."""
         name = life[0]
         if not 0 <= start < stop <= POSITIONS_MAX:
             findings.add(f"{name} was leased positions {start} to {stop - 1}, which cannot be")
@@ -155,7 +172,8 @@ class Book:
         if first_sample > owner.granted:
             findings.add(f"{name} was never leased its samples {owner.granted} to {first_sample - 1}")
         repeated = max(0, min(owner.granted - first_sample, stop - start))
-        hidden = max(0, owner.settled - first_sample)  # settled meanwhile: the book has let go of them
+        # Samples that were settled meanwhile are not in the book any more.
+        hidden = max(0, owner.settled - first_sample)
         told = owner.positions(first_sample, first_sample + repeated)
         if hidden < repeated and told != [(start + hidden, start + repeated)]:
             findings.add(f"{name} was told that it has {told}, then {start} to {start + repeated - 1}")
@@ -163,7 +181,7 @@ class Book:
             self._hand_out(owner, start + repeated, stop, findings)
 
     def _owner(self, life: Life, first_sample: int, findings: Findings) -> Ownership:
-        """Return what this life owns, or open a new account for it."""
+        """Return the ownership of this life; make one if it has none."""
         name = life[0]
         owner = self.owners.get(name)
         if owner is not None:
@@ -203,14 +221,14 @@ class Book:
         findings.granted.setdefault(owner.life, []).append((start, stop))
 
     def release(self, learner_id: str) -> None:
-        """Free what a learner has left for others."""
+        """Free the positions of a learner that are out, for others."""
         owner = self.owners.pop(learner_id, None)
         for start, stop in owner.left if owner is not None else ():
             self._mark(start, stop, FREE)
             self.released += stop - start
 
     def on_version(self, fragment_id: int, version: int, shares: Mapping[Life, SampleShare]) -> None:
-        """Enter that a merge made a version of these shares."""
+        """Record that a merge made a version of these shares."""
         self.versions[fragment_id] = version
         for life, (since, samples) in shares.items():
             owner = self.owners.get(life[0])
@@ -218,7 +236,7 @@ class Book:
                 owner.pending.append((fragment_id, version, SampleShare(since, min(samples, owner.granted))))
 
     def on_held(self, fragment_id: int, version: int) -> None:
-        """Enter that somebody holds a version: if it is the newest, the shares in it are safe."""
+        """Record that a learner holds a version: if it is the newest, the shares in it are safe."""
         if version != self.versions[fragment_id]:
             return
         for owner in self.owners.values():
@@ -243,7 +261,7 @@ class Book:
         owner.offsets.paint(0, owner.settled, None)
 
     def on_lost(self, fragment_id: int, version: int) -> None:
-        """Enter that after a restart nobody holds anything newer than this version of a fragment."""
+        """Record that after a restart no learner holds a newer version of a fragment than this one."""
         for owner in self.owners.values():
             owner.pending = [one for one in owner.pending if one[0] != fragment_id or one[1] <= version]
         for made, ranges in self._credits[fragment_id]:
@@ -252,14 +270,14 @@ class Book:
                     self._undone.paint(start, stop, True)
 
     def keep_until(self, versions: Sequence[int]) -> None:
-        """Forget the shares in these versions and older ones: they cannot be lost any more."""
+        """Forget the shares in these versions and older ones, because they cannot be lost any more."""
         for credits, version in zip(self._credits, versions, strict=True):
             while credits and credits[0][0] <= version:
                 credits.popleft()
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges [start, stop), each that begins within the one before, or at its end, made one with it."""
+    """Join each range [start, stop) that starts within the one before it, or at its end, with that one."""
     found: list[Range] = []
     for start, stop in ranges:
         if found and found[-1][0] <= start <= found[-1][1]:

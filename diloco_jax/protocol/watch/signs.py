@@ -1,11 +1,11 @@
-"""Signs of trouble that single messages do not show, as statistics (stats.py) collect them. No rule reads them.
+"""Signs of trouble that single messages do not show. RunStats (stats.py) collects them, and no rule reads them.
 
 * A loss jumps, or a link is too slow.
 * Rounds merge far fewer learners than are live.
-* Islands make steps much faster than rounds close: what they learn is not merged, and tokens are used up. Counted in
-  windows of STEPS_MIN steps per island, or of as many as take SECONDS_MIN. An episode is a row of windows in which
-  islands made at least FACTOR steps per round; the clock of rounds follows the fastest islands, so in a healthy run
-  it is about one.
+* Islands make steps much faster than rounds close, so that their work is not merged and tokens are used up. Steps are
+  counted in windows of STEPS_MIN steps per island, or longer ones until SECONDS_MIN are over. An episode is a row of
+  windows with at least FACTOR steps per round. The clock of rounds follows the fastest islands, so a healthy run has
+  about one step per round.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,13 +18,18 @@ from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.pacing import ema
 from diloco_jax.protocol.syncer.machine import Syncer
 
-REPORTS_MIN = 200  # of an island, before its loss can be said to jump
-FAST, SLOW = 0.8, 0.99  # decays of the averages that are compared
-DEVIATIONS, SHARE = 4.0, 0.05  # a jump is so many mean deviations, and such a share of the loss
+# Reports of an island before a jump of its loss counts.
+REPORTS_MIN = 200
+# Decays of the two averages of a loss that are compared.
+FAST, SLOW = 0.8, 0.99
+# A jump is larger than so many mean deviations, and larger than such a share of the loss.
+DEVIATIONS, SHARE = 4.0, 0.05
 STEPS_MIN = 16
-SECONDS_MIN = 3.0  # where steps are short, a snapshot alone holds rounds up for 16 of them
+# Where steps are short, a snapshot alone delays rounds for 16 of them.
+SECONDS_MIN = 3.0
 FACTOR = 2.0
-EPISODES_MAX = 8  # that are told apart; later ones count as part of the last
+# Episodes that are kept apart; later ones count as part of the last.
+EPISODES_MAX = 8
 # Least length of a window in rounds and in seconds.
 CROWD_ROUNDS, CROWD_S = 48, 5.0
 # Windows in a row with few learners before the alarm is raised.
@@ -32,7 +37,8 @@ CROWD_WINDOWS = 2
 # A window has few learners if less than this share of those that could have been merged was merged.
 CROWD_SHARE = 0.7
 WAY_DECAY = 0.8
-WAY_FACTOR, WAY_LEAST_S = 2.0, 1.0  # times the overlap that a fragment's way may take, and what is never too long
+# A fragment may be in transit for so many times the overlap. The second time, in seconds, is never too long.
+WAY_FACTOR, WAY_LEAST_S = 2.0, 1.0
 
 
 @dataclass(slots=True)
@@ -40,7 +46,8 @@ class _Curve:
     newest: float = 0.0
     fast: float | None = None
     slow: float | None = None
-    deviation: float | None = None  # mean distance from the fast average before it
+    # Mean distance of a loss from the fast average before it.
+    deviation: float | None = None
     reports: int = 0
 
     def add(self, loss: float) -> None:
@@ -65,47 +72,48 @@ class _Curve:
 
 
 class Losses:
-    """Compares each island's loss with what it was: a short average with a long one, and with how it scatters."""
+    """Compares each island's loss with its past: a short average with a long one, and with the scatter."""
 
     def __init__(self) -> None:
         self._curves: dict[str, _Curve] = {}
 
     def on_report(self, report: StepReport) -> None:
-        """Take the loss of a newer step."""
+        """Record the loss of a newer step."""
         self._curves.setdefault(report.learner_id, _Curve()).add(report.loss)
 
     def trouble(self, learner_id: str) -> str:
-        """Say what is wrong with an island's loss; "" if nothing is."""
+        """Return what is wrong with an island's loss; "" if nothing is."""
         curve = self._curves.get(learner_id)
         return "" if curve is None else curve.trouble
 
 
 class SlowLink(NamedTuple):
-    """The time that a fragment needs between an island and the syncer, both ways, and how long it may."""
+    """The time that a fragment takes to and from an island, and the time that it may take."""
 
     took_s: float
     allowed_s: float
 
 
 class Links:
-    """Compares the time that fragments are under way with the overlap of tau inner steps in which the plan hides it."""
+    """Compares the time that fragments are in transit with the tau inner steps that overlap with it."""
 
     def __init__(self) -> None:
-        self._up_s: dict[str, float] = {}  # from the end of a round until an island's value is there, moving average
+        # Island -> moving average of the time from the end of a round to the arrival of its value.
+        self._up_s: dict[str, float] = {}
 
     def on_value(self, value: FragmentValue, took_s: float) -> None:
-        """Count a value that came so long after its round had closed."""
+        """Record the time from the close of a round to the arrival of a value."""
         self._up_s[value.learner_id] = ema(self._up_s.get(value.learner_id), took_s, WAY_DECAY)
 
     def look(self, syncer: Syncer, now_s: float) -> None:
-        """Count values that rounds still wait for: on the slowest links they never come in time."""
+        """Record values that rounds still wait for: on the slowest links they never arrive in time."""
         for this in syncer.rounds.flying.values():
             for name in this.asked:
                 if (waited_s := now_s - this.closed_s) > max(WAY_LEAST_S, self._up_s.get(name, 0.0)):
                     self._up_s[name] = waited_s
 
     def trouble(self, syncer: Syncer, learner_id: str, median_s: float | None) -> SlowLink | None:
-        """Return the travel time of an island's fragments if it is too long; None if it is not, or is unknown.
+        """Return the transit time of an island's fragments if it is too long; None if it is not, or is unknown.
 
         Args:
             median_s: median length of the live islands' inner steps.
@@ -165,12 +173,15 @@ class Crowd:
 
 
 class Episode(NamedTuple):
-    """A stretch of a run in which islands outran rounds."""
+    """A time of a run when islands outran rounds."""
 
-    from_step: int  # global step at which it began
-    rounds: int  # that closed meanwhile
-    steps: float  # of a mean island meanwhile
-    later: int = 0  # stretches after it that count as part of it
+    # Global step at its start.
+    from_step: int
+    # Rounds that closed meanwhile, and steps of an average island.
+    rounds: int
+    steps: float
+    # Later episodes that count as part of this one.
+    later: int = 0
 
     def __str__(self) -> str:
         closed = f"{self.rounds} round{'s' if self.rounds != 1 else ''} closed"
@@ -179,18 +190,23 @@ class Episode(NamedTuple):
 
 
 class Outrun:
-    """Compares steps with rounds."""
+    """Compares the number of steps with the number of rounds, and keeps the episodes."""
 
     def __init__(self) -> None:
-        self.episodes: list[Episode] = []  # in which islands outran rounds, oldest first
-        self.current = False  # whether the last of them goes on
-        self._names: set[str] = set()  # who has made steps in this window
-        self._steps = 0  # all of them together
-        self._since = 0  # global step at which the window began
+        # The oldest episode is first.
+        self.episodes: list[Episode] = []
+        # Whether the last episode is not over.
+        self.current = False
+        # Learners that have made steps in this window, and the sum of their steps.
+        self._names: set[str] = set()
+        self._steps = 0
+        # Global step at the start of the window.
+        self._since = 0
 
     def on_steps(self, learner_id: str, steps: int, global_step: int, step_s: float = inf) -> None:
-        """Count steps that a learner has made; the last of them took `step_s` seconds."""
-        if global_step < self._since:  # back to a snapshot
+        """Count steps of a learner; the last of them took `step_s` seconds."""
+        # The run went back to a snapshot.
+        if global_step < self._since:
             self._begin(global_step)
             self.current = False
         self._names.add(learner_id)
@@ -212,12 +228,12 @@ class Outrun:
         self._names, self._steps, self._since = set(), 0, global_step
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values; `restore` takes them back."""
+        """Return all state as plain values for `restore`."""
         window = [sorted(self._names), self._steps, self._since]
         return {"episodes": [list(episode) for episode in self.episodes], "current": self.current, "window": window}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
         self.episodes = [Episode(*episode) for episode in state["episodes"]]
         self.current = state["current"]
         names, self._steps, self._since = state["window"]

@@ -1,12 +1,12 @@
-"""Statistics of a run so far, counted from the messages that the syncer sees; the source of status and summary. No rule
-reads this, and simulated runs count with it too.
+"""Statistics of a run, counted from the messages that the syncer gets; status and summary show them.
 
-docs/architecture.md defines every figure. A dead or restarting island lowers the goodput, the final evaluation and the
-farewell do not; the first step of an island compiles, and that time counts as a step.
+No rule reads them, and simulated runs count with them too. docs/architecture.md defines every figure. A lost or
+restarting island lowers the goodput; the final evaluation and the end of the run do not. The first step of an island
+compiles, and that time counts as a step.
 
-After a restart of the syncer all of this goes on from a snapshot and the reports on the tape, exactly. Approximate is
-what nobody saw: a learner's next report tells how many steps it made without a syncer, and they count as long as the
-newest one. A run that went back to a snapshot has lost the steps after it, and the time in which nothing ran.
+After a restart of the syncer all counts continue exactly, from a snapshot and the reports on the tape. Steps without a
+syncer are approximate: a learner's next report has their number, and each counts as long as the newest one. A run that
+went back to a snapshot has lost the steps after it, and the time when nothing ran.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,16 @@ from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outrun
 
 BFLOAT16_BYTES = 2
-WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
+# Name of a learner's metric: the share of the time in its steps that it waited for samples.
+WAITING = "waiting_for_data"
 # An island that disconnects at most so long before the end is noticed has left because of the end.
 FINISHING_S = 5.0
-NAMED_MAX = 8  # fragments in a warning
+# Fragments that a warning names.
+NAMED_MAX = 8
 
 
 def never_merged(fragments: Sequence[int]) -> str:
-    """A warning that names the fragments which no round ever merged; "" if there are none."""
+    """Return a warning that names the fragments that no round ever merged; "" if there are none."""
     if not fragments:
         return ""
     names = ", ".join(str(fragment_id) for fragment_id in fragments[:NAMED_MAX])
@@ -41,7 +43,7 @@ def never_merged(fragments: Sequence[int]) -> str:
 
 
 def participation(merged: int, rounds: int) -> float:
-    """Return the share of the merged rounds in which a learner was merged."""
+    """Return the share of the merged rounds that merged a learner."""
     return merged / max(1, rounds)
 
 
@@ -55,20 +57,26 @@ class LearnerStats:
     """Time accounting of one learner over all its incarnations."""
 
     incarnation: int = -1
-    busy_s: float = 0.0  # inside inner steps
-    begin_s: float = 0.0  # of the current incarnation
+    # Time in inner steps.
+    busy_s: float = 0.0
+    # Start and end of the present incarnation's steps.
+    begin_s: float = 0.0
     end_s: float = 0.0
-    span_s: float = 0.0  # first to last step, of earlier incarnations
-    rate: float | None = None  # tokens per second, moving average
+    # Time from first to last step of earlier incarnations.
+    span_s: float = 0.0
+    # Moving average of the tokens per second.
+    rate: float | None = None
     last_round: int = 0
-    last_step: int = 0  # of the current incarnation
+    # Newest step of the present incarnation.
+    last_step: int = 0
     step_tokens: int = 0
-    told_s: float = 0.0  # of busy_s, for which it has told how long it waited for data
+    # The part of busy_s whose waiting for data is known, and that waiting.
+    told_s: float = 0.0
     waited_s: float = 0.0
 
     @property
     def waiting(self) -> float:
-        """Return the share of its time in steps for which it waited for data, as far as it has told."""
+        """Return the share of its time in steps that it waited for data, as far as it has reported."""
         return self.waited_s / self.told_s if self.told_s else 0.0
 
     @property
@@ -77,7 +85,7 @@ class LearnerStats:
 
 
 class RunStats:
-    """Counts a run; `losses`, `links` and `crowd` are signs of trouble, for alarms."""
+    """The counts of a run; `losses`, `links` and `crowd` are signs of trouble, for alarms."""
 
     def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
         self._names = names
@@ -85,18 +93,20 @@ class RunStats:
         self._syncer = syncer
         self._learners: dict[str, LearnerStats] = {}
         self._began_s: float | None = None
-        self._covered_s = 0.0  # union of all inner steps
+        # Time with at least one learner in an inner step.
+        self._covered_s = 0.0
         self._finished_s: float | None = None
         self._covered_until_s = 0.0
         self._outrun = Outrun()
         self.losses, self.links, self.crowd = Losses(), Links(), Crowd()
 
     def on_report(self, report: StepReport, now_s: float) -> bool:
-        """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
+        """Count a report before the machine gets it; return whether it is of a newer step of a member."""
         member = self._syncer.membership.get(report.learner_id, report.incarnation)
         if member is None or report.local_step <= member.local_step or objection(report):
             return False
-        if self._syncer.finished:  # until they hear of the end, islands step on
+        # Islands make steps until they get Stop.
+        if self._syncer.finished:
             return True
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
@@ -109,7 +119,8 @@ class RunStats:
             stats.span_s = stats.total_span_s
             stats.incarnation = report.incarnation
             stats.begin_s = now_s - busy_s
-        elif report.local_step > stats.last_step + 1:  # steps while the link was down, which nobody reported
+        elif report.local_step > stats.last_step + 1:
+            # The learner made steps without a link, and did not report them.
             busy_s = min((report.local_step - stats.last_step) * report.step_s, now_s - stats.end_s)
         began_s = now_s - busy_s
         if self._began_s is None:
@@ -125,9 +136,9 @@ class RunStats:
         return True
 
     def on_waiting(self, learner_id: str, share: float) -> None:
-        """Take a learner's word for the share of its time in steps, since its last word, that went to waiting for data.
+        """Record the share of a learner's time in steps, since its last message, that it waited for data.
 
-        Unlike reports it is not on the tape: what was told after a snapshot is lost with the syncer.
+        Unlike reports this is not on the tape, so what arrived after a snapshot is lost with the syncer.
         """
         stats = self._learners.get(learner_id)
         if stats is not None and 0 <= share <= 1:
@@ -135,7 +146,7 @@ class RunStats:
             stats.told_s = stats.busy_s
 
     def on_value(self, value: FragmentValue, now_s: float) -> float | None:
-        """Count a value; return how long after the end of its round it came, None if no round waits for it."""
+        """Record a value; return the time since the close of its round, None if no round waits for it."""
         this = self._syncer.rounds.flying.get(value.global_step)
         if this is None:
             return None
@@ -143,18 +154,18 @@ class RunStats:
         return now_s - this.closed_s
 
     def on_merged(self, members: tuple[str, ...], global_step: int) -> None:
-        """Remember who was merged last and when."""
+        """Record the newest round that merged each of these learners."""
         for name in members:
             self._learners.setdefault(name, LearnerStats()).last_round = global_step
 
     def state(self) -> dict[str, Any]:
-        """Return, as plain values, everything that is counted here and not by the machine; `restore` takes it back."""
+        """Return, as plain values for `restore`, all counts that the machine does not have."""
         learners = {name: asdict(stats) for name, stats in self._learners.items()}
         covered_s = [self._covered_s, self._covered_until_s]
         return {"learners": learners, "began_s": self._began_s, "covered_s": covered_s, "outrun": self._outrun.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
         self._learners = {name: LearnerStats(**plain) for name, plain in state["learners"].items()}
         self._began_s = state["began_s"]
         self._covered_s, self._covered_until_s = state["covered_s"]
@@ -162,17 +173,17 @@ class RunStats:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on by all learners."""
+        """Return the tokens that all learners have trained on."""
         return sum(member.total_tokens for member in self._members())
 
     @property
     def outrun(self) -> str:
-        """Say how far islands have outrun rounds; "" where they do not at this moment."""
+        """Return how far islands outrun rounds at this moment; "" if they do not."""
         return str(self._outrun.episodes[-1]) if self._outrun.current else ""
 
     @property
     def outruns(self) -> list[Episode]:
-        """Return every time that they did, oldest first."""
+        """Return all episodes of islands that outran rounds, oldest first."""
         return self._outrun.episodes
 
     @property
@@ -188,14 +199,14 @@ class RunStats:
 
     @property
     def contributors_per_round(self) -> float:
-        """Mean number of learners in a merge."""
+        """Return the mean number of learners in a merge."""
         return self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds)
 
     def _members(self) -> list[Member]:
         return [member for _, member in sorted(self._syncer.membership.members.items())]
 
     def status(self, now_s: float) -> list[dict[str, Any]]:
-        """One entry per known learner, for people and dashboards."""
+        """Return one entry per known learner, for people and dashboards."""
         rows = []
         told = {condition.learner_id: condition for condition in conditions(self._syncer, now_s)}
         if self._syncer.finished and self._finished_s is None:
@@ -239,7 +250,7 @@ class RunStats:
         return round(per_step * sum(member.total_steps for member in self._members()))
 
     def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
-        """Return the measured part of summary.json, all but the evaluation; docs/architecture.md lists its keys."""
+        """Return the measured part of summary.json, without the evaluation; docs/architecture.md lists its keys."""
         began_s = self._began_s if self._began_s is not None else now_s
         until_s = self._covered_until_s if self._syncer.finished else now_s
         window_s = max(until_s - began_s, 1e-9)

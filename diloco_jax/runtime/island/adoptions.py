@@ -1,4 +1,4 @@
-"""Global values on their way in: how they are read, and what an island takes over."""
+"""Global values on their way into an island: reading and checking them, adopting them, and a donor's state."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,12 @@ from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 
 Values = dict[str, np.ndarray]
-STATE_PART_BYTES = 1 << 20  # small, so that a fragment's value never waits long behind a part
+# A small part, so that a fragment's value never waits long behind one.
+STATE_PART_BYTES = 1 << 20
 
 
 class GlobalValues:
-    """The newest value of each fragment that arrived, adopted or not. One thread at a time."""
+    """The newest value that arrived of each fragment, adopted or not; for one thread at a time."""
 
     def __init__(self, fragments: Sequence[Fragment], down: codec.Format) -> None:
         self._fragments = fragments
@@ -26,7 +27,11 @@ class GlobalValues:
         self._newest: dict[int, Values] = {}
 
     def read(self, message: GlobalFragment, payload: codec.Bytes) -> Values:
-        """Return the value that a message brings; ValueError if that is no value of a fragment, or was damaged."""
+        """Decode the value in a message.
+
+        Raises:
+            ValueError: The payload is not a value of a fragment, or is damaged.
+        """
         if not 0 <= message.fragment_id < len(self._fragments):
             raise ValueError(f"is none of the {len(self._fragments)} of this model")
         layout = self._fragments[message.fragment_id].keys_shapes
@@ -42,16 +47,17 @@ class GlobalValues:
         return values
 
     def keep(self, message: GlobalFragment, values: Values) -> None:
-        """Let later steps of the fragment apply to this value."""
+        """Keep a value as the base of later deltas of its fragment."""
         self._newest[message.fragment_id] = values
 
 
 class Adoptions:
-    """The staged copies of one life on an island, and what it sent last until it is known what became of that.
+    """The staged copies of one life on an island, and the value that it sent last of each fragment.
 
-    A value that its round left out is as if it had never been sent. The residual before it holds, since what rounding
-    kept back of a wildly large value is itself as large as many usual ones; and the global value replaces the local one
-    whole, whatever the mode, since that still holds what was too large.
+    A sent value counts until its round has merged it or left it out. If the round left it out, the island behaves as if
+    it had never sent it. It keeps the earlier residual, because the rounding error of a far too large value is as large
+    as many usual values. And the global value replaces the local one in every mode, because the local one still
+    contains the part that was too large.
     """
 
     def __init__(self, island: ExchangedState, fragments: Sequence[Fragment], how: AdoptConfig) -> None:
@@ -59,34 +65,29 @@ class Adoptions:
         self._fragments = fragments
         self._how = how
         self._held: set[int] = set()
-        self._staged: dict[tuple[int, int], StagedFragment] = {}  # (fragment, local step) -> its update
-        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # fragment -> (round, what was sent)
-
-    def stage(self, fragment_id: int, local_step: int) -> StagedFragment:
-        """Queue a copy of a fragment's update, as it is now."""
-        self._staged[fragment_id, local_step] = staged = self._island.stage(self._fragments[fragment_id])
-        return staged
-
-    def unstage(self, fragment_id: int, local_step: int) -> None:
-        """Forget a copy that nobody will ask for; Ctrl-C may have come between the decision and the copy."""
-        self._staged.pop((fragment_id, local_step), None)
+        # fragment -> (round, what was sent)
+        self._sent: dict[int, tuple[int, StagedFragment]] = {}
+        # (fragment, local step) -> its update; the owner stages
+        self.staged: dict[tuple[int, int], StagedFragment] = {}
 
     def unstage_all(self, fragment_id: int) -> None:
-        self._staged = {key: staged for key, staged in self._staged.items() if key[0] != fragment_id}
+        """Forget all copies of a fragment."""
+        self.staged = {key: staged for key, staged in self.staged.items() if key[0] != fragment_id}
 
-    def send(self, fragment_id: int, global_step: int, local_step: int) -> StagedFragment:
-        """Remember that a copy goes into a round, and return it."""
-        staged = self._staged[fragment_id, local_step]
+    def take_for_round(self, fragment_id: int, global_step: int, local_step: int) -> StagedFragment:
+        """Mark a staged copy as used by this round, and return it."""
+        staged = self.staged[fragment_id, local_step]
         self._sent[fragment_id] = (global_step, staged)
         return staged
 
     def adopt(self, fragment_id: int, version: int, merged_round: int, values: Values) -> None:
-        """Replace a fragment by a global value, between two steps; the newest round with its own is `merged_round`."""
+        """Adopt a global value between two steps; `merged_round` is the newest round that merged our value."""
         first, mode = fragment_id not in self._held, self._how.mode
         self._held.add(fragment_id)
         asked, sent = self._sent.get(fragment_id, (version + 1, None))
         if asked <= version:
-            del self._sent[fragment_id]  # its round is over; one that is not may still merge it
+            # Its round is over; a round that is still open may merge what was sent.
+            del self._sent[fragment_id]
         merged = sent if asked == merged_round else None
         left_out = asked <= version and merged is None
         if first or left_out or (mode == "rebase" and merged is None):
@@ -96,7 +97,7 @@ class Adoptions:
 
 
 class ReceivedState:
-    """The parts of a donor's state, in memory for exactly one state of this island's layout, of so many bytes."""
+    """The parts of a donor's state, in a buffer of `num_bytes`: one state of this island's layout."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -106,7 +107,7 @@ class ReceivedState:
         self.donor_incarnation = 0
 
     def keep(self, part: int, parts: int, payload: Bytes, donor_incarnation: int) -> None:
-        """Keep part `part` of `parts`. One that does not fit makes the whole state unusable."""
+        """Keep part `part` of `parts`; a part that does not fit makes the whole state unusable."""
         self.donor_incarnation = donor_incarnation
         start = part * STATE_PART_BYTES
         size = min(STATE_PART_BYTES, self._num_bytes - start)
@@ -121,10 +122,11 @@ class ReceivedState:
         self._buffer[start : start + size] = payload
 
     def drop(self) -> None:
+        """Forget all parts."""
         self._buffer, self._problem = None, ""
 
     def take(self) -> bytearray:
-        """Return the whole state and forget it; ValueError if a part did not fit."""
+        """Return the whole state, and forget it; ValueError if a part did not fit."""
         buffer, problem = self._buffer, self._problem
         self.drop()
         if problem or buffer is None:

@@ -1,6 +1,6 @@
 """The built-in training loop of one process of an island: the model's inner step, on data of the run's global order.
 
-Samples are read ahead on a thread of their own, and copied to the devices while a step runs.
+A separate thread reads samples ahead, and the loop copies them to the devices while a step runs.
 """
 
 import time
@@ -20,16 +20,19 @@ from diloco_jax.training.models.protocol import Batch
 from diloco_jax.training.optimizers import learning_rate
 
 LOADING = "loading the data and building the model"  # a phase
-DATA_WAIT = "data_wait_s"  # what a step reports: seconds for which it waited for samples
-AHEAD_BYTES = 1 << 30  # of samples that are read before they are asked for, in one process
-Key = tuple[tuple[int, int], ...]  # the ranges of a batch
+# A step reports under this name how long it waited for samples.
+DATA_WAIT = "data_wait_s"
+# Limit of the samples that one process reads ahead.
+AHEAD_BYTES = 1 << 30
+# The ranges of a batch.
+Key = tuple[tuple[int, int], ...]
 
 
 class ReadAhead:
-    """Batches that are read in the order in which they will be asked for. One thread calls it.
+    """Batches that are read ahead, in the order of their use; for one thread.
 
-    One other thread reads at most `ahead` batches beyond the next one, the caller's with 0; it is no daemon: an
-    interpreter that ends while a source is inside of C code may crash.
+    One other thread reads at most `ahead` batches beyond the next one; with 0 the caller's thread reads. The reader is
+    not a daemon thread, because an interpreter may crash if it ends while a source runs C code.
     """
 
     def __init__(self, read: Callable[[Key], Sample], ahead: int) -> None:
@@ -39,7 +42,7 @@ class ReadAhead:
         self._coming: dict[Key, Future[Sample]] = {}
 
     def expect(self, batches: Sequence[Key]) -> None:
-        """Begin to read these, in this order, as far as there is room; what else was read is dropped."""
+        """Start to read these batches, in this order, as far as there is room; drop all other batches."""
         wanted = batches[: self._ahead + 1]
         for key in [key for key in self._coming if key not in wanted]:
             self._coming.pop(key).cancel()
@@ -55,11 +58,11 @@ class ReadAhead:
         return done
 
     def has(self, key: Key) -> bool:
-        """Tell whether `take` would not wait."""
+        """Tell whether `take` would return at once."""
         return self._coming[key].done()
 
     def take(self, key: Key) -> Sample:
-        """Wait for a batch that is expected; raises what reading it raised."""
+        """Wait for an expected batch, and return it; raises the error of reading it."""
         return self._coming.pop(key).result()
 
     def close(self) -> None:
@@ -69,9 +72,9 @@ class ReadAhead:
 
 
 class Feed:
-    """Batches for the steps of an island, or those rows of them that this process's devices hold. One thread calls it.
+    """Batches for the steps of an island, with only the rows of this process's devices; for one thread.
 
-    `ahead` batches are read beyond the next one; fewer if they are large (AHEAD_BYTES).
+    The feed reads `ahead` batches beyond the next one; fewer if they are large (AHEAD_BYTES).
     """
 
     def __init__(self, island: Island, order: SampleOrder, sample: Sample, ahead: int, size: int) -> None:
@@ -84,7 +87,7 @@ class Feed:
         self._waited_s = 0.0
 
     def put(self, ranges: Ranges, ahead: Ranges = ()) -> None:
-        """Let the next step read these samples; copy them to the devices if they are there. Returns at once."""
+        """Set the samples of the next step, and copy them to the devices if they are read; return at once."""
         self._next, self._batch = tuple(ranges), None
         self._reader.expect([self._next, *batches_of(ahead, count(ranges))])
         if self._reader.has(self._next):
@@ -100,14 +103,14 @@ class Feed:
         self._batch = self._island.put_batch(rows, count(self._next))
 
     def take(self) -> tuple[Batch, int]:
-        """Return the batch of the next step, and the position at which it begins."""
+        """Return the batch of the next step, and its first position in the global order."""
         self.finish()
         assert self._batch is not None, "a step was made without data"
         batch, position, self._next, self._batch = self._batch, self._next[0][0], (), None
         return batch, position
 
     def waited_s(self) -> float:
-        """Return how long steps have waited for samples since this was asked last, in seconds."""
+        """Return how long steps have waited for samples since the last call, in seconds."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
@@ -123,7 +126,7 @@ def count(ranges: Ranges) -> int:
 
 
 def batches_of(ranges: Ranges, size: int) -> Iterator[Key]:
-    """Cut ranges into batches of so many samples; a rest that is none is left out."""
+    """Cut ranges into batches of `size` samples; drop an incomplete rest."""
     batch: Key = ()
     for start, stop in ranges:
         while (end := start + size - count(batch)) <= stop:
@@ -134,17 +137,19 @@ def batches_of(ranges: Ranges, size: int) -> Iterator[Key]:
 
 
 class BuiltInLoop:
-    """The steps of an island that trains a model of the config, on all devices by default. One thread at a time."""
+    """The steps of an island that trains the config's model, on all devices by default; for one thread at a time."""
 
     def __init__(self, config: RunConfig, learner_id: str, devices: Sequence[jax.Device] | None = None) -> None:
         own = config.island(learner_id)
         source = load_source(config.data, config.train.seq_len)
-        self.corpus = source.corpus  # what this process reads its samples from, in words that others can compare
-        self.batch_size = own.batch_size  # samples of a step
-        self.prefetch = config.data.prefetch  # batches that are read ahead
+        # Description of the data, so that processes can compare what they read.
+        self.corpus = source.corpus
+        self.batch_size = own.batch_size  # samples per step
+        self.prefetch = config.data.prefetch  # batches ahead
         self._sample = source.train[0]
-        self.rate = learning_rate(config.optimizer, config.planned_steps)  # learning rate of a step of the schedule
-        # that trains, or this process's part of it
+        # The learning rate of a step of the schedule.
+        self.rate = learning_rate(config.optimizer, config.planned_steps)
+        # The whole island, or this process's part of it.
         self.island = Island(
             config.model,
             config.optimizer,
@@ -154,27 +159,29 @@ class BuiltInLoop:
             wire=config.wire.up,
             rebase=config.adopt.mode == "rebase",
         )
-        self.evaluate = ModelEvaluation(config, self.island.blueprint, source)  # of the run's model
+        # The evaluation of the run's model.
+        self.evaluate = ModelEvaluation(config, self.island.blueprint, source)
         order = SampleOrder(source, config.data.shuffle_seed + config.seed)
         self._feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
 
     def warm_up(self, batch_size: int = 0) -> None:
-        """Compile the inner step, of another number of samples if it is given. Any thread."""
+        """Compile the inner step, for `batch_size` samples if given; any thread may call it."""
         self.island.warm_up(batch_shapes(self._sample, batch_size or self.batch_size))
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
-        """Copy the samples of the next step to the devices, and read those that are known after it; returns at once."""
+        """Copy the samples of the next step to the devices, and start to read later ones; return at once."""
         self._feed.put(ranges, ahead)
 
     def step(self, clock: int) -> StepHandle:
-        """Dispatch one inner step on the batch that was put last, at this step of the schedule; returns at once."""
+        """Dispatch one inner step on the newest batch, at this step of the schedule; return at once."""
         batch, position = self._feed.take()
         return self.island.step(batch, self.rate(clock), position)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
-        """Block until a step is done, and the next one has its samples; returns its loss and what else is reported."""
+        """Block until a step is done and the next one has its samples; return the step's loss and other metrics."""
         metrics = self.island.wait(handle)
-        self._feed.finish()  # after the step: only then does anything wait
+        # The feed finishes after the step, because only then does anything wait for it.
+        self._feed.finish()
         return {**metrics, DATA_WAIT: self._feed.waited_s()}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation of the global model by an island: on its own mesh, between two steps, of the anchors that it holds."""
+"""Evaluation of the global model by an island: of its anchors, on its own mesh, between two steps."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(Protocol):
-    """A way to evaluate the global model."""
+    """An evaluation of the global model."""
 
     def warm_up(self) -> None:
-        """Compile what it runs. Any thread."""
+        """Compile the evaluation's programs; any thread may call it."""
 
     def __call__(self, params: Params, global_step: int, final: bool) -> Score:
-        """Return everything of the answer that the devices know; final: it is the model with which the run ends."""
+        """Return the score of the model; `final` marks the model at the end of the run."""
 
 
 def make_score(
     loss: float, bits_per_byte: float | None, tokens: int, scores: Mapping[str, float | None], reasons: Sequence[str]
 ) -> Score:
-    """Return an answer as far as an evaluation goes: None is no number, `reasons` say why some scores are missing."""
+    """Make the score of an evaluation; None stands for a missing number, and `reasons` explain missing scores."""
     told = [(name, value) for name, value in scores.items() if 0 < len(name) <= SCORE_LENGTH_MAX][:SCORES_MAX]
     words = [*reasons]
     if missing := len(scores) - len(told):
@@ -49,19 +49,20 @@ def failed_score(error: Exception) -> Score:
 
 
 class ModelEvaluation:
-    """The evaluation of the run's model, on the mesh of a blueprint that has all of this island's devices."""
+    """Evaluation of the run's model, on the mesh of a blueprint with all of this island's devices."""
 
     def __init__(self, config: RunConfig, blueprint: Blueprint, source: Source) -> None:
         self._config = config
         self._blueprint = blueprint
         self._examiner = examiner_of(config, blueprint, source)
-        self._scorer: Scorer | None = None  # of the user's own; made when it is first needed
+        # The user's scorer, created at its first use.
+        self._scorer: Scorer | None = None
 
     def warm_up(self) -> None:
         self._examiner.warm_up()
 
     def __call__(self, params: Params, global_step: int, final: bool) -> Score:
-        """Measure parameters that lie as those that are trained; on every process of the island."""
+        """Evaluate parameters in the layout of the trained ones; every process of the island calls it."""
         train, other = self._config.train, self._examiner.settled(params)
         batches = train.final_eval_batches if final else train.eval_batches
         found: dict[str, Any] = self._examiner.examine(params, other, batches)
@@ -69,7 +70,7 @@ class ModelEvaluation:
         if self._config.evaluation.module and jax.process_count() > 1:
             reasons = [
                 f"evaluation.module needs the model in one process, and this island has {jax.process_count()} hosts: "
-                "the run goes on without its numbers; `diloco eval` has them"
+                "the run continues without its numbers; `diloco eval` has them"
             ]
         elif self._config.evaluation.module:
             self._scorer = self._scorer or Scorer(self._config.evaluation)
@@ -79,9 +80,10 @@ class ModelEvaluation:
 
 
 class OwnEvaluation:
-    """The evaluation of the global model by a function of the user's own.
+    """Evaluation of the global model by a user's function.
 
-    It takes the parameters as the loop's tree, which `tree` makes, and returns a loss, or numbers by name with `loss`.
+    The function takes the parameters as the loop's tree, which `tree` makes, and returns a loss, or numbers by name
+    including `loss`.
     """
 
     def __init__(self, function: Callable[[Any], Any], tree: Callable[[Params], Any]) -> None:
@@ -89,10 +91,10 @@ class OwnEvaluation:
         self._tree = tree
 
     def warm_up(self) -> None:
-        """Compile nothing: the function compiles what it needs when it is first called."""
+        """Do nothing: the function compiles its programs at its first call."""
 
     def __call__(self, params: Params, global_step: int, final: bool) -> Score:
-        """Call the function; on every process of the island."""
+        """Call the function; every process of the island calls it."""
         found: dict[str, float | None] = {**scalars(self._function(self._tree(params)))}
         loss, bits, tokens = found.pop("loss"), found.pop("bits_per_byte", None), found.pop("tokens", None)
         assert loss is not None, "scalars checks it"
@@ -100,7 +102,7 @@ class OwnEvaluation:
 
 
 def scalars(metrics: Any) -> dict[str, float]:
-    """Return what a loop reports as floats by name; ValueError if no loss is among them, or one is no scalar."""
+    """Convert a loop's metrics to floats by name; ValueError if there is no loss, or one is not a scalar."""
     named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
     if "loss" not in named:
         raise ValueError(
@@ -110,6 +112,9 @@ def scalars(metrics: Any) -> dict[str, float]:
     for name, value in named.items():
         try:
             found[str(name)] = float(np.asarray(jax.device_get(value)).reshape(()))
-        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: it was donated
-            raise ValueError(f"metric {str(name)[:80]!r} is no scalar ({error}); give one, such as its mean") from error
+        # JAX raises RuntimeError for a donated array.
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"metric {str(name)[:80]!r} is not a scalar ({error}); give one, such as its mean"
+            ) from error
     return found

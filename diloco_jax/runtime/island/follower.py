@@ -1,6 +1,6 @@
-"""A host of an island that does not lead: no machine, no decisions. It does what the leader says, in that order.
+"""A host of an island that follows the leader: it has no machine, and obeys the leader's commands in their order.
 
-Its threads are in the table of docs/architecture.md. Only the caller's, which steps, touches the devices.
+docs/architecture.md lists its threads. Only the caller's thread, which steps, uses the devices.
 """
 
 import json
@@ -26,15 +26,15 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.group import commands
+from diloco_jax.transport import commands
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 POLL_S = 0.2
-LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)  # what may take longer than a step
+# These commands may take longer than a step.
+LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -42,22 +42,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Follower:
-    """One host that follows, from its first message to its last; whoever steps it calls `next_step` and `leave`."""
+    """One following host, from its first message to its last; its loop calls `next_step` and `leave`."""
 
-    config: RunConfig
     host: Host
     dialler: Dialler
     group: GroupMember
-    stop: threading.Event  # set from outside to leave politely; the leader decides when
-    on_batch: Callable[[Ranges, Ranges], None]  # takes the samples of the next step, and what is known of later ones
+    # Set from outside to leave the run; the leader decides when.
+    stop: threading.Event
+    # Takes the samples of the next step, and the known samples of later steps.
+    on_batch: Callable[[Ranges, Ranges], None]
     pulse: Pulse
 
     def __post_init__(self) -> None:
-        self.status: int | None = None  # exit status that the leader said in the end; None before
+        # The exit status that the leader sent at the end; None before.
+        self.status: int | None = None
         self._stepped_s = 0.0
         self._told_stop = False
-        self._values = GlobalValues(self.host.fragments, self.config.wire.down)  # the link thread's
-        self._arrived: dict[tuple[int, int], Values] = {}  # fragment, arrival -> value that may be adopted
+        # The link thread's.
+        self._values = GlobalValues(self.host.fragments, self.host.run.config.wire.down)
+        # (fragment, arrival) -> value that may be adopted
+        self._arrived: dict[tuple[int, int], Values] = {}
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
@@ -70,17 +74,19 @@ class Follower:
         self._in_thread("link", self._serve_link)
 
     def next_step(self) -> int | None:
-        """Do what the leader says until it makes a step; returns the step's global step, or None at the end.
+        """Obey the leader until it makes a step; return the step's global step, or None at the end.
 
-        If a host is lost the process ends.
+        The process ends if a host is lost.
         """
-        return self._guarded(self._obey)  # a collective may have lost one of its hosts
+        # A collective may fail because a host is lost.
+        return self._guarded(self._obey)
 
     def _obey(self) -> int | None:
         while self.status is None:
             try:
                 command = self._steps_do.get(timeout=POLL_S)
-            except queue.Empty:  # the leader has nothing to do, or watches itself
+            # The leader has nothing to do, and its own watchdog watches it.
+            except queue.Empty:
                 self.pulse.beat()
                 continue
             if isinstance(command, commands.HostStep):
@@ -98,8 +104,9 @@ class Follower:
         return None
 
     def leave(self) -> int:
-        """End, and return the exit status that the leader said; FAILED if it did not."""
-        self.pulse.patient()  # with what is being written to a disk
+        """End, and return the leader's exit status; FAILED if it sent none."""
+        # The disk may take long.
+        self.pulse.patient()
         self.host.close()
         self.pulse.close()
         self._payloads.close()
@@ -155,7 +162,7 @@ class Follower:
         self.host.warm_up_evaluation()
 
     def _send(self, number: int, value: FragmentValue) -> None:
-        staged = self.host.send(value)
+        staged = self.host.take_for_round(value)
         if number:
             self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose()))
         if self._link is not None:
@@ -231,5 +238,6 @@ class Follower:
     def _guarded(self, body: Callable[[], T]) -> T:
         try:
             return body()
-        except Exception as error:  # it would be lost with the thread
+        # An error would be lost with the thread.
+        except Exception as error:
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")

@@ -1,7 +1,8 @@
 """One process of an island, which obeys its learner: staged copies, adoptions, whole states.
 
-An island of one process has one `Host`. With several each has one, and all do the same in the same order, so that the
-programs of their devices meet: the leader's is a `LeadingHost`, which tells the others (leader.py, follower.py).
+An island of one process has one `Host`. On an island of several processes each has one, and all do the same in the same
+order, because their devices run one program together. The leader has a `LeadingHost`, which sends every command to the
+other hosts first (leader.py, follower.py).
 """
 
 import logging
@@ -10,71 +11,81 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
-from diloco_jax.settings.cutting import cut
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
-from diloco_jax.transport.group import commands
+from diloco_jax.transport import commands
 
 Ranges = Sequence[tuple[int, int]]
-Told = Callable[[str], object]  # hears what is done, in words for people
-Outcome = Callable[[], str | None]  # of a state that is written: the reason why it was not, "" if it was, None before
+# Gets progress in words for people.
+Told = Callable[[str], object]
+# Returns None while a state is being written, then "" if it was saved, else the error.
+SaveResult = Callable[[], str | None]
 
 log = logging.getLogger(__name__)
 
 
 class Host:
-    """One process's devices, and what they have in flight. One thread at a time, where nothing else is said.
+    """The devices of one process, with their copies and states in flight.
+
+    One thread at a time may call a method, except for those marked "any thread".
 
     Args:
-        island: that is exchanged, or this process's part of it.
-        compile_step: compiles what its owner runs; None if nobody here can.
-        evaluate: evaluates the global model; None if nobody here can.
-        saves: this process's states on disk; without them it saves nothing.
+        run: The run, resolved for the model of `island`.
+        island: The exchanged state, or this process's part of it.
+        compile_step: Compiles the owner's inner step; None if this process cannot.
+        evaluate: Evaluates the global model; None if this process cannot.
+        saves: This process's states on disk; None to save nothing.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         island: ExchangedState,
         compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
         saves: SavedStates | None = None,
     ) -> None:
-        self.island = island  # whose fragments and states leave and come in; its owner steps it
-        self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
-        self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
+        # Fragments and states of this island leave and enter; its owner steps it.
+        self.island = island
+        self.run = run
+        self.anchors: dict[int, Values] = {}  # fragment -> anchor
         self._compile_step = compile_step
         self._evaluate = evaluate
-        self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
-        self.moving = MovingLayout(island.state_layout, config.wire.states)  # how moments travel to another island
-        self.states: dict[int, StagedState] = {}  # copies that were queued, by name
-        self._moving: dict[tuple[int, str], MovingState] = {}  # by receiver: each is at a leaf of its own
+        self._adoptions = Adoptions(island, run.fragments, run.config.adopt)
+        # The layout of moments on their way to another island.
+        self.moving = MovingLayout(island.state_layout, run.config.wire.states)
+        self.states: dict[int, StagedState] = {}  # queued, by name
+        # Each receiver is at another leaf.
+        self._moving: dict[tuple[int, str], MovingState] = {}
         self._saves = saves
-        self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
-        self._complete = -1  # global step of the newest state that all hosts have on disk
-        self._read: Leaves = {}  # what was read from disk, until it is taken over or not wanted any more
+        # (global step of the state that is being written, its result)
+        self._saving: tuple[int, SaveResult] | None = None
+        # The global step of the newest state that all hosts have on disk.
+        self._complete = -1
+        # The leaves that were read from disk, until they are restored or not needed.
+        self._read: Leaves = {}
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        return self.plan.fragments
+        return self.run.fragments
 
     @property
     def evaluates(self) -> bool:
         return self._evaluate is not None
 
     def tell(self, command: commands.Command) -> None:
-        """Let the other hosts do the same, before this one does it; an island of one process has none."""
+        """Send a command to the other hosts, before this host obeys it; an island of one process has none."""
 
     def warm_up(self, told: Told = lambda words: None) -> None:
-        """Compile what the island runs, and say how much of it is done. Any thread."""
+        """Compile the island's programs, and report the progress; any thread."""
         exchange, steps = self.island.exchange, int(self._compile_step is not None)
         total = exchange.count(self.fragments) + steps
 
@@ -87,7 +98,7 @@ class Host:
         exchange.warm_up(self.fragments, lambda done: tell(done + steps))
 
     def warm_up_evaluation(self) -> None:
-        """Compile the evaluation of the global model; one that cannot be compiled tells so when it is asked for."""
+        """Compile the evaluation of the global model; if that fails, the first evaluation reports the error."""
         try:
             if self._evaluate is not None:
                 self._evaluate.warm_up()
@@ -95,47 +106,51 @@ class Host:
             log.warning(f"the evaluation could not be compiled: {error!r}")
 
     def connect(self, epoch: int, number: int) -> None:
-        """Give every other host a link of its own to this epoch of the syncer; TransportError if one cannot have it."""
+        """Let every other host open a link to this epoch of the syncer; TransportError if one cannot."""
 
     def tell_batch(self, ranges: Ranges, ahead: Ranges) -> None:
-        """Tell the other hosts which samples the next step reads, and the steps after it."""
+        """Send the samples of the next step, and known samples of later steps, to the other hosts."""
         told = (tuple(commands.SampleRange(*each) for each in some) for some in (ranges, ahead))
         self.tell(commands.HostPutBatch(*told))
 
     def tell_step(self, clock: int) -> None:
-        """Tell the other hosts to make a step, and at which global step it begins."""
+        """Let the other hosts make a step that starts at the global step `clock`."""
         self.tell(commands.HostStep(clock))
 
     def stage(self, fragment_id: int, local_step: int) -> None:
         """Queue a copy of a fragment's update, as it is after the newest step."""
         self.tell(commands.HostStage(fragment_id, local_step))
-        self._adoptions.stage(fragment_id, local_step)
+        staged = self.island.exchange.stage(self.island.state.params, self.fragments[fragment_id])
+        self._adoptions.staged[fragment_id, local_step] = staged
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
+        """Forget a copy that nobody will request."""
         self.tell(commands.HostUnstage(fragment_id, local_step))
-        self._adoptions.unstage(fragment_id, local_step)
+        # Ctrl-C may have ended the island between the machine's decision and the copy.
+        self._adoptions.staged.pop((fragment_id, local_step), None)
 
-    def send(self, message: FragmentValue) -> StagedFragment:
-        """Remember that a staged copy goes into a round, and return it: encode it, and send that."""
-        return self._adoptions.send(message.fragment_id, message.global_step, message.local_step)
+    def take_for_round(self, message: FragmentValue) -> StagedFragment:
+        """Mark a staged copy as used by the message's round, and return it; the caller encodes and sends it."""
+        return self._adoptions.take_for_round(message.fragment_id, message.global_step, message.local_step)
 
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
-        """Hand a global fragment that came to the other hosts, which read and check it. Any one thread.
+        """Send an arrived global fragment to the other hosts, which read and check it; any one thread.
 
-        The function that it returns waits until all have it, and raises ValueError if one of them cannot read it.
+        Returns:
+            A function that waits until all hosts have it, and raises ValueError if one of them cannot read it.
         """
         return lambda: None
 
     def supersede(self, message: GlobalFragment) -> None:
-        """Forget older versions of the fragment that came: they will not be adopted."""
+        """Forget older versions of the arrived fragment, because they will not be adopted."""
 
     def adopt(self, message: GlobalFragment, values: Values) -> None:
-        """Replace a fragment by the global value that a message brought, between two steps."""
+        """Adopt the global value of a message between two steps."""
         self.anchors[message.fragment_id] = values
         self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
-        """Evaluate the global values that were adopted last, between two steps. What goes wrong is in the answer."""
+        """Evaluate the global values that were adopted last, between two steps; the score holds an error's reason."""
         began_s = time.monotonic()
         assert self._evaluate is not None, "nobody here can evaluate"
         try:
@@ -145,33 +160,33 @@ class Host:
         return score._replace(took_s=time.monotonic() - began_s)
 
     def stage_state(self, name: int) -> StagedState:
-        """Queue a copy of everything but the parameters; it is kept under its name until `unstage_state`."""
+        """Queue a copy of everything except the parameters, kept under its name until `unstage_state`."""
         self.tell(commands.HostStageState(name))
         self.states[name] = staged = self.island.stage_moments()
         return staged
 
     def moving_state(self, name: int, receiver: str) -> MovingState:
-        """Return a copy that was queued as it travels to one receiver."""
+        """Return a queued copy in the form that travels to one receiver."""
         if (name, receiver) not in self._moving:
             self._moving[name, receiver] = MovingState(self.moving, self.states[name].leaf)
         return self._moving[name, receiver]
 
     def unstage_state(self, name: int) -> None:
-        """Forget a copy that nobody needs any more. Any thread."""
+        """Forget a queued copy; any thread."""
         self.tell(commands.HostUnstageState(name))
         del self.states[name]
         self._moving = {key: moving for key, moving in self._moving.items() if key[0] != name}
 
     def load_state(self, state: Bytes) -> None:
-        """Take over another island's state but the parameters; ValueError if it is of another model or optimizer."""
+        """Load another island's state except the parameters; ValueError if its model or optimizer differs."""
         self.island.load_moments(self.moving.read(state))
 
     def saved(self) -> list[StateName]:
-        """Return the names of the states that this process has on disk, newest first. Any thread."""
+        """Return the names of the states that this process has on disk, newest first; any thread."""
         return [] if self._saves is None else self._saves.names()
 
     def read(self, name: StateName) -> str:
-        """Read this process's shards of a saved state; returns the reason why they cannot be used. Any thread."""
+        """Read this process's shards of a saved state; return why they cannot be used, "" if they can; any thread."""
         assert self._saves is not None, "nothing is saved"
         try:
             self._read = self._saves.read(name)
@@ -198,17 +213,18 @@ class Host:
         return self.read(name)
 
     def restore(self, fragments: Iterable[int]) -> None:
-        """Go on from the state that was read, of the parameters with these fragments, once all anchors are here."""
+        """Continue from the state that was read, with these fragments of the parameters; the others are the anchors."""
         leaves, self._read = self._read, {}
         self.island.load_shards(leaves)
         for fragment_id in sorted(self.anchors.keys() - set(fragments)):
             self.island.overwrite(self.fragments[fragment_id], self.anchors[fragment_id])
 
     def forget_saved(self) -> None:
+        """Free the state that was read from disk."""
         self._read = {}
 
     def save(self, name: StateName) -> bool:
-        """Begin to write this state, as it is now, to disk on all hosts; False if one is still being written."""
+        """Start to write the present state to disk on all hosts; False if another one is still being written."""
         if self._saves is None:
             return False
         if self._saving is not None:
@@ -220,19 +236,19 @@ class Host:
         self._saving = (name.global_step, self._save_all(name, self._complete))
         return True
 
-    def _save_all(self, name: StateName, kept: int) -> Outcome:
+    def _save_all(self, name: StateName, kept: int) -> SaveResult:
         saving = self.save_own(name, kept)
         return lambda: saving.result() if saving.done() else None
 
     def save_own(self, name: StateName, kept: int) -> Future[str]:
-        """Begin to write this process's shards; gives the reason why they could not be written."""
+        """Start to write this process's shards; the future holds the error, "" if they were written."""
         assert self._saves is not None, "nothing is saved"
         return self._saves.save(self.island.stage_shards(), name, kept)
 
     def close(self) -> None:
-        """Wait for what is being written to disk."""
+        """Wait until the last state is written to disk."""
         if self._saves is not None:
             self._saves.close()
 
     def end(self, status: int) -> None:
-        """End the other processes with this exit status: the learner is done."""
+        """End the other processes with this exit status, because the learner has ended."""

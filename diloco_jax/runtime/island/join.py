@@ -1,7 +1,7 @@
-"""Meeting of the processes of one island: JAX's distributed runtime, and the island's own network.
+"""Start of the processes of one island: JAX's distributed runtime, and the island's own network.
 
-Each island has a coordination service of its own, so that the death of one island is nothing to the others. If one of
-an island's processes dies, all of them end, at once; whoever started them starts them all again.
+Each island has a separate coordination service, so that the end of one island does not affect the others. If one of an
+island's processes fails, all of them end at once, and their supervisor starts all of them again.
 """
 
 import logging
@@ -18,23 +18,26 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, end_now
 from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
-from diloco_jax.transport.group.commands import HostMeet, HostVerdict
+from diloco_jax.transport.commands import HostMeet, HostVerdict
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import check_free, split_address
-from diloco_jax.transport.sharded import Dialler
 
-# Of the coordination service. It aborts with a stack trace; so the island's own network notices a silent host first.
+# Timeout of the coordination service. The service aborts with a stack trace, so the island's own network must notice a
+# silent host first.
 HEARTBEAT_S = int(3 * SILENCE_S)
-START_S = 300  # for all processes of an island to begin
-SHUTDOWN_S = 20  # for all to end, once one of them does
+# All processes of an island must start within this time.
+START_S = 300
+# All processes must end within this time after the first one.
+SHUTDOWN_S = 20
 ADDRESS_BYTES = 256
 METADATA_S = 2.0
 _NUMBER = struct.Struct("<Q")
@@ -45,33 +48,37 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The processes of this island, as one of them sees them."""
+    """The processes of this island, seen from one of them."""
 
-    host: int  # which one this is; LEADER leads
-    count: int  # how many there are
-    group: GroupLeader | GroupMember  # the connection to the leader, or the leader's to all
-    incarnation: int  # of the learner, as the leader has it
+    host: int  # LEADER leads
+    count: int  # number of hosts
+    # The connection to the leader, or the leader's connection to all.
+    group: GroupLeader | GroupMember
+    # The leader's incarnation counts for all hosts.
+    incarnation: int
 
 
 def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None, coordinator: str) -> Hosts | None:
-    """Begin as one process of an island, before anything else touches a device; None if it has only this one.
+    """Start as one process of an island, before anything else uses a device; None for an island of one process.
 
     Args:
-      incarnation: of this process; that of the leader counts.
-      host: which one this is; None lets JAX find out, on Cloud TPU.
-      coordinator: host:port of host 0, where it can listen; "" lets JAX find out.
+      incarnation: Incarnation of this process; the leader's counts for all.
+      host: Number of this host; None lets JAX find it on Cloud TPU.
+      coordinator: host:port where host 0 can listen; "" lets JAX find it.
 
     Raises:
-      ValueError: the island has another number of processes, is a part of a multislice job, or its hosts have
-        settings that do not belong together.
-      ConnectionError: the others did not come in time.
+      ValueError: The island has another number of processes, is a part of a multislice job, or its hosts have
+        different settings.
+      ConnectionError: The other processes did not start in time.
     """
     island = config.island(learner_id)
-    for name in sorted(name for name in os.environ if name.startswith("MEGASCALE_")):  # of a multislice job
-        log.info(f"{name}={os.environ.pop(name)} was set; an island is a job of its own, so it is not used")
+    # The platform sets these variables for a multislice job.
+    for name in sorted(name for name in os.environ if name.startswith("MEGASCALE_")):
+        log.info(f"{name}={os.environ.pop(name)} was set; an island is a separate job, so it is not used")
     variable, options = compiler_variable(config, island, os.environ)
     if options:
-        os.environ[variable] = options  # read when JAX looks for its devices
+        # JAX reads it when it looks for its devices.
+        os.environ[variable] = options
     if island.hosts == 1:
         if host is not None or coordinator:
             raise ValueError(f"--host and --coordinator are of an island of several hosts; {learner_id} has 1")
@@ -80,7 +87,8 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
         raise ValueError("--host and --coordinator belong together; give both, or none on Cloud TPU")
     if host is not None and not 0 <= host < island.hosts:
         raise ValueError(f"--host is {host}, but {island.name} has hosts 0 to {island.hosts - 1}; see islands.hosts")
-    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    # JAX's preemption service would swallow SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
     if host is None:
         _refuse_multislice()
     else:
@@ -97,17 +105,17 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
 
 
 def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str, same: Mapping[str, str]) -> Hosts:
-    """Let the processes of an island find each other, once JAX's distributed runtime has begun.
+    """Connect the processes of an island with each other, after JAX's distributed runtime has started.
 
-    The leader listens; its address, and the number that it drew, go to the others through JAX.
+    The leader listens. JAX carries its address and its random number to the other hosts.
 
     Args:
-      config, learner_id, incarnation, coordinator: as `join`.
-      same: settings that all of them must have, as far as this one has them.
+      config, learner_id, incarnation, coordinator: As for `join`.
+      same: This host's values of the settings that all hosts must share.
 
     Raises:
-      ValueError: a host has another setting.
-      ConnectionError: a host is gone.
+      ValueError: A host has another setting.
+      ConnectionError: A host is lost.
     """
     host, count = jax.process_index(), jax.process_count()
     told = np.zeros(_NUMBER.size + ADDRESS_BYTES, np.uint8)
@@ -127,7 +135,7 @@ def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str,
 
 
 def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None:
-    """Meet the other processes, or die."""
+    """Start JAX's distributed runtime with the other processes; end this process if they do not start in time."""
     words = f"the other processes of {island.name} did not come within {START_S} s: start all {island.hosts} of them"
     # JAX itself would abort with a stack trace.
     alone = threading.Timer(
@@ -143,7 +151,8 @@ def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None
             initialization_timeout=2 * START_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
-            coordinator_bind_address=coordinator or None,  # not on all interfaces, which is the default
+            # By default it would listen on all interfaces.
+            coordinator_bind_address=coordinator or None,
         )
     except RuntimeError as error:
         raise ConnectionError(f"the processes of {island.name} did not meet: {error}") from None
@@ -156,7 +165,12 @@ def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None
 
 
 def _check_coordinator(address: str, *, listens: bool) -> None:
-    """Raise ValueError for what is no address, ConnectionError if this host cannot listen there."""
+    """Check the coordinator's address.
+
+    Raises:
+      ValueError: This is not an address with a port.
+      ConnectionError: Host 0 cannot listen there.
+    """
     try:
         _, port = split_address(address)
     except ValueError:
@@ -174,9 +188,9 @@ def _check_coordinator(address: str, *, listens: bool) -> None:
 
 
 def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
-    """Return the leader's incarnation once all hosts have found that these settings are the same everywhere.
+    """Compare the settings of all hosts, and return the leader's incarnation; ValueError if they differ.
 
-    Else their programs would wait for each other for ever, or train something that nobody asked for.
+    With different settings the hosts' programs would wait for each other forever, or train another model than intended.
     """
     group, wrong = hosts.group, ""
     if isinstance(group, GroupLeader):
@@ -207,38 +221,42 @@ def _hear(group: GroupLeader | GroupMember, kind: type[_Said]) -> _Said:
 
 
 def _own_address() -> str:
-    """Return the address of the interface that leads to other machines; a machine's name often leads to itself."""
+    """Return the address of the interface to other machines; a machine's name often resolves to loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nowhere:
-        nowhere.connect(("10.255.255.255", 9))  # chooses a route, and sends nothing
+        # A UDP socket only chooses a route; nothing is sent.
+        nowhere.connect(("10.255.255.255", 9))
         return str(nowhere.getsockname()[0])
 
 
 def leave(status: int) -> NoReturn:
-    """End this process of an island of several, with this exit status."""
+    """End this process of an island of several hosts, with this exit status."""
     if status in (0, INTERRUPTED):
         try:
-            jax.distributed.shutdown()  # waits for the others: without their coordinator they would abort
+            # This call waits for the other processes, because without their coordinator they would abort.
+            jax.distributed.shutdown()
         except RuntimeError as error:
-            log.info(f"the other processes of the island were gone before: {error}")
+            log.info(f"the other processes of the island had ended before: {error}")
     end_now(status)
 
 
 def die(reason: str) -> NoReturn:
-    """End this process at once: without one of its hosts an island cannot go on, and a collective waits for ever."""
+    """End this process at once.
+
+    Without one of its hosts an island cannot continue, and its collectives would wait forever.
+    """
     log.error(f"this island ends: {reason}")
     end_now(FAILED)
 
 
-def make_dialler(
-    config: RunConfig, plan: FragmentPlan, learner_id: str, incarnation: int, address: str, hosts: Hosts | None
-) -> Dialler:
-    """Return what connects one process of an island to the syncer at this address."""
+def make_dialler(run: ResolvedRun, learner_id: str, incarnation: int, address: str, hosts: Hosts | None) -> Dialler:
+    """Return the connector of one process of an island to the syncer at this address."""
+    config = run.config
     return Dialler(
         replace(config.transport, address=address),
         run_id=config.name,
         learner_id=learner_id,
         incarnation=incarnation,
-        shares=make_shares(config, plan),
+        shares=make_shares(run),
         up=config.wire.up,
         down=config.wire.down,
         host=LEADER if hosts is None else hosts.host,
@@ -247,17 +265,18 @@ def make_dialler(
 
 
 def ask_metadata(path: str, variable: str) -> str:
-    """Ask Google Cloud of this machine, where GCE_METADATA_HOST (or IP) says; OSError without an answer."""
+    """Read a value from Google Cloud's metadata server, at GCE_METADATA_HOST or _IP; OSError without an answer."""
     host = os.environ.get(f"GCE_METADATA_{variable}", "metadata.google.internal")
     url = f"http://{host}/computeMetadata/v1/instance/{path}"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
+    # A proxy does not know this machine.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     with direct.open(request, timeout=METADATA_S) as answer:
         return str(answer.read(1 << 20).decode(errors="replace"))
 
 
 def _refuse_multislice() -> None:
-    """Refuse a slice of a multislice job: JAX asks Google Cloud's metadata server what the environment lacks."""
+    """Refuse a slice of a multislice job, because JAX would read its variables from the metadata server."""
     if not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio"):
         return
     try:

@@ -1,4 +1,4 @@
-"""The leader's side of an island of several hosts: before it does anything, it tells the others, in the same order."""
+"""The leader of an island of several hosts: it sends every command to the other hosts before it obeys it itself."""
 
 import itertools
 import json
@@ -14,26 +14,27 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Values
 from diloco_jax.runtime.island.evaluation import Evaluation
-from diloco_jax.runtime.island.host import Host, Outcome, Told
+from diloco_jax.runtime.island.host import Host, SaveResult, Told
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.staging import CopyGone, StagedState
-from diloco_jax.transport.group import commands
+from diloco_jax.transport import commands
 from diloco_jax.transport.group.group import GroupItem, GroupLeader
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Payload, TransportError
 
 POLL_S = 1.0
-END_S = 10.0  # for the others to end, once they were told
+# The other hosts must end within this time after the command.
+END_S = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class Answers:
-    """Answers of the other hosts to one command. If one of them is lost the process ends, so `wait` has no limit."""
+    """The other hosts' answers to one command; waits have no limit, because a lost host ends the process."""
 
     def __init__(self, number: int, hosts: int) -> None:
         self.number = number
@@ -61,7 +62,7 @@ class Answers:
 
 
 class Questions:
-    """The commands that all other hosts answer, until they have."""
+    """The commands that wait for the answers of all other hosts."""
 
     def __init__(self, group: GroupLeader, hosts: int) -> None:
         self._group = group
@@ -70,6 +71,7 @@ class Questions:
         self._open: dict[int, Answers] = {}
 
     def ask(self, command: Callable[[int], commands.Command], payload: Payload = b"") -> Answers:
+        """Send a command, made of its number, to all other hosts."""
         number = next(self._numbers)
         self._open[number] = answers = Answers(number, self._count)
         self._group.send(command(number), payload)
@@ -82,11 +84,11 @@ class Questions:
 
 
 class LeadingHost(Host):
-    """Host 0 of several. It tells the others what `Host` does, in that order; `stop` is set when one shall end."""
+    """Host 0 of several: it sends the actions of `Host` to the others in order; `stop` is set when a host shall end."""
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         island: ExchangedState,
         compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
@@ -94,23 +96,25 @@ class LeadingHost(Host):
         stop: threading.Event,
         saves: SavedStates | None = None,
     ) -> None:
-        super().__init__(config, island, compile_step, evaluate, saves)
+        super().__init__(run, island, compile_step, evaluate, saves)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         self._group = hosts.group
         self._questions = Questions(hosts.group, hosts.count)
         self._stop = stop
         self._ending = False
-        self._gone = Answers(0, hosts.count)  # whose connection has ended
-        # Versions are counted anew by a syncer that went back, arrivals never.
+        # Counts the hosts whose connection has ended.
+        self._gone = Answers(0, hosts.count)
+        # A syncer that went back repeats numbers of versions, so arrivals have separate numbers.
         self._arrivals: dict[GlobalFragment, int] = {}
-        self._loading: Callable[[str], np.ndarray] | None = None  # the leaves of the state that is being loaded
+        # Returns a leaf of the state that is being loaded.
+        self._loading: Callable[[str], np.ndarray] | None = None
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
 
     def tell(self, command: commands.Command) -> None:
         self._group.send(command)
 
     def warm_up(self, told: Told = lambda words: None) -> None:
-        """Compile what the island runs, on all hosts, and say how much of it this one has done. Any thread."""
+        """Compile the island's programs on all hosts, and report this host's progress; any thread."""
         others = self._questions.ask(commands.HostWarmUp)
         super().warm_up(told)
         others.payloads()
@@ -119,9 +123,9 @@ class LeadingHost(Host):
         if problem := self._questions.ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
-    def send(self, message: FragmentValue) -> StagedFragment:
-        """See Host.send; the other hosts send their parts by themselves."""
-        staged = super().send(message)
+    def take_for_round(self, message: FragmentValue) -> StagedFragment:
+        """Do what Host does, and let every other host take its copy and send its own bytes of the value."""
+        staged = super().take_for_round(message)
         if staged.has_loose:
             staged.of_others = self._questions.ask(lambda n: commands.HostSend(n, message)).payloads
         else:
@@ -155,7 +159,7 @@ class LeadingHost(Host):
         return score._replace(loss=inf, reason=f"{problem}; {score.reason}"[:REASON_LENGTH_MAX]) if problem else score
 
     def stage_state(self, name: int) -> StagedState:
-        """See Host.stage_state; its leaves are asked for when they are needed, one at a time."""
+        """Do what Host does; the leaves of other hosts are requested when they are needed, one at a time."""
         staged = super().stage_state(name)
         staged.of_others = partial(self._leaf_of_others, name)
         return staged
@@ -167,8 +171,9 @@ class LeadingHost(Host):
         return answers.payloads()
 
     def load_state(self, state: Bytes) -> None:
-        """See Host.load_state; the others ask for its leaves, one at a time."""
-        self._loading = leaf = self.moving.read(state)  # before anybody begins: then nobody can refuse it
+        """Do what Host does; the other hosts request the leaves one at a time."""
+        # It is read before any host starts to load, because then no host can refuse it.
+        self._loading = leaf = self.moving.read(state)
         others = self._questions.ask(commands.HostLoadState)
         self.island.load_moments(leaf)
         others.payloads()
@@ -180,7 +185,7 @@ class LeadingHost(Host):
         theirs = [{StateName.parse(each) for each in json.loads(bytes(p))} for p in answers.payloads().values()]
         common = [name for name in mine if all(name in names for names in theirs)]
         if any([mine, *theirs]) and not common:
-            log.warning("hosts of this island have saved states, but none that all of them have; it begins without")
+            log.warning("hosts of this island have saved states, but none that all of them have; it starts without one")
         return common
 
     def _read_all(self, name: StateName) -> str:
@@ -193,7 +198,7 @@ class LeadingHost(Host):
         super().restore(chosen)
         others.payloads()
 
-    def _save_all(self, name: StateName, kept: int) -> Outcome:
+    def _save_all(self, name: StateName, kept: int) -> SaveResult:
         others = self._questions.ask(lambda n: commands.HostSave(n, name.to_text(), kept))
         own = super()._save_all(name, kept)
 
@@ -216,8 +221,9 @@ class LeadingHost(Host):
                 item = self._group.receive(POLL_S)
                 if item is not None:
                     self._on_item(item)
-        except Exception as error:  # it would be lost with the thread
-            die(f"what a host said cannot be understood: {error!r}")
+        # An error would be lost with the thread.
+        except Exception as error:
+            die(f"a message of a host cannot be handled: {error!r}")
 
     def _on_item(self, item: GroupItem) -> None:
         match item.message:
@@ -228,7 +234,7 @@ class LeadingHost(Host):
             case commands.HostAnswer(number, reason):
                 self._questions.on_answer(item.host, number, reason, item.payload)
             case commands.HostStop():
-                log.info(f"host {item.host} was asked to end; so the island leaves politely")
+                log.info(f"host {item.host} was asked to end, so the island leaves the run")
                 self._stop.set()
             case commands.HostWant(leaf):
                 assert self._loading is not None, f"host {item.host} asks for {leaf}, but nothing is loaded"

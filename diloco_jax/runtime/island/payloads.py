@@ -1,7 +1,7 @@
-"""The heavy part of what a learner sends, made and handed to the link by one thread, urgent payloads first.
+"""The thread that encodes payloads and gives them to the link, urgent payloads first.
 
-A round waits for a fragment's value and a restarted syncer for an anchor; a joining learner's state may take longer,
-and must not slow the donor's steps (spare_time.py).
+A round waits for a fragment's value, and a restarted syncer waits for an anchor. The state for a joining learner may
+take longer, and must not slow the donor's steps (spare_time.py).
 """
 
 import heapq
@@ -24,22 +24,23 @@ from diloco_jax.transport.link import Link, LinkClosed, Payload
 
 Values = Mapping[str, np.ndarray]
 URGENT, BULK = 0, 1
-JOBS_MAX = 1024  # that wait; a peer that asks for more without taking them is not served
+# Limit of waiting jobs; a peer that requests more without reading them is not served.
+JOBS_MAX = 1024
 
 log = logging.getLogger(__name__)
 
 
 class StagedUpdate(Protocol):
-    """A staged fragment, as this thread sees it."""
+    """A staged fragment that can be encoded."""
 
     def encode(self) -> Payload:
-        """Wait for it and return its payload; NotFinite if it is not, and the format cannot say so."""
+        """Wait for the copy, and return its payload; NotFinite if the format cannot represent the values."""
 
 
 class PayloadSender:
-    """The thread "payload". Its methods return at once and may be called from any thread.
+    """The thread "payload"; its methods return at once, and any thread may call them.
 
-    An error that nobody expected goes to `on_failure`, on the thread.
+    The thread gives an unexpected error to `on_failure`.
     """
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
@@ -47,15 +48,18 @@ class PayloadSender:
         self._spare_time = SpareTime()
         self._bulk_rests_until_s = 0.0
         self._changed = threading.Condition()
-        self._jobs: list[tuple[int, int, Callable[[], None]]] = []  # a heap: urgency, age, job
+        # A heap of (urgency, age, job).
+        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._closed = False
         threading.Thread(target=self._work, name="payload", daemon=True).start()
 
     def value(self, link: Link, message: FragmentValue, staged: StagedUpdate) -> None:
+        """Encode and send a fragment's value for a round."""
         self._add(URGENT, lambda: link.send(message, self._gradient(message, staged)))
 
     def anchor(self, link: Link, message: AnchorValue, anchor: Values) -> None:
+        """Encode and send an anchor to a restarted syncer."""
 
         def send() -> None:
             payload = codec.encode(anchor, "float32")
@@ -64,7 +68,7 @@ class PayloadSender:
         self._add(URGENT, send)
 
     def part(self, link: Link, message: StatePart, moving: MovingState) -> None:
-        """Send one part of a staged state; nothing if there is no such part."""
+        """Send one part of a staged state; send nothing if there is no such part."""
         parts = moving.count(STATE_PART_BYTES)
         if not 0 <= message.part < parts:
             log.info(f"{message.receiver} asked for part {message.part} of a state of {parts}; not answered")
@@ -82,7 +86,7 @@ class PayloadSender:
         self._add(BULK, send)
 
     def close(self) -> None:
-        """Forget what waits and end the thread after what it does now."""
+        """Drop the waiting jobs, and end the thread after the present one."""
         with self._changed:
             self._closed = True
             self._jobs.clear()
@@ -91,9 +95,11 @@ class PayloadSender:
     def _gradient(self, message: FragmentValue, staged: StagedUpdate) -> Payload:
         try:
             return staged.encode()
-        except codec.NotFinite as error:  # any other error is a fault of this program, and is told as one
+        # Any other error is a fault of this program, and is raised as one.
+        except codec.NotFinite as error:
             log.info(f"fragment {message.fragment_id} of round {message.global_step} has no value: {error}")
-            return b""  # an answer all the same, so that nobody waits; the syncer leaves it out
+            # An empty answer, so that nobody waits; the syncer leaves it out of the merge.
+            return b""
 
     def _add(self, urgency: int, job: Callable[[], None]) -> None:
         with self._changed:
@@ -106,7 +112,7 @@ class PayloadSender:
             self._changed.notify()
 
     def _next(self) -> tuple[int, int, Callable[[], None]] | None:
-        """Wait for the next job; None at the end."""
+        """Wait for the next job, and return it; None at the end."""
         with self._changed:
             while not self._closed:
                 rest_s = 0.0
@@ -123,11 +129,14 @@ class PayloadSender:
             began_s = time.thread_time()
             try:
                 job()
-            except LinkClosed:  # the link thread learns of it too, and reconnects
+            # The link thread notices it too, and reconnects.
+            except LinkClosed:
                 pass
-            except Exception as error:  # it would be lost with the thread
+            # An error would be lost with the thread.
+            except Exception as error:
                 self._on_failure(error)
             if urgency == BULK:
                 rest_s = self._spare_time.rest_s(time.thread_time() - began_s)
                 self._bulk_rests_until_s = time.monotonic() + rest_s
-            del following, job  # what it has staged must not stay in memory until the next one comes
+            # This frees the staged copy while the thread waits for the next job.
+            del following, job

@@ -1,10 +1,10 @@
-"""The states that one process of an island saved of itself: its own shards, in files that need nobody else's.
+"""The states that one process of an island saves: its own shards, in files that can be read without other processes.
 
     FOLDER/host-0-of-2/step_00000040.shards      the bytes of the shards, one after the other
-    FOLDER/host-0-of-2/step_00000040.json        written last: what they are, and the checksum of the bytes
+    FOLDER/host-0-of-2/step_00000040.json        written last: names and layouts of the shards, and their checksum
 
-A state counts when the second file is there; the leader counts it when that is so on all hosts. The folder lies below
-the run's, and another one may be anywhere that fsspec writes; each is good enough to come back.
+A state is complete when the second file exists; the leader uses it when it is complete on all hosts. One folder is
+below the run's folder, and another one may be anywhere that fsspec can write; each of them is enough to recover.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.training.data.documents import file_system
 from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, StagedShards, read_shards
 
-CHUNK_BYTES = 1 << 22  # written at a time, between two looks at the spare time
+CHUNK_BYTES = 1 << 22  # between pauses
 RECORD_BYTES_MAX = 1 << 26
-SAVED_MAX = 2  # on disk: the newest complete one, and the one that is being written
+# The newest complete state, and the one that is being written.
+SAVED_MAX = 2
 SHARDS, RECORD = ".shards", ".json"
 
 log = logging.getLogger(__name__)
@@ -41,23 +42,23 @@ class StateName(NamedTuple):
     incarnation: int
     local_step: int
     global_step: int
-    digests: tuple[int, ...]  # of the global values that its parameters are based on
+    digests: tuple[int, ...]  # its anchors
 
     def to_text(self) -> str:
         return json.dumps(self)
 
     @classmethod
     def parse(cls, fields: Any) -> StateName:
-        """Return the name that JSON holds; ValueError if these are no fields of a name."""
+        """Return the name from its JSON fields; ValueError if they are not those of a name."""
         try:
             incarnation, local_step, global_step, digests = fields
             return cls(int(incarnation), int(local_step), int(global_step), tuple(map(int, digests)))
         except TypeError as error:
-            raise ValueError(f"{str(fields)[:80]} is no name of a state") from error
+            raise ValueError(f"{str(fields)[:80]} is not the name of a state") from error
 
 
 class StateFolder:
-    """One process's folder below an island's, a path or a URL; ValueError if nobody here can write to such URLs."""
+    """One process's folder below an island's, a path or a URL; ValueError if this process cannot write to such URLs."""
 
     def __init__(self, url: str, host: int, hosts: int) -> None:
         self._fs, path = file_system(url)
@@ -76,7 +77,7 @@ class StateFolder:
             return []
 
     def names(self) -> dict[StateName, dict[str, Any]]:
-        """Return the records of the states that are complete; the log says why one is not."""
+        """Return the records of the complete states; the log names those that cannot be read."""
         found = {}
         steps = [entry for entry in self._entries(self._folder) if entry.endswith(RECORD)]
         for entry in steps:
@@ -87,7 +88,7 @@ class StateFolder:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning(f"the saved state {entry} in {self.url} cannot be read ({error!r}); trying another")
         if not steps and (others := [e for e in self._entries(self._island) if e.startswith("host-")]):
-            log.info(f"{self.url} has states of {', '.join(sorted(others)[:4])} only: of another number of hosts")
+            log.info(f"{self.url} has states of {', '.join(sorted(others)[:4])} only, from another number of hosts")
         return found
 
     def read(self, record: dict[str, Any]) -> Leaves:
@@ -113,7 +114,7 @@ class StateFolder:
             raise ValueError(repr(error)) from error
 
     def write(self, staged: StagedShards, name: StateName, rest: Callable[[], None]) -> None:
-        """Write a state, whole or not at all; one of the same global step is replaced."""
+        """Write a state whole or not at all, in place of one of the same global step."""
         self._fs.makedirs(self._folder, exist_ok=True)
         self._remove(name.global_step)
         hasher = xxhash.xxh3_64()
@@ -130,7 +131,7 @@ class StateFolder:
             file.write(json.dumps(record).encode())
 
     def prune(self, keep: Sequence[int]) -> None:
-        """Delete the states of all global steps but these, and what dead writers left of them."""
+        """Delete the states of all other global steps, and incomplete files of writers that were killed."""
         stems = {entry.partition(".")[0] for entry in self._entries(self._folder)}
         for stem in stems - {f"step_{step:08d}" for step in keep}:
             if stem.removeprefix("step_").isdigit():
@@ -144,42 +145,45 @@ class StateFolder:
 
 
 class SavedStates:
-    """The states of one process in folders of the island's, the first of which is read first.
+    """The states of one process in the island's folders, read in the order of `urls`.
 
-    They are written in the background, one at a time. ValueError if nobody here can write to one of the folders.
+    A background thread writes them, one at a time. ValueError if this process cannot write to one of the folders.
     """
 
     def __init__(self, urls: Sequence[str], host: int = 0, hosts: int = 1) -> None:
         self._places = [StateFolder(url, host, hosts) for url in urls]
         self._worker = ThreadPoolExecutor(1, "save")
-        self._closing = threading.Event()  # nobody is slowed down any more
+        # Once it is set the writer makes no more pauses.
+        self._closing = threading.Event()
 
     def names(self) -> list[StateName]:
-        """Return the names of what is there, newest first."""
+        """Return the names of the saved states, newest first."""
         names = {name for place in self._places for name in self._records(place)}
         return sorted(names, key=lambda name: name.global_step, reverse=True)
 
     def _records(self, place: StateFolder) -> dict[StateName, dict[str, Any]]:
         try:
             return place.names()
-        except Exception as error:  # whatever file systems raise that are away, or let nobody in
-            log.warning(f"saved states in {place.url} cannot be listed ({error!r}); going on without them")
+        # File systems that are away or refuse access raise many kinds of errors.
+        except Exception as error:
+            log.warning(f"saved states in {place.url} cannot be listed ({error!r}); continuing without them")
             return {}
 
     def read(self, name: StateName) -> Leaves:
-        """Return the shards of a state; ValueError, with the reason for each folder, if it is not there or damaged."""
+        """Return the shards of a state; ValueError with each folder's reason if it is missing or damaged."""
         problems = []
         for place in self._places:
             record = self._records(place).get(name)
             try:
                 if record is not None:
                     return place.read(record)
-            except Exception as error:  # whatever file systems raise
+            # File systems raise many kinds of errors.
+            except Exception as error:
                 problems.append(f"in {place.url}: {error}")
         raise ValueError("; ".join(problems) or "it is not there any more")
 
     def save(self, staged: StagedShards, name: StateName, keep: int) -> Future[str]:
-        """Begin to write a state beside the newest complete one; gives the reason why it is not saved, "" if it is."""
+        """Start to write a state beside the newest complete one; the future holds the error, "" if it was saved."""
         return self._worker.submit(self._save, staged, name, keep)
 
     def _save(self, staged: StagedShards, name: StateName, keep: int) -> str:
@@ -196,13 +200,14 @@ class SavedStates:
                 place.prune([keep])
                 place.write(staged, name, rest)
                 written += 1
-            except Exception as error:  # whatever file systems raise when they are full or gone
+            # File systems that are full or away raise many kinds of errors.
+            except Exception as error:
                 reasons.append(f"{place.url}: {' '.join(str(error).split())[:300]}")
                 what = f"the state of global step {name.global_step} was not saved in {reasons[-1]}"
-                log.warning(f"{what}; training goes on")
+                log.warning(f"{what}; training continues")
         return "" if written else "; ".join(reasons)
 
     def close(self) -> None:
-        """Take no more, and return when what was begun is written."""
+        """Refuse further states, and wait until the present one is written."""
         self._closing.set()
         self._worker.shutdown(wait=True, cancel_futures=True)

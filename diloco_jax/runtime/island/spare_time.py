@@ -1,7 +1,8 @@
-"""The pace of work in the background that does not slow what runs on the same cores.
+"""The pace of background work that must not slow other work on the same cores.
 
-An island whose steps run on the host's own cores has little time to spare, one with accelerators has a lot; and others
-may use the cores too. So the system is asked how long our cores were idle, and only that, or a small share, is used.
+An island whose steps run on the host's cores has little spare time, an island with accelerators has much, and other
+processes may use the cores too. So this module reads how long our cores were idle. The background work uses only that
+time, or a small share of the cores.
 """
 
 import os
@@ -9,17 +10,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-WINDOW_S = 0.2  # between two looks; the system counts in hundredths of a second
-STALE_S = 2.0  # what was seen before such a pause says nothing any more
-LEAST = 0.02  # of the cores' time that is used however busy they are
-LEFT_OVER = 0.25  # of the cores' time that stays idle: a step that waits a moment is no invitation
-BURST_S = 0.02  # that may be used at once: a small state should not take long
-THREADS_COST = 2.0  # processor time of the whole process for a second of the thread: others send what it has made
+# Time between two readings, in seconds; the system counts in hundredths of a second.
+WINDOW_S = 0.2
+# A reading before a pause of this length is too old, in seconds.
+STALE_S = 2.0
+# The least share of the cores' time, however busy they are.
+LEAST = 0.02
+# This share of the cores' time stays idle, because a step that waits for a moment does not leave time to spare.
+LEFT_OVER = 0.25
+# This much time may be used at once, in seconds, so that a small state is quick.
+BURST_S = 0.02
+# One second of the thread costs this much processor time, because other threads send its results.
+THREADS_COST = 2.0
 _STAT = Path("/proc/stat")
 
 
 def idle_time_s() -> float | None:
-    """Return the seconds for which the cores of this process were idle since the system started; None if unknown."""
+    """Return the idle seconds of this process's cores since the system started; None if unknown."""
     try:
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         rows = [line.split() for line in _STAT.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]
@@ -29,7 +36,7 @@ def idle_time_s() -> float | None:
 
 
 class SpareTime:
-    """The pauses of a thread that works in the background, on the cores of this process if no number is given."""
+    """The pauses of a background thread; `cores` are those of this process by default."""
 
     def __init__(
         self,
@@ -42,13 +49,15 @@ class SpareTime:
         known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._cores = cores or known or 1
         self._least = min(THREADS_COST, LEAST * self._cores)
-        self._share = self._least  # in cores
-        self._seen: tuple[float, float] | None = None  # when, and how long idle until then
+        self._share = self._least  # cores
+        # (when, idle seconds until then)
+        self._seen: tuple[float, float] | None = None
         self._asked_s = now_s()
-        self._debt_s = 0.0  # time used that the share has not made good yet
+        # Processor time that the share has not covered yet.
+        self._debt_s = 0.0
 
     def rest_s(self, took_s: float) -> float:
-        """Return how long to rest after a piece of work, in seconds."""
+        """Return the pause after a piece of work that took `took_s` of processor time, in seconds."""
         now_s, seen = self._now_s(), self._seen
         since_s, self._asked_s = now_s - self._asked_s, now_s
         self._debt_s = max(0.0, self._debt_s - self._share * since_s) + THREADS_COST * took_s
@@ -58,7 +67,8 @@ class SpareTime:
         elif now_s - seen[0] >= WINDOW_S:
             self._look(now_s)
             if self._seen is not None:
-                # Whose time we used cannot be seen, only whether some was left over: then, and only then, use more.
+                # The readings show whether time was left over, but not whose time we used. Use more only if
+                # some was left.
                 left = (self._seen[1] - seen[1]) / (now_s - seen[0]) - LEFT_OVER * self._cores
                 change = left if left > 0 else -self._share / 2
                 self._share = min(THREADS_COST, max(self._least, self._share + change))

@@ -1,6 +1,6 @@
-"""The learner's machine as its threads use it: one input at a time, with its effects executed before the next one.
+"""The driver of the learner's machine: one input at a time, with its effects executed before the next one.
 
-The link thread keeps a link to the syncer, and hears, checks and decodes what comes.
+The link thread keeps a link to the syncer, and receives, checks and decodes the messages.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from diloco_jax.core import codec
-from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol import effects
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
@@ -22,27 +22,30 @@ from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
+from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError
-from diloco_jax.transport.sharded import Dialler
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
-IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end
+# A thread that waits for messages wakes up this often to notice the end.
+IDLE_S = 0.2
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class Signals:
-    """The words that the threads of one learner have for each other: that it ends, and that something came."""
+    """The signals among the threads of one learner: the end, arrivals, and failures."""
 
     def __init__(self, stop: threading.Event) -> None:
-        self.stop = stop  # set from outside to leave politely
-        self.woken = threading.Event()  # set when something came that a step thread without a step may wait for
-        self.compiled = threading.Event()  # set when steps can run
+        # Set from outside to leave the run.
+        self.stop = stop
+        # Set when an event arrives that a waiting step thread may need.
+        self.woken = threading.Event()
+        self.compiled = threading.Event()  # steps can run
         self._failure: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """End the learner by an error of one of its threads, the first of them; the step thread raises it."""
+        """End the learner by an error of one of its threads; the step thread raises the first one."""
         self._failure = self._failure or error
         self.woken.set()
 
@@ -51,12 +54,13 @@ class Signals:
         return self._failure is not None
 
     def check(self) -> None:
+        """Raise the error that ended the learner, if there is one."""
         if self._failure is not None:
             raise self._failure
 
 
 class Mail(NamedTuple):
-    """A message of the syncer, with what its payload was decoded to."""
+    """A message of the syncer, with its decoded payload."""
 
     message: SyncerMessage
     values: Values | None = None
@@ -65,43 +69,48 @@ class Mail(NamedTuple):
 
 @dataclass(eq=False)
 class Decisions:
-    """The machine with its effects, and the lock that guards both; any thread may give it an input.
+    """The machine, the execution of its effects, and the lock of both; any thread may give it an input.
 
-    Whole states and evaluations are the step thread's, outside of the lock.
+    The step thread loads whole states and evaluates, outside of the lock.
     """
 
     machine: Learner
     host: Host
     tape: LearnerTape
     payloads: PayloadSender
-    saved: StateName | None  # the state on disk that may be taken over
+    # The state on disk that may be restored.
+    saved: StateName | None
     signals: Signals
 
     def __post_init__(self) -> None:
-        self.finished = ""  # the reason that the machine gave when it ended; "" before
-        self.examination: asked.EvaluateModel | None = None  # that is wanted
-        self.state: asked.AdoptState | None = None  # the whole state that is wanted
-        self.link: Link | None = None  # over which a learner sends; without one nothing is sent
-        self._received = ReceivedState(self.host.moving.bytes.num_bytes)  # the parts of a donor's
+        # The machine's reason at its end; empty before.
+        self.finished = ""
+        self.examination: effects.EvaluateModel | None = None  # requested
+        # The whole state that the step thread shall load.
+        self.state: effects.AdoptState | None = None
+        # Without a link nothing is sent.
+        self.link: Link | None = None
+        # The parts of a donor's state.
+        self._received = ReceivedState(self.host.moving.bytes.num_bytes)
         self._lock = threading.Lock()
 
     @property
     def over(self) -> bool:
-        """Tell if the machine has ended, or shall."""
+        """Tell whether the machine has ended, or shall end."""
         return bool(self.finished) or self.signals.stop.is_set()
 
     def ask(self, question: Callable[[Learner], T]) -> T:
-        """Call the machine for an answer without effects."""
+        """Query the machine without effects."""
         with self._lock:
             return question(self.machine)
 
-    def apply(self, decide: Callable[[Learner, float], list[asked.Effect]]) -> None:
-        """Give the machine an input and execute what it asks for. Called with the machine and the time in seconds."""
+    def apply(self, decide: Callable[[Learner, float], list[effects.Effect]]) -> None:
+        """Give the machine an input, and execute its effects; `decide` gets the machine and the time in seconds."""
         with self._lock:
             self._execute(decide(self.machine, time.monotonic()))
 
     def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
-        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
+        """Give the machine a message from its mailbox, and execute its effects; return False if there was none."""
         with self._lock:
             given = give(time.monotonic())
             if given is not None:
@@ -109,7 +118,7 @@ class Decisions:
         return given is not None
 
     def close_link(self, timeout_s: float) -> None:
-        """Give the link up; what waits to be sent has so many seconds."""
+        """Close the link, and send what is queued for at most `timeout_s` seconds."""
         link, self.link = self.link, None
         if link is not None:
             link.close(timeout_s)
@@ -120,7 +129,7 @@ class Decisions:
         if link is None:
             return
         if isinstance(message, FragmentValue):
-            staged = self.host.send(message)
+            staged = self.host.take_for_round(message)
             self.tape.note("sent", message.fragment_id, message.global_step, message.local_step)
             self.payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
@@ -128,59 +137,60 @@ class Decisions:
         elif isinstance(message, StatePart):
             self.payloads.part(link, message, self.host.moving_state(message.local_step, message.receiver))
         else:
-            with contextlib.suppress(LinkClosed):  # the link thread learns of it too, and reconnects
+            # The link thread notices it too, and reconnects.
+            with contextlib.suppress(LinkClosed):
                 link.send(message)  # type: ignore[arg-type]
 
-    def _execute(self, effects: Sequence[asked.Effect], arrived: Mail | None = None) -> None:
-        """Execute effects in their order; `arrived` is the message that was the input, if it was one."""
-        for effect in effects:
+    def _execute(self, requests: Sequence[effects.Effect], arrived: Mail | None = None) -> None:
+        """Execute effects in their order; `arrived` is the message that caused them, if there is one."""
+        for effect in requests:
             match effect:
-                case asked.Send(_, message):
+                case effects.Send(_, message):
                     self.send(message)
-                case asked.Stage(fragment_id, local_step):
+                case effects.Stage(fragment_id, local_step):
                     self.host.stage(fragment_id, local_step)
-                case asked.Unstage(fragment_id, local_step):
+                case effects.Unstage(fragment_id, local_step):
                     self.host.unstage(fragment_id, local_step)
-                case asked.Adopt():
+                case effects.Adopt():
                     assert arrived is not None, "a fragment was adopted that did not come"
                     message, values = arrived.message, arrived.values
                     assert values is not None and isinstance(message, GlobalFragment), "a fragment came without values"
                     self.tape.adopt(message)
                     self.host.adopt(message, values)
-                case asked.StageState(local_step):
+                case effects.StageState(local_step):
                     self.tape.note("staged_state", local_step)
                     self.host.stage_state(local_step)
-                case asked.UnstageState(local_step):
+                case effects.UnstageState(local_step):
                     self.host.unstage_state(local_step)
-                case asked.KeepPart(part, parts):
+                case effects.KeepPart(part, parts):
                     assert arrived is not None and isinstance(arrived.message, StatePart), "a kept part did not come"
                     self._received.keep(part, parts, arrived.payload, arrived.message.incarnation)
-                case asked.DropParts():
+                case effects.DropParts():
                     self._received.drop()
-                case asked.AdoptState():
+                case effects.AdoptState():
                     self.state = effect
-                case asked.EvaluateModel():
+                case effects.EvaluateModel():
                     self.examination = effect
-                case asked.SaveState(global_step):
+                case effects.SaveState(global_step):
                     self._save(global_step)
-                case asked.Finish(reason):
+                case effects.Finish(reason):
                     self.finished = reason
-                case asked.Drop(peer, reason):
+                case effects.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
                 case _:
                     raise AssertionError(f"the learner has no effect {effect}")
 
     def _save(self, global_step: int) -> None:
-        """Begin to write a copy of the present state to disk, unless the one before is still being written."""
+        """Start to write a copy of the present state to disk, unless the previous one is still being written."""
         machine = self.machine
         name = StateName(machine.incarnation, machine.local_step, global_step, tuple(machine.digests))
         if self.host.save(name):
             self.tape.note("saved", machine.local_step, global_step)
         else:
-            log.info(f"the state of global step {global_step} is not saved: the one before is still being written")
+            log.info(f"the state of global step {global_step} is not saved: the previous one is still being written")
 
-    def load_state(self, effect: asked.AdoptState) -> tuple[int, int]:
-        """Take a whole state over, and return incarnation and local step of its life; ValueError if it does not fit."""
+    def load_state(self, effect: effects.AdoptState) -> tuple[int, int]:
+        """Load a whole state, and return incarnation and local step of its life; ValueError if it does not fit."""
         self.state, saved, self.saved = None, self.saved, None
         if effect.donor:
             self.host.load_state(self._received.take())
@@ -190,12 +200,13 @@ class Decisions:
         return saved.incarnation, saved.local_step
 
     def forget_saved(self) -> None:
+        """Free the state that was read from disk."""
         self.saved = None
         self.host.forget_saved()
 
 
 class LearnerInbox:
-    """The learner's mail: read, checked, and given to the machine at once or in the gap between two steps."""
+    """The learner's inbox: messages are checked, and given to the machine at once or between two steps."""
 
     def __init__(self, decisions: Decisions, heads: GlobalValues) -> None:
         self._decisions = decisions
@@ -203,17 +214,17 @@ class LearnerInbox:
         self._mailbox: Mailbox[Mail] = Mailbox(decisions.machine)
 
     def drain(self) -> None:
-        """Give the machine what waits for the gap between two steps. The step thread calls it there."""
+        """Give the machine the messages that wait for the gap between two steps; the step thread calls it there."""
         while self._decisions.deliver(self._mailbox.take):
             pass
 
     def take(self, message: SyncerMessage, payload: bytes | memoryview) -> None:
-        """Take a message that came. The link thread calls it."""
+        """Handle a message that arrived; the link thread calls it."""
         if isinstance(message, GlobalFragment):
             self._take_global(message, payload)
         elif isinstance(message, StatePart) and codec.digest(payload) != message.digest:
             donor = message.learner_id
-            log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is asked for again")
+            log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is requested again")
         else:
             arrived = Mail(message, payload=payload)
             self._decisions.deliver(lambda now_s: self._mailbox.arrive(message, arrived, now_s))
@@ -241,14 +252,14 @@ class LearnerInbox:
 
 
 class LinkKeeper(NamedTuple):
-    """The link to the syncer: made, listened to, and made again when it is lost."""
+    """The link to the syncer: it is opened, read, and opened again when it is lost."""
 
     decisions: Decisions
     inbox: LearnerInbox
     dialler: Dialler
 
     def connect(self) -> None:
-        """Make the link, and let the machine introduce itself; TransportError if the syncer or a host is away."""
+        """Open the link, and send the machine's hello; TransportError if the syncer or a host cannot be reached."""
         epoch = self.decisions.machine.epoch
         link = self.dialler.connect(epoch)
         try:
@@ -257,7 +268,7 @@ class LinkKeeper(NamedTuple):
             link.close(0.0)
             raise
 
-        def connected(machine: Learner, now_s: float) -> list[asked.Effect]:
+        def connected(machine: Learner, now_s: float) -> list[effects.Effect]:
             self.decisions.link = link
             return machine.on_connected(now_s)
 
@@ -265,7 +276,7 @@ class LinkKeeper(NamedTuple):
         log.info("connected to the syncer")
 
     def run(self) -> None:
-        """Listen until the learner ends: the body of the thread "link"."""
+        """Read messages until the learner ends; the body of the thread "link"."""
         try:
             while not (self.decisions.over or self.decisions.signals.failed):
                 self._listen_once()
@@ -287,7 +298,7 @@ class LinkKeeper(NamedTuple):
             self.inbox.take(delivery.message, delivery.payload)  # type: ignore[arg-type]
 
     def _reconnect(self, reason: str) -> None:
-        """Connect again. Training goes on meanwhile; so the attempts have no limit, only a pace."""
+        """Connect again, without a limit of attempts, because training continues meanwhile."""
         log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
         self.decisions.apply(Learner.on_disconnected)
         self.decisions.close_link(0.0)
@@ -299,5 +310,6 @@ class LinkKeeper(NamedTuple):
                 return self.connect()
             except Rejected:
                 raise
-            except (TransportError, ValueError) as error:  # ValueError: a certificate that has expired may be renewed
+            # A ValueError comes from a certificate that has expired; it may be renewed.
+            except (TransportError, ValueError) as error:
                 log.info(f"attempt {attempt}: {error}")

@@ -1,12 +1,10 @@
-"""An island's part in a run, for whoever steps it.
+"""Everything that a learner does besides stepping: link, payloads, adoption, recovery.
 
-It keeps contact with the syncer, hands copies of fragments out and global values in, and keeps states for recovery. It
-never steps: whoever does (the built-in loop in run.py, or a loop of the user's own) calls `begin` before the first
-step, asks `take_batch` for what to read, and calls `stepped` after each one, in which values and states are adopted;
-`leave` comes last.
+The loop that steps (the built-in one in run.py, or a user's own) calls `begin` before the first step, `take_batch` for
+the samples of a step, and `stepped` after each step. `stepped` adopts values and states. The loop calls `leave` last.
 
-Its threads are in the table of docs/architecture.md. Only the caller's, which steps, touches the island, and nothing
-that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
+docs/architecture.md lists the threads. Only the caller's thread, which steps, uses the island. A step never waits for
+the network or the disk, except in lockstep (docs/protocol.md).
 """
 
 import logging
@@ -17,13 +15,11 @@ from pathlib import Path
 from time import time as unix_s
 from typing import NamedTuple
 
-from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import OWN_TIME, STALE, STOPPED_OUTSIDE, Leave, Metric, MetricsReport
+from diloco_jax.protocol.recovery import Saved
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.follower import Follower
@@ -39,34 +35,37 @@ from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
-from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
-from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.endpoints.sharded import Dialler
+from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
-from diloco_jax.transport.sharded import Dialler
 from diloco_jax.transport.trust.security import Denied
 
 log = logging.getLogger(__name__)
 
 
 class Joining(NamedTuple):
-    """The way in which one process of an island takes part in a run."""
+    """The settings of one process of an island in a run."""
 
+    # As it was written; `host` resolves it.
     config: RunConfig
     learner_id: str
     incarnation: int
-    address: str  # where the syncer listens
-    run_dir: Path  # folder for the tape and for the learner's own saved states
-    pulse: Pulse  # signs of life of this process, or of this island's thread
-    hosts: Hosts | None = None  # the island's processes, if there are several
+    address: str  # syncer
+    # Folder for the tape and for the learner's own saved states.
+    run_dir: Path
+    # Signs of life of this process, or of this island's thread.
+    pulse: Pulse
+    hosts: Hosts | None = None  # several hosts
 
-    def dialler(self, plan: FragmentPlan) -> Dialler:
-        return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
+    def dialler(self, run: ResolvedRun) -> Dialler:
+        """Return the connector of this process to the syncer."""
+        return make_dialler(run, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:
-        """Return this process's states on disk; ValueError if nobody here can write where checkpoints.states says."""
+        """Return this process's states on disk; ValueError if it cannot write to checkpoints.states."""
         name = check_name(self.learner_id)
         folders = [str(self.run_dir / STATES / name)]
         if other := self.config.checkpoints.states:
@@ -79,17 +78,21 @@ class Joining(NamedTuple):
         compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
         stop: threading.Event,
-    ) -> Host | LeadingHost:
-        if self.hosts is None:
-            return Host(self.config, island, compile_step, evaluate, self.saved_states())
-        return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
+    ) -> Host:
+        """Resolve the run for the model of this island; return its host: the leader of several, or any other."""
+        run = resolve(self.config, island.shapes, island.kinds)
+        if self.hosts is None or self.hosts.host != LEADER:
+            return Host(run, island, compile_step, evaluate, self.saved_states())
+        return LeadingHost(run, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
 
     def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
+        """Return a host that follows the leader."""
         assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
-        return Follower(self.config, host, self.dialler(host.plan), self.hosts.group, stop, on_batch, self.pulse)
+        return Follower(host, self.dialler(host.run), self.hosts.group, stop, on_batch, self.pulse)
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
+    """Return the signs of life of one host's loop, with files in the run's folder."""
     name = f"{check_name(learner_id)}-h{host}" if host else check_name(learner_id)
     return Pulse(config.watchdog, f"the loop of {name}", (run_dir, name))
 
@@ -97,13 +100,14 @@ def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 
 class StepSize(NamedTuple):
     """The data of one inner step."""
 
-    samples: int  # of the run's global order
-    tokens: int  # in all of them
-    corpus: str = ""  # what they are read from, in words that others can compare; "" if nothing is known of it
+    samples: int  # per step
+    tokens: int  # per step
+    # Description of the data, so that islands can compare what they read; "" if unknown.
+    corpus: str = ""
 
 
 class Joined:
-    """One life of a learner that has joined its run. Only the thread that steps may call it."""
+    """One life of a learner that has joined its run; only the thread that steps may call it."""
 
     def __init__(
         self,
@@ -114,16 +118,17 @@ class Joined:
         payloads: PayloadSender,
         metrics: IslandMetrics,
     ) -> None:
-        config, saved = settle(joining.config, host.plan), host.find_saved()
+        run, saved = host.run, host.find_saved()
+        wire = run.config.wire
         self.machine = machine = Learner(
             joining.learner_id,
             joining.incarnation,
-            config.protocol,
-            fingerprint(config, host.plan.fingerprint, size.corpus),
+            run.config.protocol,
+            run.fingerprint(size.corpus),
             step_samples=size.samples,
             saved=None if saved is None else Saved(saved.global_step, saved.digests),
-            adopt_mode=config.adopt.mode,
-            payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
+            adopt_mode=run.config.adopt.mode,
+            payload_bytes=dict(enumerate(run.payload_bytes(wire.up))),
             evaluates=host.evaluates,
         )
         self._host = host
@@ -134,8 +139,8 @@ class Joined:
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
-        self.inbox = LearnerInbox(decisions, GlobalValues(host.fragments, config.wire.down))
-        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(host.plan))
+        self.inbox = LearnerInbox(decisions, GlobalValues(run.fragments, wire.down))
+        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(run))
         self._step_tokens = size.tokens
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last
@@ -146,18 +151,20 @@ class Joined:
         return self._decisions.finished
 
     def begin(self) -> bool:
-        """Compile, make the link to the syncer and keep it from now on; then wait for what a step needs (`ready`).
+        """Compile, open the link to the syncer and keep it from now on; then wait until a step can start (`ready`).
 
         Raises:
-            TransportError: the syncer, or a host of the island, cannot be reached.
-            ConnectionError: a newer incarnation is known, as when a clock was set back; a later start may be newer.
-            ValueError: the syncer refuses what this process is: its run, token or certificate.
+            TransportError: The syncer, or a host of the island, cannot be reached.
+            ConnectionError: The syncer knows a newer incarnation, as when a clock was set back; a later start may be
+                newer.
+            ValueError: The syncer refuses this process's run, token or certificate.
         """
-        # No daemon: an interpreter that ends while XLA compiles aborts, and the reason why it ends is lost.
+        # Not a daemon: an interpreter that ends while XLA compiles aborts, and the reason of the end is lost.
         threading.Thread(target=self._compile, name="compile").start()
         try:
             self._link.connect()
-        except (Rejected, Denied) as error:  # another attempt would end like this one
+        # Another attempt would fail like this one.
+        except (Rejected, Denied) as error:
             raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
         threading.Thread(target=self._link.run, name="link", daemon=True).start()
         return self.ready()
@@ -173,16 +180,22 @@ class Joined:
         finally:
             self._signals.compiled.set()
             self._signals.woken.set()
-        self._host.warm_up_evaluation()  # while steps run: the first evaluation need not wait for it
+        # It compiles while steps run, so that the first evaluation need not wait.
+        self._host.warm_up_evaluation()
 
     def ready(self) -> bool:
-        """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment.
+        """Wait until a step can start: for model, data, a state and the compiler, in lockstep for the due fragment.
 
-        It raises the error of another thread, and returns False if there is no step to make any more.
+        Returns:
+            False if there is no further step.
+
+        Raises:
+            Exception: The first error of another thread.
         """
         machine, signals = self.machine, self._signals
         while not self._over() and not (machine.may_step() and signals.compiled.is_set()):
-            if signals.compiled.is_set():  # the compiler may hang, and nobody else waits for it
+            # The compiler may hang, and nothing else waits for it.
+            if signals.compiled.is_set():
                 self._pulse.beat()
             signals.woken.clear()
             self.inbox.drain()
@@ -197,17 +210,17 @@ class Joined:
         return not self._over()
 
     def take_batch(self) -> Batch:
-        """Return the samples of the next step; at most one step ahead."""
+        """Return the samples of the next step, at most one step ahead."""
         return self._decisions.ask(Learner.take_batch)
 
     def upcoming(self, steps: int) -> Ranges:
-        """Return what the steps after that will read, as far as it is known: positions of so many steps at most."""
+        """Return the known sample ranges of later steps, for at most `steps` steps."""
         return self._decisions.ask(lambda machine: machine.allotment.upcoming(steps))
 
     def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
-        """Report a step that began at this step of the schedule, adopt what came, and wait for the next (`ready`)."""
+        """Report a step that started at the schedule's step `clock`, adopt arrived values, then wait as `ready`."""
         loss = float(metrics["loss"])
-        # The syncer's tape keeps every report: it has the digits that are measured, and no more.
+        # The syncer's tape keeps every report, so numbers have only as many digits as were measured.
         told_s, told_loss = round(took_s, 6), float(f"{loss:.7g}")
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
@@ -225,13 +238,13 @@ class Joined:
         return self.ready()
 
     def _tell_metrics(self, machine: Learner) -> None:
-        # while there is no link they wait, as one mean
+        # Without a link the metrics wait, and become one mean.
         if self._decisions.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
             told = (*(Metric(name, value) for name, value in values.items()), Metric(OWN_TIME, unix_s()))
             self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self, reason: str = STOPPED_OUTSIDE) -> None:
-        """End this life; `reason` is what the syncer hears if it was stopped before the run was complete."""
+        """End this life; the syncer gets `reason` if the learner was stopped before the run was complete."""
         self._pulse.patient()
         self._profiling.close()
         stopped = self._signals.stop.is_set()
@@ -248,14 +261,17 @@ class Joined:
         self._pulse.close()
 
     def _say_last(self, reason: str) -> None:
-        """Tell the syncer why this process ends, past the machine, whose lock the thread that hangs may have."""
+        """Send the syncer the reason why this process ends.
+
+        It bypasses the machine, because the thread that hangs may hold its lock.
+        """
         link = self._decisions.link
         if link is not None:
             link.send(Leave(self.machine.learner_id, self.machine.incarnation, reason))
             link.close(2.0)
 
     def check_end(self) -> None:
-        """Raise ValueError if the syncer refused this learner, ConnectionError if it refused this incarnation only."""
+        """Raise ValueError if the syncer refused this learner, ConnectionError if only this incarnation."""
         kind, _, reason = self.finished.partition(": ")
         if kind == "refused" and not self.machine.epoch and STALE not in reason:
             raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")
@@ -267,7 +283,7 @@ class Joined:
         return self._decisions.over
 
     def _evaluate(self, effect: EvaluateModel) -> None:
-        """Evaluate the global model outside of the lock: pulls are answered meanwhile."""
+        """Evaluate the global model outside of the lock, so that pulls are answered meanwhile."""
         self._decisions.examination = None
         self._pulse.patient()
         score = self._host.evaluate(effect.global_step, final=effect.final)
@@ -275,17 +291,17 @@ class Joined:
         self._decisions.apply(lambda machine, now_s: machine.on_evaluated(score, now_s))
 
     def _adopt_state(self, effect: AdoptState) -> None:
-        """Take a state over outside of the lock: heartbeats go on while a large one is copied to the devices."""
+        """Load a state outside of the lock, so that heartbeats continue while it is copied to the devices."""
         whose = effect.donor or "an earlier life"
         self._pulse.patient()
-        self._pulse.phase(f"recovering: takes over the state of {whose}")
+        self._pulse.phase(f"recovering: loads the state of {whose}")
         try:
             incarnation, local_step = self._decisions.load_state(effect)
         except ValueError as error:
             log.warning(f"the state of {whose} cannot be used: {error}")
             self._decisions.apply(lambda machine, now_s: machine.on_state_adopted(False, now_s))
             return
-        log.info(f"took over the state of {whose} at its step {local_step}")
+        log.info(f"loaded the state of {whose} at its step {local_step}")
 
         def adopted(machine: Learner, now_s: float) -> list[Effect]:
             self._tape.state(effect, incarnation, local_step)

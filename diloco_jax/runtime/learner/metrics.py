@@ -1,6 +1,6 @@
-"""Metrics of an island: all that its steps report, its speed and its memory, about once per second.
+"""Metrics of an island, about once per second: means of its steps' reports, its speed and its memory.
 
-Names are bounded for the life of a learner, so that one with a number in it cannot fill trackers.
+The number of names is bounded for the life of a learner, so that names with a counter in them cannot fill trackers.
 """
 
 import contextlib
@@ -22,21 +22,23 @@ from diloco_jax.training.flops import model_flops
 from diloco_jax.training.island import Island
 
 EVERY_S = 1.0
-CLOSE_S = 5.0  # for callbacks at the end
+# Callbacks have this long at the end.
+CLOSE_S = 5.0
 OWN = ("step_s", "tokens_per_s", "model_flops_per_s", "mfu", "device_bytes", "device_bytes_peak", "host_bytes")
-NAMES_MAX = METRICS_MAX - len(OWN) - 1  # of what steps report; and the time
+# Steps may report this many names; the time needs one more.
+NAMES_MAX = METRICS_MAX - len(OWN) - 1
 
 log = logging.getLogger(__name__)
 
 
 class IslandMetrics:
-    """Sums of what an island's steps reported since the last time. One thread.
+    """Sums of the metrics of an island's steps since the last report; for one thread.
 
     Args:
-        devices: of the island; those of this process are asked for their memory.
-        flops_per_token: that the model needs, 0 if nobody knows.
-        peak_flops: operations per second of all its devices, 0 if nobody knows.
-        callbacks: classes with `on_step`, by name.
+        devices: Devices of the island; those of this process report their memory.
+        flops_per_token: Floating-point operations of the model per token, 0 if unknown.
+        peak_flops: Operations per second of all its devices, 0 if unknown.
+        callbacks: Classes with `on_step`, by name.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class IslandMetrics:
         self._tokens, self._busy_s, self._steps, self._due_s = 0, 0.0, 0, 0.0
 
     def step(self, local_step: int, metrics: Mapping[str, Any], took_s: float, tokens: int) -> None:
-        """Count a step: its number, its metrics (name -> scalar), how long it took, tokens that it trained on."""
+        """Add a step: its number, its metrics (name -> scalar), its seconds, and its tokens."""
         values = {name: value for name, given in metrics.items() if (value := self._admit(name, given)) is not None}
         for name, value in values.items():
             total, count = self._sums.get(name, (0.0, 0))
@@ -67,7 +69,7 @@ class IslandMetrics:
             callback.call("on_step", self._island, local_step, {**values, "step_s": took_s})
 
     def _admit(self, name: str, given: Any) -> float | None:
-        """Return a metric as a number; None if it cannot be taken, of which the first is told."""
+        """Return a metric as a number; None if it is not usable, and warn about the first such metric."""
         value, why = None, ""
         if not 0 < len(name) <= METRIC_LENGTH_MAX:
             why = f"its name has {len(name)} characters, use 1 to {METRIC_LENGTH_MAX}"
@@ -78,14 +80,14 @@ class IslandMetrics:
                 value = float(given)
                 self._names.add(name)
             except (TypeError, ValueError) as error:
-                why = f"it is no scalar: {error}"
+                why = f"it is not a scalar: {error}"
         if why and not self._warned:
             log.warning(f"metric {name[:METRIC_LENGTH_MAX]!r} is left out, and others like it: {why}")
             self._warned = True
         return value
 
     def due(self, now_s: float) -> dict[str, float] | None:
-        """Return means over the steps since the last time, speed and memory; None if it is too early."""
+        """Return means over the steps since the last report, speed and memory; None if it is too early."""
         if not self._steps or now_s < self._due_s:
             return None
         values = {name: total / count for name, (total, count) in self._sums.items()}
@@ -105,13 +107,15 @@ class IslandMetrics:
 
 
 def memory(devices: Sequence[Any]) -> dict[str, float]:
-    """Return bytes in use on the fullest device, the most that ever were, and those of this process; what is known."""
+    """Return the known ones of: bytes in use and peak bytes on the fullest device, bytes of this process."""
     found = {}
-    with contextlib.suppress(Exception):  # a backend that cannot tell says so in its own way
+    # Backends without these numbers raise errors of several kinds.
+    with contextlib.suppress(Exception):
         told = [device.memory_stats() for device in devices]
         for name, key in (("device_bytes", "bytes_in_use"), ("device_bytes_peak", "peak_bytes_in_use")):
             found[name] = float(max(stats[key] for stats in told))
-    with contextlib.suppress(OSError):  # not every system has /proc
+    # Not every system has /proc.
+    with contextlib.suppress(OSError):
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
         found["host_bytes"] = float(int(pages) * os.sysconf("SC_PAGE_SIZE"))
     return found
@@ -125,7 +129,7 @@ def metrics_of(config: RunConfig, name: str, island: Island) -> IslandMetrics:
 
 
 def own_metrics(config: RunConfig, name: str, devices: Sequence[jax.Device], flops_per_token: float) -> IslandMetrics:
-    """Return the metrics of an island whose loop knows what its model computes; ValueError as `metrics_of`."""
+    """Return the metrics of an island whose loop knows its operations per token; ValueError as `metrics_of`."""
     callbacks = find_callbacks(config.callbacks, ("on_step",))
     each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(devices[0].device_kind, 0.0)
     return IslandMetrics(name, devices, flops_per_token, len(devices) * each, callbacks)

@@ -1,7 +1,7 @@
-"""A notice that this machine will be taken away soon: a learner that hears of it leaves politely, as after SIGTERM.
+"""Notices of preemption: a learner on a machine that will be taken away soon leaves the run, as after SIGTERM.
 
-Most platforms send SIGTERM by themselves. Google Cloud tells its metadata server first (instance/preempted becomes
-TRUE, about 30 s before the machine goes); others have a file written by an agent.
+Most platforms send SIGTERM by themselves. On Google Cloud the metadata server's instance/preempted becomes TRUE about
+30 s before the machine stops. On other platforms an agent can write a file.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def watch(source: str, stop: threading.Event) -> None:
-    """Set `stop`, which ends the watch too, when a notice comes from "gce" or as a file; returns at once."""
+    """Set `stop` when a notice arrives from "gce" or as a file; return at once. Setting `stop` ends the watch."""
     threading.Thread(target=_watch, args=(source, stop), name="preemption", daemon=True).start()
 
 
@@ -27,18 +27,19 @@ def _watch(source: str, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
             if ask_metadata("preempted", "HOST").strip() == "TRUE" if source == GCE else os.path.exists(source):
-                log.warning(f"preemption notice ({source}): leaving politely")
+                log.warning(f"preemption notice ({source}): leaving the run")
                 stop.set()
             told = False
-        except (OSError, ValueError) as error:  # urllib's are OSErrors; an odd answer is a ValueError
+        # urllib raises OSErrors; a malformed answer is a ValueError.
+        except (OSError, ValueError) as error:
             if not told:
-                log.warning(f"no preemption notices: {source} cannot be asked ({error}); trying on")
+                log.warning(f"no preemption notices: {source} cannot be read ({error}); still trying")
             told = True
         stop.wait(POLL_S)
 
 
 def check_source(source: str) -> str:
-    """Return the source; raise ValueError if its file of notices could never be seen, since it lies in no folder."""
+    """Return the source of notices; ValueError if the folder of its file does not exist."""
     if source != GCE and not Path(source).absolute().parent.is_dir():
         raise ValueError(
             f"--preemption {source}: there is no folder {Path(source).absolute().parent}; use gce or a path"

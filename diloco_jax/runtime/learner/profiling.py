@@ -1,9 +1,9 @@
-"""A profile of some steps of an island, on demand: `diloco profile` leaves an order in the run's folder.
+"""A profile of some steps of an island, on demand: `diloco profile` writes an order into the run's folder.
 
-RUN/profiles/NAME.json   {"steps": N}, as long as somebody waits; the learner adds "folder" or "failed" in the end
-RUN/profiles/NAME-STEP/  what jax.profiler wrote of the steps after STEP: xprof and TensorBoard open it
+RUN/profiles/NAME.json   {"steps": N} while `diloco profile` waits; the learner adds "folder" or "failed" at the end
+RUN/profiles/NAME-STEP/  the trace of the steps after STEP by jax.profiler, for xprof and TensorBoard
 
-The learner looks for orders between two steps, so its process needs no port. A profiler that fails never stops it.
+The learner looks for orders between two steps, so its process needs no port. A failing profiler never stops it.
 """
 
 import contextlib
@@ -17,27 +17,32 @@ from diloco_jax.runtime.records.files import PROFILES, TAPES
 from diloco_jax.runtime.records.tape_file import last_line
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 
-STEPS_MAX = 1000  # a trace of so many steps is as large as viewers take
-LOOK_S = 0.5  # between two looks for an order, or for what became of it
-SILENCE_S = 120.0  # a learner that made no step for so long makes none
+# Viewers cannot open longer traces.
+STEPS_MAX = 1000
+# Pause between two looks for an order or its result, in seconds.
+LOOK_S = 0.5
+# A learner without a step for this long does not make any.
+SILENCE_S = 120.0
 
 log = logging.getLogger(__name__)
 
 
 class Profiling:
-    """The learner's side. Only the thread that steps may call it."""
+    """The learner's side of a profile; only the thread that steps may call it."""
 
     def __init__(self, run_dir: Path, learner_id: str) -> None:
         self._path = _order_path(run_dir, learner_id)
-        self._left = 0  # steps that are still to be profiled
+        # Steps that remain to be profiled.
+        self._left = 0
         self._folder = Path()
         self._mark = contextlib.ExitStack()
         self._look_at_s = 0.0
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)  # an order to an earlier life
+            # The file is an order to an earlier life.
+            self._path.unlink(missing_ok=True)
 
     def step_done(self, local_step: int) -> None:
-        """Begin, go on with or end a profile, as an order says; `local_step` is the step that is done."""
+        """Start, continue or end a profile after the step `local_step`, as an order says."""
         try:
             self._mark.close()
             if self._left:
@@ -51,7 +56,8 @@ class Profiling:
                     self._begin(local_step)
             if self._left:
                 self._mark.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=local_step + 1))
-        except Exception as error:  # of the profiler, or of the disk
+        # Profiler and disk raise many kinds of errors.
+        except Exception as error:
             log.warning(f"no profile: {error}")
             with contextlib.suppress(Exception):
                 if self._left:
@@ -72,13 +78,14 @@ class Profiling:
         steps = check_steps(order["steps"])
         self._folder = self._path.with_name(f"{self._path.stem}-{local_step}")
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every call of Python would slow the steps that are measured
+        # Tracing every Python call would slow the measured steps.
+        options.python_tracer_level = 0
         jax.profiler.start_trace(self._folder, profiler_options=options)
         self._left = steps
 
     def _tell(self, key: str, value: str) -> None:
         log.info(f"profile: {key} {value}")
-        if self._path.exists():  # somebody waits
+        if self._path.exists():  # diloco profile waits
             write_json(self._path, {"steps": 0, key: value})
 
 
@@ -87,14 +94,14 @@ def _order_path(run_dir: Path, learner_id: str) -> Path:
 
 
 def check_steps(steps: object) -> int:
-    """Return the number of steps of an order; raise ValueError if it is none."""
+    """Return the number of steps of an order; ValueError if it is out of range."""
     if not isinstance(steps, int) or not 1 <= steps <= STEPS_MAX:
         raise ValueError(f"--steps is {steps!r}; use 1 to {STEPS_MAX}")
     return steps
 
 
 def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
-    """Let a learner profile its next steps, and return the profile's folder; ValueError, with the reason, if not."""
+    """Let a learner profile its next steps, and return the profile's folder; ValueError with the reason if it fails."""
     check_steps(steps)
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"), key=lambda tape: tape.stat().st_mtime)
     newest = {tape.name.rsplit(".", 2)[0]: tape for tape in tapes}
@@ -110,7 +117,8 @@ def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
     write_json(path, {"steps": steps})
     try:
         while True:
-            gone = _ended(tape)  # asked first: a learner that leaves ends its profile before its tape
+            # Checked first, because a learner that leaves ends its profile before its tape.
+            gone = _ended(tape)
             if (order := read_object(path)).keys() & {"folder", "failed"}:
                 break
             if gone:

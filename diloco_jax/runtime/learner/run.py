@@ -1,4 +1,4 @@
-"""A learner with the built-in loop: it steps the model of the config, and takes its part in the run by `Joined`."""
+"""A learner with the built-in loop: it steps the config's model, and `Joined` does everything else."""
 
 import logging
 import threading
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class LearnerRun:
-    """One learner from its first greeting to its last step.
+    """One learner, from its hello to its last step.
 
     Args:
-        joining: its way into the run; with several hosts this one leads.
-        stop: set from outside to leave politely.
-        devices: of the island; all that JAX sees if not given.
-        make_sender: makes the thread that sends payloads, of the host and of a function that takes its errors.
+        joining: Settings of this process in the run; with several hosts this one leads.
+        stop: Set from outside to leave the run.
+        devices: Devices of the island; all that JAX sees by default.
+        make_sender: Creates the thread that sends payloads, from the host and a function that takes its errors.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class LearnerRun:
         signals = Signals(stop)
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
-        size = StepSize(loop.batch_size, loop.batch_size * joining.config.train.seq_len, loop.corpus)
+        size = StepSize(loop.batch_size, loop.batch_size * host.run.config.train.seq_len, loop.corpus)
         payloads = make_sender(host, signals.fail)
-        metrics = metrics_of(joining.config, joining.learner_id, loop.island)
+        metrics = metrics_of(host.run.config, joining.learner_id, loop.island)
         self.joined = Joined(joining, host, size, signals, payloads, metrics)
 
     def run(self) -> str:
-        """Train until the syncer says stop, or until stopped; returns the reason.
+        """Train until the syncer or `stop` ends it, and return the reason.
 
         Raises:
-            TransportError: the syncer cannot be reached at the start.
-            ValueError: the syncer refused this learner.
-            ConnectionError: it expelled this incarnation; a new one may join.
+            TransportError: The syncer cannot be reached at the start.
+            ValueError: The syncer refused this learner.
+            ConnectionError: The syncer expelled this incarnation; a new one may join.
         """
         try:
             if self.joined.begin():
@@ -65,7 +65,7 @@ class LearnerRun:
         return self.joined.finished
 
     def _train(self) -> None:
-        """Make inner steps until the learner ends; what one reads is put on the devices while the one before runs."""
+        """Make inner steps until the learner ends; the samples of each step are copied while the previous one runs."""
         host, loop, joined = self.host, self.loop, self.joined
         log.info(f"the first step begins at global step {joined.machine.global_step}")
         batch, going = self._put_next(), True
@@ -79,7 +79,7 @@ class LearnerRun:
             batch = following
 
     def _put_next(self) -> Batch:
-        """Let all hosts read what the next step needs, and the steps after it."""
+        """Let all hosts read the samples of the next step, and those of later steps ahead."""
         batch, ahead = self.joined.take_batch(), self.joined.upcoming(self.loop.prefetch)
         self.host.tell_batch(batch.ranges, ahead)
         self.loop.put_batch(batch.ranges, ahead)
@@ -87,10 +87,10 @@ class LearnerRun:
 
 
 def follow(joining: Joining, stop: threading.Event) -> int:
-    """Make the steps of a host that does not lead, until its leader ends; returns the exit status."""
+    """Make the steps of a following host until its leader ends; return the exit status."""
     joining.pulse.phase(LOADING)
     loop = BuiltInLoop(joining.config, joining.learner_id)
-    host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
+    host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
     follower = joining.follower(host, stop, loop.put_batch)
     while (clock := follower.next_step()) is not None:
         loop.step(clock)

@@ -1,7 +1,7 @@
-"""The tape of a learner: everything that it did, in order, so that the same steps can be done again (`diloco replay`).
+"""The tape of a learner: all its actions in order, so that the same steps can be repeated (`diloco replay`).
 
-RUN/tapes/NAME.INCARNATION.jsonl, one JSON list a line. A step's line is with the operating system before anybody hears
-of the step, so a value that went into a merge has its steps on a tape, whatever killed its learner afterwards.
+RUN/tapes/NAME.INCARNATION.jsonl, one JSON list a line. The learner writes a step's line before it reports the step, so
+every merged value has its steps on a tape, even if its learner was killed afterwards.
 
     ["begin", learner_id, incarnation, step_samples, [protocol, release]]
     ["adopt", fragment_id, version, epoch, digest, merged_round]   a global fragment, between two steps
@@ -38,7 +38,7 @@ def learner_tape_path(run_dir: Path, learner_id: str, incarnation: int) -> Path:
 
 
 class LearnerTape:
-    """The tape of one life, written by one thread at a time. A disk that takes nothing never stops the learner."""
+    """The tape of one life, written by one thread at a time; a full disk never stops the learner."""
 
     def __init__(self, run_dir: Path, learner_id: str, incarnation: int, step_samples: int) -> None:
         self._path = learner_tape_path(run_dir, learner_id, incarnation)
@@ -54,7 +54,7 @@ class LearnerTape:
         self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
 
     def step(self, local_step: int, clock: int, ranges: Sequence[Sequence[int]], loss: float) -> None:
-        """Write down a step; of its loss the digits that tell one float32 from the next: devices compute no others."""
+        """Write a step, with as many digits of its loss as distinguish float32 values."""
         self.note("step", local_step, clock, ranges, shortest_float32(loss))
 
     def end(self, reason: str, digests: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class LearnerTape:
             self._file.close()
 
     def note(self, *fields: Any) -> None:
-        """Write down one line: its kind, and what belongs to it (see above)."""
+        """Write one line: its kind, then its fields, as the module's docstring lists them."""
         lines = [*self._lost_line(), _line(*fields)]
         try:
             if self._file is None:
@@ -76,18 +76,18 @@ class LearnerTape:
         except OSError as error:
             if not self._lost:
                 what = f"{self._path.name} cannot be written ({error}): {remedy(error, self._path)}"
-                log.warning(f"{what}; training goes on, replay will not work")
+                log.warning(f"{what}; training continues, replay will not work")
             self._lost += 1
             return
         self._lost = 0
 
     def _lost_line(self) -> list[bytes]:
-        """Return what comes before the next line if the disk refused some."""
+        """Return the line that replaces those that the disk refused; none if it refused none."""
         return [_line("lost", self._lost)] if self._lost else []
 
 
 def shortest_float32(value: float) -> float:
-    """Return the number of fewest digits that is this value as float32; one that is too large for that as it is."""
+    """Return the shortest decimal number with the same float32 value; a value beyond float32 as it is."""
     try:
         packed = struct.pack("f", value)
     except OverflowError:

@@ -1,26 +1,28 @@
-"""The baseline: plain SPMD data parallel in one process, gradients summed in every step, no outer loop.
+"""The baseline: plain data parallel training in one process, with gradients summed in every step and no outer loop.
 
-Same island code, model, data order, batch per step and schedule as the decoupled run, so that the two differ in
-nothing but the algorithm. Writes the same files.
+It has the island code, model, data order, batch per step and schedule of a run with islands, so that only the algorithm
+differs. It writes the same files.
 """
 
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
+from diloco_jax.runtime.figures.facts import IslandFacts
+from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.island.built_in import DATA_WAIT, LOADING, BuiltInLoop
 from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE
-from diloco_jax.runtime.records.liveness import signature
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.status import starved
+from diloco_jax.runtime.records.status import status_of
 from diloco_jax.runtime.records.telemetry import Telemetry, write_json
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.settings.run import RunConfig
@@ -54,7 +56,7 @@ class DataParallelRun:
         self._time_left = TimeLeft()
 
     def run(self) -> dict[str, Any]:
-        """Train, evaluate and write the summary, which is returned."""
+        """Train, evaluate, write the summary and return it."""
         config, loop = self._config, self._loop
         size, prefetch, steps = loop.batch_size, loop.prefetch, config.planned_steps
         loop.put_batch([(0, size)], [(size, (1 + prefetch) * size)])
@@ -105,17 +107,36 @@ class DataParallelRun:
         return result
 
     def _tell(self, step: int, state: str) -> None:
-        rate = self._step_tokens / max(self._last.get("step_s", 0.0), 1e-9)
-        counts = {"tokens": self._tokens, "tokens_per_s": rate}
-        row = {"learner": NAME, "state": "active", "condition": "training", "reason": "", "since_s": self._now_s()}
-        row |= {"local_step": step, **counts, "last_merged_round": step, "participation": 1.0, "restarts": 0}
-        row |= self._last
-        status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s(), **counts}
-        left_s = self._time_left.left_s(self._now_s(), self._config.planned_steps) if state == "running" else None
-        status |= {"left_s": left_s, "num_parameters": self._evaluator.num_parameters}
-        status |= {"total_steps": self._config.planned_steps, "waiting_for": "nothing" + starved([row])}
-        status |= {"eval_loss": self._eval_loss, "contributors_per_round": 1.0, "epoch": 1, "alarms": []}
-        status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "learners": [row], "said": signature()}
+        island = IslandFacts(
+            learner=NAME,
+            state="active",
+            condition="training",
+            since_s=self._now_s(),
+            local_step=step,
+            tokens=self._tokens,
+            tokens_per_s=self._step_tokens / max(self._last.get("step_s", 0.0), 1e-9),
+            last_merged_round=step,
+            participation=1.0,
+            restarts=0,
+            **self._last,
+        )
+        status = status_of(
+            run=self._config.name,
+            state=state,
+            global_step=step,
+            total_steps=self._config.planned_steps,
+            left_s=self._time_left.left_s(self._now_s(), self._config.planned_steps),
+            epoch=1,
+            waiting_for="nothing",
+            wall_s=self._now_s(),
+            tokens=self._tokens,
+            contributors_per_round=1.0,
+            learners=[asdict(island)],
+            alarms=[],
+            eval_loss=self._eval_loss,
+            wire={"up_bytes": 0, "down_bytes": 0},
+            num_parameters=self._evaluator.num_parameters,
+        )
         write_json(self._run_dir / STATUS_FILE, status)
         self._telemetry.flush()
 
@@ -141,12 +162,13 @@ class DataParallelRun:
             "contributors_per_round": 1.0,
             "unmerged_fragments": [],
             "steps_per_round": 1.0,
-            "alarms": [Alarm("evaluation", "", text).told() for text in self._evaluator.scorer.alarms],
+            "alarms": [Alarm("evaluation", "", text).as_dict() for text in self._evaluator.scorer.alarms],
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
             "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
             "complete": step >= self._config.planned_steps,
             "num_parameters": self._evaluator.num_parameters,
         }
+        summary = with_figures("summary", summary)
         write_json(self._run_dir / SUMMARY_FILE, summary)
         self._tell(step, "complete" if summary["complete"] else "stopped")
         self._metrics.close()

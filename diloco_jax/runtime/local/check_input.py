@@ -16,7 +16,7 @@ from diloco_jax.runtime.local.machine import check, look
 from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
-from diloco_jax.settings.cutting import cut
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import OF_TOKENS, RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
@@ -27,14 +27,15 @@ from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.transport.calls import cannot_listen
 from diloco_jax.transport.link import check_free, split_address
+from diloco_jax.transport.session.calls import cannot_listen
 from diloco_jax.transport.trust.security import credentials
 
 
 def check_input(config: RunConfig) -> None:
-    """Check what a whole run on this machine will load; ValueError with the setting and the remedy."""
-    jax.config.update("jax_platforms", "cpu")  # arrays of the user's code must not take what islands will need
+    """Check everything that a whole run on this machine loads; ValueError with the setting and the remedy."""
+    # Arrays of the user's code must not take memory of accelerators, which islands need.
+    jax.config.update("jax_platforms", "cpu")
     if config.algorithm == "decoupled":
         _check_transport(config)
     check(config, look(os.environ))
@@ -49,14 +50,16 @@ def check_input(config: RunConfig) -> None:
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
     check_tokenizer(config)
     blueprint = _check_model(config)
-    make_setup(config, cut(config, blueprint.shapes, blueprint.kinds))
+    make_setup(resolve(config, blueprint.shapes, blueprint.kinds))
     Scorer(config.evaluation)
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check what a run has besides model and data: programs, trackers, callbacks, the schedule, initial weights."""
+    """Check programs, trackers, callbacks, the schedule and initial weights: all of a run but model and data."""
     if config.islands.command[:1] not in ((), ("python",)) and shutil.which(config.islands.command[0]) is None:
-        raise ValueError(f"islands.command {config.islands.command[0]!r} is no program here; name one, such as python")
+        raise ValueError(
+            f"islands.command {config.islands.command[0]!r} is not a program here; name one, such as python"
+        )
     find_trackers(config.trackers)
     find_callbacks(config.callbacks)
     if not config.model.own:
@@ -74,7 +77,7 @@ def _check_transport(config: RunConfig) -> None:
 
 
 def check_listens(address: str, setting: str) -> None:
-    """Check that this machine could listen at an address, if there is one; ValueError with setting and remedy."""
+    """Check that this machine can listen at an address; "" passes. ValueError with setting and remedy."""
     if address and split_address(address, setting)[1]:
         try:
             check_free(address)
@@ -83,7 +86,7 @@ def check_listens(address: str, setting: str) -> None:
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """Check that the model can have been made for the tokens of the data; ValueError if it has others, or too few."""
+    """Check that the model fits the tokens of the data; ValueError if it has another tokenizer or too few ids."""
     if config.data.module:
         return
     tokenizer, model = tokenizer_of(config.data), config.model
@@ -103,14 +106,15 @@ def check_tokenizer(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> Blueprint:
-    """Go through the model and an inner step with shapes alone."""
+    """Trace the model and an inner step with shapes alone."""
     batch = batch_shapes(example(config.data, config.train.seq_len), config.island("").batch_size)
     try:
         blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), 1, seed=config.seed)
         rate = jax.ShapeDtypeStruct((), np.float32)
         draw = jax.ShapeDtypeStruct((2,), np.uint32) if blueprint.streams.kinds else None
         jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw)
-    except Exception as error:  # of the model's own code it may be anything
+    except Exception as error:
+        # The user's model may raise anything.
         raise error if is_ours(error) else failure("model.module", config.model.module, error) from error
     return blueprint
 
@@ -124,10 +128,10 @@ def memory_bytes() -> int:
 
 
 def oversized(config: RunConfig, have_bytes: int) -> str:
-    """Warn of a batch of which a single array does not fit into this machine; "" if there is nothing to say.
+    """Return a warning if the largest array of a batch does not fit into this machine; "" if it fits.
 
-    Only emulated islands of the built-in models of text are looked at: their arrays share this machine's memory, and
-    the shape of the largest is known without a model. Other arrays take more.
+    Only emulated islands with built-in models of text are checked. Their arrays share this machine's memory, and the
+    shape of the largest one is known without the model. Other arrays need memory beside it.
     """
     if not have_bytes or config.model.module not in OF_TOKENS or not look(os.environ).emulates:
         return ""

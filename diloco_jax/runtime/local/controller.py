@@ -1,12 +1,12 @@
 """Several islands in one process: a sub-mesh and a thread for each, for a controller that sees several slices.
 
-An island's thread runs what an island's process would (learner/run.py), so nothing else knows the difference. If it
-fails, it starts again as a new incarnation on the same devices; the others go on. What takes the whole process, such as
-an abort of XLA, takes all islands.
+An island's thread runs the same code as an island's process (learner/run.py), so the rest of the program needs no
+special case. If a thread fails, it restarts as a new incarnation on the same devices, and the others continue. A
+failure of the whole process, such as an abort of XLA, ends all islands.
 
 On emulated devices no thread may leave several programs of more than one device in flight: they share one thread pool,
-in which their rendezvous could starve one another. A learner waits for each of its steps, and the supervisor sizes the
-pool for all devices (local.child_environment).
+and their rendezvous could starve each other. So a learner waits for each of its steps, and the supervisor makes the
+pool large enough for all devices (run.child_environment).
 """
 
 import gc
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def use_pathways() -> None:
-    """Let JAX see the devices of Pathways, before it looks for any; ValueError if its package is not installed."""
+    """Let JAX find the devices of Pathways, before it looks for others; ValueError if the package is not installed."""
     try:
         module = importlib.import_module(PATHWAYS)
     except ImportError:
@@ -48,9 +48,9 @@ def use_pathways() -> None:
 
 
 def split_devices(config: RunConfig, devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
-    """Share out the devices: each island gets a slice, if there are as many as islands; else consecutive ones.
+    """Assign devices to islands: a slice each if there are as many slices as islands, else consecutive devices.
 
-    ValueError if the islands cannot share them, or a slice is not the one that the config names.
+    ValueError if the islands cannot share the devices, or if a slice differs from the config's.
     """
     names = config.islands.names
     slices: dict[int, list[jax.Device]] = {}
@@ -95,7 +95,8 @@ def _consecutive(config: RunConfig, devices: Sequence[jax.Device]) -> list[list[
 
 class _Failure(NamedTuple):
     why: str
-    final: bool  # another attempt would fail as well
+    # Another attempt would fail as well.
+    final: bool
 
 
 @dataclass(eq=False)
@@ -104,7 +105,8 @@ class IslandsRun:
 
     config: RunConfig
     run_dir: Path
-    address: str  # where the syncer listens
+    # The syncer listens here.
+    address: str
     stop: threading.Event
     devices: Sequence[jax.Device] | None = None
     kind: type[LearnerRun] = LearnerRun
@@ -112,13 +114,14 @@ class IslandsRun:
     def __post_init__(self) -> None:
         self._devices = split_devices(self.config, jax.devices() if self.devices is None else self.devices)
         self._lock = threading.Lock()
-        self._lives: dict[str, threading.Event] = {}  # island -> what ends its present life
+        # Island -> event that ends its present incarnation.
+        self._lives: dict[str, threading.Event] = {}
         self._outcomes: dict[str, Literal["left", "failed"]] = {}
         self._reasons: dict[str, str] = {}
 
     def run(self) -> None:
-        """Train until every island has left, or until stopped; ValueError, with why, if too many failed for good."""
-        threads = [threading.Thread(target=self._live, args=(name,), name=name) for name in self._devices]
+        """Train until all islands have left, or until stopped; ValueError with reasons if too many failed for good."""
+        threads = [threading.Thread(target=self._run_island, args=(name,), name=name) for name in self._devices]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
@@ -134,19 +137,19 @@ class IslandsRun:
             raise ValueError("; ".join(f"{name} failed: {why}" for name, why in sorted(self._reasons.items())))
 
     def _hopeless(self) -> bool:
-        """Say whether no round can ever be merged again. An island that was drained may come back."""
+        """Tell whether no round can ever be merged again. An island that was drained may return."""
         alive = len(self._devices) - len(self._outcomes)
         lost = "failed" in self._outcomes.values() and alive < self.config.protocol.quorum
         return lost and not complete(self.run_dir)
 
-    def _live(self, name: str) -> None:
-        """Live one life after the other; the body of an island's thread."""
+    def _run_island(self, name: str) -> None:
+        """Run one incarnation after another, as the body of an island's thread."""
         wait_s, brief = 0.0, 0
         for _ in range(self.config.islands.restarts_max + 1):
             if self.stop.wait(wait_s):
                 return
             began_s = time.monotonic()
-            failure = self._live_once(name)
+            failure = self._run_incarnation(name)
             brief = brief + 1 if time.monotonic() - began_s < BRIEF_S else 1
             wait_s = pause_s(self.config.islands.restart_delay_s, brief)
             if failure is None or last_state(self.run_dir) == "complete":
@@ -157,8 +160,8 @@ class IslandsRun:
                 break
         self._outcomes[name] = "failed"
 
-    def _live_once(self, name: str) -> _Failure | None:
-        """Live one incarnation; return what it failed of, and nothing that would keep its arrays on the devices."""
+    def _run_incarnation(self, name: str) -> _Failure | None:
+        """Run one incarnation; return its failure, without references to its arrays on the devices."""
         life = threading.Event()
         with self._lock:
             self._lives[name] = life
@@ -170,12 +173,14 @@ class IslandsRun:
                 joining = Joining(self.config, name, incarnation, self.address, self.run_dir, pulse)
                 log.info(f"{name}: {self.kind(joining, life, devices=devices).run()}")
             return None
-        except ValueError as error:  # a wrong setting stays wrong
+        except ValueError as error:
+            # Another attempt would fail on the same setting.
             log.error(f"{name} is not started again: {error}")
             return _Failure(str(error), final=True)
         except Exception as error:
             log.exception(f"{name} failed")
             return _Failure(f"{type(error).__name__}: {error}", final=False)
         finally:
-            life.set()  # its other threads end too
+            # The other threads of the incarnation end too.
+            life.set()
             gc.collect()

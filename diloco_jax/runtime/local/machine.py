@@ -1,7 +1,8 @@
-"""Devices of this machine, found without JAX so that nobody takes it, and how a local run shares it out.
+"""Devices of this machine, and how a local run shares them among islands.
 
-What an island gets is in the help of `islands.devices`. Where GPUs are fewer than islands, each gets one with an equal
-share of its memory; TPU chips are all for the one process that may have them; that devices are emulated is said aloud.
+The devices are found without JAX, which would reserve them. The help of `islands.devices` says what an island gets. If
+there are fewer GPUs than islands, several islands share a GPU and its memory equally. TPU chips all belong to one
+process. The run reports when devices are emulated.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
-EMULATED_DEVICES = 2  # of an island that says `auto`, where there are no real ones
-CONTROLLER = "islands"  # name and command of the one process that drives all islands
+# Emulated devices of an island with `islands.devices: auto`.
+EMULATED_DEVICES = 2
+# Name and command of the process that drives all islands.
+CONTROLLER = "islands"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 MEMORY_SETTINGS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
-SHARED_MEMORY = 0.9  # of a GPU that several islands share; JAX by itself would take 0.75 for each
+# Share of a GPU's memory for all of its islands together. By default JAX takes 0.75 for each process.
+SHARED_MEMORY = 0.9
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 GOOGLE_PCI = "0x1ae0"
 TPU_PCI = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
@@ -28,13 +32,18 @@ TPU_SETTINGS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELE
 
 
 class Machine(NamedTuple):
-    """Accelerators of this machine that JAX may use here."""
+    """Accelerators of this machine that JAX may use."""
 
-    gpus: tuple[str, ...] = ()  # NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them
-    tpu_chips: int = 0  # TPU chips on the PCI bus
-    memory_chosen: bool = False  # the user has said how much of a GPU's memory a process may take
-    unknown: bool = False  # there may be something that we do not know; JAX is to look for itself
-    unused: str = ""  # why what is there is not used; "" if it is
+    # Names of NVIDIA GPUs in CUDA_VISIBLE_DEVICES.
+    gpus: tuple[str, ...] = ()
+    # TPU chips on the PCI bus.
+    tpu_chips: int = 0
+    # Whether the user has set the share of a GPU's memory that a process may take.
+    memory_chosen: bool = False
+    # Whether there may be accelerators of an unknown kind, which JAX finds itself.
+    unknown: bool = False
+    # Why an accelerator is not used; "" if all are.
+    unused: str = ""
 
     @property
     def emulates(self) -> bool:
@@ -52,9 +61,10 @@ def chip_of(device: Path) -> str:
 
 
 def look(environment: Mapping[str, str], root: Path = Path("/"), *, cuda: bool | None = None) -> Machine:
-    """Find what is here, as the kernel lists it, and JAX_PLATFORMS and CUDA_VISIBLE_DEVICES leave.
+    """Find the accelerators that the kernel lists and that JAX_PLATFORMS and CUDA_VISIBLE_DEVICES allow.
 
-    `cuda` tells if JAX can use NVIDIA GPUs; it is looked up if not given.
+    Args:
+        cuda: whether JAX can use NVIDIA GPUs; None checks for JAX's plugin.
     """
     asked = set(filter(None, environment.get("JAX_PLATFORMS", "").split(",")))
     if asked - {"cpu", "cuda", "gpu", "tpu"}:
@@ -78,7 +88,7 @@ def look(environment: Mapping[str, str], root: Path = Path("/"), *, cuda: bool |
 
 
 def _visible(gpus: Sequence[str], chosen: str | None) -> tuple[str, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; CUDA stops at the first name that is none."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows; CUDA stops at the first name that is not a GPU."""
     if chosen is None or not gpus:
         return tuple(gpus)
     names = []
@@ -90,9 +100,9 @@ def _visible(gpus: Sequence[str], chosen: str | None) -> tuple[str, ...]:
 
 
 def limit_jax(environment: MutableMapping[str, str], machine: Machine) -> None:
-    """Keep JAX from looking for accelerators that are not here: libtpu without a TPU complains on the terminal.
+    """Keep JAX from searching accelerators that are not here: libtpu prints warnings without a TPU.
 
-    What the user chose stays, and where something may be that we do not know, JAX looks for itself.
+    The user's choice stays. JAX searches itself if there may be accelerators of an unknown kind.
     """
     if environment.get("JAX_PLATFORMS") or machine.unknown or machine.tpu_chips:
         return
@@ -100,17 +110,22 @@ def limit_jax(environment: MutableMapping[str, str], machine: Machine) -> None:
 
 
 def settings_of(config: RunConfig, name: str, machine: Machine, host: int = 0) -> dict[str, str]:
-    """Return the environment variables with which a process of a local run gets its devices.
+    """Return the environment variables that give a process of a local run its devices.
 
-    It is `syncer`, an island, the one that drives all islands, or the trainer. ValueError if the machine has not what
-    the islands want.
+    Args:
+        name: `syncer`, an island, the process that drives all islands, or the trainer.
+        host: number of the process in an island of several.
+
+    Raises:
+        ValueError: the machine does not have the devices that the islands need.
     """
     own = config.island(name)
     if name != "syncer" and not machine.emulates:
         return _gpu_settings(config, name, machine, host) if machine.gpus else {}
     if name == "syncer":
         devices = 1
-    elif own.topology:  # nothing here is like a slice; whoever starts it sees what comes of it
+    elif own.topology:
+        # Slices are not emulated, so the process keeps the devices that JAX finds.
         return {}
     elif name == CONTROLLER:
         devices = sum(emulated_devices(config, each) for each in config.islands.names)
@@ -128,13 +143,15 @@ def emulated_devices(config: RunConfig, name: str) -> int:
 
 
 def _hosts(config: RunConfig, name: str) -> int:
-    return config.island(name).hosts if config.algorithm == "decoupled" else 1  # the trainer is one process
+    # The data-parallel trainer is one process.
+    return config.island(name).hosts if config.algorithm == "decoupled" else 1
 
 
 def _gpu_settings(config: RunConfig, name: str, machine: Machine, host: int) -> dict[str, str]:
     shares = gpu_shares(config, machine)
     if name not in shares:
-        return {}  # a stranger, who joins by himself
+        # A learner with another name was started by the user, who chose its devices.
+        return {}
     gpus, hosts = shares[name], _hosts(config, name)
     if len(gpus) % hosts:
         raise ValueError(
@@ -149,12 +166,12 @@ def _gpu_settings(config: RunConfig, name: str, machine: Machine, host: int) -> 
 
 
 def memory_share(islands: int) -> float:
-    """Return the share of a GPU's memory for each of the islands that have it together."""
+    """Return the share of a GPU's memory for each of so many islands on it."""
     return floor(100 * SHARED_MEMORY / islands) / 100
 
 
 def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]]:
-    """Share out the GPUs among the processes that train; ValueError if there are fewer than the config says."""
+    """Share the GPUs among the processes that train; ValueError if the config needs more GPUs."""
     gpus, baseline = machine.gpus, config.algorithm == "data_parallel"
     names = ("",) if baseline else config.islands.names
     wanted = [config.island(name).devices for name in names]
@@ -169,8 +186,8 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
     free, open_ = len(gpus) - sum(wanted), wanted.count(0)
     if open_ and free < open_ and any(wanted):
         raise ValueError(
-            f"{count_of(len(gpus), 'GPU')} here, of which some islands want {sum(wanted)}, so nothing is left to share "
-            "for those that say auto; give all islands a number of devices, or none"
+            f"{count_of(len(gpus), 'GPU')} here, and some islands need {sum(wanted)} of them, so none is left for "
+            "islands with devices auto; give all islands a number of devices, or none"
         )
     if open_ and free < open_:
         return {name: (gpus[index % len(gpus)],) for index, name in enumerate(names)}
@@ -180,7 +197,7 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
 
 
 def check(config: RunConfig, machine: Machine) -> str:
-    """Say in words what a local run gets here; ValueError, with the setting to change, if that is not what it wants."""
+    """Describe the devices of a local run; ValueError, with the setting to change, if they do not fit the config."""
     trains = config.islands.names if config.algorithm == "decoupled" else ("trainer",)
     count = len(trains)
     if machine.unknown:

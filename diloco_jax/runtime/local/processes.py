@@ -1,4 +1,4 @@
-"""The processes of a local run, as their supervisor sees them; those of an island live and die together."""
+"""The processes of a local run for their supervisor; the processes of one island start and end together."""
 
 import re
 import signal
@@ -11,12 +11,16 @@ from pathlib import Path
 
 from diloco_jax.runtime.records.signals import FAILED, HUNG, INTERRUPTED, WRONG_INPUT
 
-BRIEF_S = 20.0  # of lives in a row that are shorter, each is followed by twice the wait of the one before
-DELAY_MAX_S = 60.0  # for which a process waits at most, if the config does not say more
-STEADY_S = 600.0  # after a life that was longer, failures are counted anew
-# last words of a program that Python could not load
+# The delay before a restart doubles while a process keeps failing within this time.
+BRIEF_S = 20.0
+# The longest delay before a restart, unless the config sets a longer one.
+DELAY_MAX_S = 60.0
+# The count of failures restarts after a process has run for so long.
+STEADY_S = 600.0
+# The last line of a program that Python could not load.
 UNLOADABLE = re.compile(r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b")
-GRACE_S = 5.0  # for the rest of an island to end by itself, once one of its processes has
+# When a process of an island has ended, the others have so long to end by themselves.
+GRACE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -27,8 +31,8 @@ class Process:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def obituary(self) -> str:
-        """Say how it ended, and repeat its last line."""
+    def describe_exit(self) -> str:
+        """Describe how the process ended, with its last line."""
         code = self.process.returncode
         killed = code is not None and code < 0
         how = f"killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
@@ -38,22 +42,30 @@ class Process:
     def last_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         said = [line for line in lines[-4:] if not line.startswith(("-----", "For simplicity, JAX has removed"))]
-        return said[-1][:400] if said else "it said nothing"
+        return said[-1][:400] if said else "it printed nothing"
 
 
 @dataclass(slots=True)
 class Child:
-    """The syncer, or an island, and what is known of it."""
+    """The syncer or an island: its processes, and the history of its failures."""
 
-    name: str  # of the learner, or "syncer"
-    hosts: Sequence[Process]  # its processes; the first one leads
-    starts: int = 1  # how often it was started
-    failures: int = 0  # since it lived for a while
-    brief: int = 0  # lives in a row that were brief
-    again_at_s: float | None = None  # when to start it again
-    left: bool = False  # it ended politely, and is not started again
-    failed: bool = False  # given up
-    first: Process | None = None  # the process that ended first, which is why the others did
+    # Name of the learner, or "syncer".
+    name: str
+    # The first process leads.
+    hosts: Sequence[Process]
+    starts: int = 1
+    # Failures since it last ran for STEADY_S.
+    failures: int = 0
+    # Consecutive ends within BRIEF_S of the start.
+    brief: int = 0
+    # Time of the next start; None if none is planned.
+    again_at_s: float | None = None
+    # It left the run, and is not restarted.
+    left: bool = False
+    # It is given up.
+    failed: bool = False
+    # The process that ended first. The others ended because of it.
+    first: Process | None = None
     _began_s: float = field(default_factory=time.monotonic)
     _ended_s: float = field(default=0.0)
 
@@ -62,31 +74,31 @@ class Child:
         return self.hosts[0].process
 
     def start_again(self, hosts: Sequence[Process]) -> None:
-        """Put other processes in the place of those that ended."""
+        """Replace the processes that ended."""
         self.hosts, self.first, self.again_at_s = hosts, None, None
         self.starts += 1
         self._began_s = time.monotonic()
 
-    def mourn(self, delay_s: float) -> None:
-        """Note that it ended too early, and starts again after `delay_s`: later each time while its lives are brief."""
+    def plan_restart(self, delay_s: float) -> None:
+        """Count a failure and plan the next start after `delay_s`, or later if it keeps failing soon after starts."""
         lived_s = self._ended_s - self._began_s
         self.brief = self.brief + 1 if lived_s < BRIEF_S else 1
-        # else it was asked to end, as by a preemption notice, perhaps before it could hear
+        # Another process, such as a preemption notice, may have asked it to end. That is not a failure.
         failed = self.poll() not in (INTERRUPTED, -signal.SIGTERM)
         self.failures = failed + (0 if lived_s > STEADY_S else self.failures)
         self.again_at_s = time.monotonic() + pause_s(delay_s, self.brief)
 
     @property
     def unloadable(self) -> bool:
-        """Tell whether it ended because Python could not load its program, which another start does not change."""
+        """Tell whether Python could not load its program, so that a restart would fail as well."""
         return self.poll() == FAILED and bool(UNLOADABLE.match((self.first or self.hosts[0]).last_line()))
 
     def poll(self) -> int | None:
-        """Return the exit status once all processes have ended; after the first, kill the others in a moment."""
+        """Return the exit status once all processes have ended; kill the others GRACE_S after the first has ended."""
         codes = [each.process.poll() for each in self.hosts]
         ended = [each for each, code in zip(self.hosts, codes, strict=True) if code is not None]
         if ended and self.first is None:
-            # Of those that ended since we looked, who was killed did not end because of another.
+            # A process that was killed did not end because of another one.
             self.first = min(ended, key=lambda each: (each.process.returncode >= 0, each.process.returncode == 0))
             self._ended_s = time.monotonic()
         if None not in codes:
@@ -96,7 +108,8 @@ class Child:
         return None
 
     def _status(self, codes: Sequence[int]) -> int:
-        for cause in (WRONG_INPUT, HUNG):  # whoever found it, the others only lost a host
+        # The process with such a status caused the end. The others only lost a host.
+        for cause in (WRONG_INPUT, HUNG):
             if cause in codes:
                 self.first = self.hosts[codes.index(cause)]
                 return cause
@@ -113,7 +126,7 @@ class Child:
                 each.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all have ended; kill those that have not by then."""
+        """Wait until all processes have ended, and kill those that are left after `timeout_s`."""
         ends_s = time.monotonic() + timeout_s
         for each in self.hosts:
             try:
@@ -122,16 +135,16 @@ class Child:
                 self.signal(signal.SIGKILL)
                 each.process.wait()
 
-    def obituary(self) -> str:
-        return (self.first or self.hosts[0]).obituary()
+    def describe_exit(self) -> str:
+        return (self.first or self.hosts[0]).describe_exit()
 
 
 def pause_s(delay_s: float, brief: int) -> float:
-    """Return the seconds until the next start, after so many brief lives in a row; `delay_s` after the first."""
+    """Return the seconds until the next start after `brief` consecutive failures soon after a start."""
     return min(delay_s * 2.0 ** min(brief - 1, 30), max(delay_s, DELAY_MAX_S))
 
 
 def free_address() -> str:
-    """Find an address of this machine at which nobody listens now."""
+    """Return a free address of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"

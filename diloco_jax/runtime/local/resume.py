@@ -1,8 +1,8 @@
 """Checks before a run is resumed: its folder, and the settings that may differ.
 
-A run's tape and snapshots mean something under the settings that they were made with. What decides nothing, such as how
-often the model is evaluated or where the data lies, may change from one process to the next. The limits of a run
-(train.steps, train.tokens) may be raised when it goes back to a snapshot; its tape then says so (`raise_limits`).
+A run's tape and snapshots are valid only with the settings of the run. Settings without effect on decisions, such as
+the frequency of evaluations or the place of the data, may change from one process to the next. The limits of a run
+(train.steps, train.tokens) may be raised when it returns to a snapshot; the tape then records it (`raise_limits`).
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,14 @@ from typing import Any
 
 from diloco_jax.protocol.syncer.progress import Limits
 from diloco_jax.protocol.syncer.tape import limits_after, limits_line
-from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.records.history import check_history, has_begun
+from diloco_jax.runtime.records.files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TAPE_FILE,
+    check_history,
+    has_begun,
+)
 from diloco_jax.runtime.records.tape_file import LineFile, last_time_s, read_lines
 from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.run import RunConfig
@@ -30,9 +36,9 @@ LIMITS = ("train.steps", "train.tokens")
 
 
 def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path, *, rewinds: bool = False) -> None:
-    """Check that a run which began with one config may go on with another; ValueError names what must not differ.
+    """Check that a run which started with one config may resume with another; ValueError names a setting that differs.
 
-    A run that goes back to a snapshot (`rewinds`) may get higher limits.
+    A run that returns to a snapshot (`rewinds`) may get higher limits.
     """
     ours, theirs = dict(flat(asdict(began))), dict(flat(asdict(config)))
     found = []
@@ -42,11 +48,11 @@ def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path, *, rewind
         of_place = section == "data" and name.endswith(".path")
         raised = rewinds and name in LIMITS and config.limits.above(began.limits)
         if ours.get(name) != theirs.get(name) and not (may_change or of_place or raised):
-            found.append(f"{name} is {theirs.get(name)!r}, but the run in {run_dir} began with {ours.get(name)!r}")
+            found.append(f"{name} is {theirs.get(name)!r}, but the run in {run_dir} started with {ours.get(name)!r}")
     if found:
         more = f", and {len(found) - 1} more settings differ" if len(found) > 1 else ""
         raise ValueError(
-            f"{found[0]}{more}; go on with the run's own settings (diloco train {run_dir / CONFIG_FILE} --run-dir "
+            f"{found[0]}{more}; continue with the run's own settings (diloco train {run_dir / CONFIG_FILE} --run-dir "
             f"{run_dir} --resume), or start a new run"
         )
 
@@ -55,7 +61,7 @@ def check_no_run(run_dir: Path) -> None:
     """Check that a new run may start in a folder; ValueError if it holds one already."""
     if has_begun(run_dir):
         raise ValueError(
-            f"{run_dir} holds a run already; go on with it (--resume), choose another --run-dir, or remove that folder"
+            f"{run_dir} holds a run already; continue it (--resume), choose another --run-dir, or remove that folder"
         )
     check_history(run_dir)
     if _has_records(run_dir):
@@ -65,19 +71,20 @@ def check_no_run(run_dir: Path) -> None:
 
 
 def check_resumable(run_dir: Path, config: RunConfig) -> None:
-    """Check that a folder holds a run that can go on to the limits of a config; ValueError says why it cannot."""
+    """Check that the run in a folder can continue to the limits of a config; ValueError has the reason if it cannot."""
     check_history(run_dir)
     if not has_begun(run_dir):
-        what = "no run that has begun"
+        what = "no run that has started"
         if _has_records(run_dir):
             lost = (run_dir / TAPE_FILE).exists()
             what = "a run whose tape is empty" if lost else "a data-parallel run"
-            what += ", which cannot go on"
+            what += ", which cannot continue"
         raise ValueError(f"{run_dir} holds {what}; leave out --resume, or name another folder with --run-dir")
     try:
         summary = read_object(run_dir / SUMMARY_FILE)
     except (OSError, ValueError):
-        return  # it was killed, perhaps while it wrote this
+        # The run was killed, perhaps while it wrote the summary.
+        return
     if summary.get("complete") and not _allows_more(config.limits, summary):
         limits = config.limits
         longer = f" --train.tokens {2 * limits.tokens}" if limits.tokens else ""
@@ -111,14 +118,14 @@ def check_content(path: Path) -> None:
     if path.exists() and not path.read_bytes().strip():
         raise ValueError(
             f"{path} is empty: the settings of this run are lost there; write them back from the config that the run "
-            f"began with (cp CONFIG.yaml {path})"
+            f"started with (cp CONFIG.yaml {path})"
         )
 
 
 def raise_limits(run_dir: Path, began: Limits, limits: Limits) -> None:
-    """Write on the tape that the run gets other limits, before its config says so; nothing if it has them already.
+    """Record new limits of the run on its tape, before its config has them; do nothing if the tape has them already.
 
-    Only the process that holds the folder's locks may call it.
+    Only the process that holds the locks of the folder may call it.
     """
     before = limits_after(read_lines(run_dir / TAPE_FILE)) or began
     if before == limits:

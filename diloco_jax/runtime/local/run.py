@@ -1,8 +1,8 @@
 """A whole run on this machine: one process per island, one for the syncer, watched by a supervisor.
 
-The supervisor starts the processes, starts a dead one again (an island as a new incarnation, the syncer where its tape
-ends), turns Ctrl-C or SIGTERM into a polite stop of everybody, and leaves no process behind: children also end when it
-is killed. It knows nothing of the algorithm, and no process waits for it.
+The supervisor starts the processes and restarts those that fail: an island as a new incarnation, the syncer at the end
+of its tape. On Ctrl-C or SIGTERM it asks all processes to stop. It leaves no process behind: children also end when the
+supervisor is killed. It has no part in the algorithm, and no process waits for it.
 """
 
 import contextlib
@@ -30,33 +30,36 @@ from diloco_jax.runtime.own_loop.surroundings import (
     SYNCER_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
-from diloco_jax.runtime.records.phases import forget_phases, tell_phase
+from diloco_jax.runtime.records.liveness import forget_phases, tell_phase
 from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
 
-START_TIMEOUT_S = 300.0  # for the syncer to build the model and listen
-STOP_TIMEOUT_S = 120.0  # for the last snapshot after a stop
+# The syncer builds the model and listens within this time.
+START_TIMEOUT_S = 300.0
+# After a stop, the syncer writes the last snapshot within this time.
+STOP_TIMEOUT_S = 120.0
 LEARNER_STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
 
 
 class RunFailed(Exception):
-    """The run cannot go on; the message says why and where to look."""
+    """The run cannot continue; the message has the reason and the log to read."""
 
     def __init__(self, message: str, *, wrong_input: bool = False) -> None:
         super().__init__(message)
-        self.wrong_input = wrong_input  # a process refused a setting: nothing to retry
+        # A process refused a setting, so a retry would fail as well.
+        self.wrong_input = wrong_input
 
 
 class LocalRun:
-    """Supervisor of one local run; ValueError if this machine has not the devices that the config says.
+    """Supervisor of one local run; ValueError if this machine lacks the devices that the config names.
 
     Args:
-        say: gets lines for people, such as the death of an island.
-        stop: set from outside (Ctrl-C) to end the run early, in good order.
-        resume: go on from the newest snapshot of a run that ended early, and of which no process is left.
+        say: gets lines for people, such as the failure of an island.
+        stop: set from outside (Ctrl-C) to end the run early and in order.
+        resume: continue from the newest snapshot of a run that ended early. None of its processes may be left.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class LocalRun:
         say(check(config, self._machine))
 
     def run(self) -> None:
-        """Start everything, return when the syncer has written the summary; RunFailed if it cannot be kept running."""
+        """Start all processes, and return when the syncer has written the summary; RunFailed if that cannot happen."""
         forget_phases(self._run_dir)
         put_back = clear_for_start(self._run_dir, resume=self._resume)
         try:
@@ -96,7 +99,7 @@ class LocalRun:
                 try:
                     address = self._address = self._await_address()
                 except RunFailed:
-                    # The run did not start, so what its folder said of it is still true.
+                    # The run did not start, so the old status in its folder is still true.
                     put_back()
                     raise
                 self._await_compilers()
@@ -114,7 +117,7 @@ class LocalRun:
             self._compilers.append(self._start_process(f"compiler-{name}", words, environment))
 
     def _await_compilers(self) -> None:
-        """Wait until islands can load their programs; those that could not be compiled they compile themselves."""
+        """Wait until the shared programs are compiled; islands compile missing programs themselves."""
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not self._stop.is_set() and time.monotonic() < ends_s:
             if all(each.process.poll() is not None for each in self._compilers):
@@ -128,7 +131,8 @@ class LocalRun:
         if name == CONTROLLER:
             return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
         incarnation, hosts = str(next_incarnation(self._run_dir, name)), self._config.island(name).hosts
-        coordinator = free_address() if hosts > 1 else ""  # another one at each start: the last may not be free yet
+        # Each start uses another port, since the last one may not be free yet.
+        coordinator = free_address() if hosts > 1 else ""
         if self._config.islands.command:
             told = {SYNCER_ENV: address, ISLAND_ENV: name, INCARNATION_ENV: incarnation, COORDINATOR_ENV: coordinator}
             told |= {RUN_DIR_ENV: str(self._run_dir), CONFIG_ENV: self._config_path, HOSTS_ENV: str(hosts)}
@@ -147,21 +151,23 @@ class LocalRun:
     def _start(
         self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
     ) -> Process:
-        """Start a process of this program; without arguments, that of the islands' own, which is told so much."""
+        """Start a process of this program, or of islands.command if `arguments` is empty; `told` is its environment."""
         environment = {**child_environment(self._config, name, self._machine, host), **told}
         title = f"{name}.standby" if "--standby" in arguments else f"{name}.host-{host}" if host else name
         process = self._start_process(title, arguments, environment)
         shares_cores = self._machine.emulates and hasattr(os, "sched_setaffinity")
         cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0))) if shares_cores else set()
         if cores:
-            with contextlib.suppress(OSError):  # it has ended already, or the machine does not let us
+            # The process may have ended, or the system may forbid this.
+            with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.process.pid, cores)
         return process
 
     def _start_process(self, title: str, arguments: list[str], environment: Mapping[str, str]) -> Process:
         log = self._run_dir / LOGS / f"{title}.log"
         command: Sequence[str] = self._config.islands.command
-        if command[:1] == ("python",):  # this one, in whose environment the package is
+        # The package is installed for the interpreter that runs this process.
+        if command[:1] == ("python",):
             command = (sys.executable, *command[1:])
         if arguments:
             command = [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)]
@@ -172,7 +178,8 @@ class LocalRun:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
+                # Ctrl-C on the terminal must reach only the supervisor.
+                start_new_session=True,
             )
         return Process(title, process, log)
 
@@ -181,18 +188,19 @@ class LocalRun:
         path = self._run_dir / ADDRESS_FILE
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not self._stop.is_set():
-            ended = self._syncer.poll() is not None  # before we look: it may listen, then die
+            # The syncer may write its address and then fail, so its end is checked first.
+            ended = self._syncer.poll() is not None
             if text := _read(path):
                 return text
             if ended:
-                raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == WRONG_INPUT)
+                raise RunFailed(self._syncer.describe_exit(), wrong_input=self._syncer.poll() == WRONG_INPUT)
             if time.monotonic() > ends_s:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
         return ""
 
     def address(self) -> str:
-        """Return where the syncer listens: as its file says, which is written again if somebody took it away."""
+        """Return the syncer's address from its file; a file that was removed is written again."""
         path = self._run_dir / ADDRESS_FILE
         if text := _read(path):
             self._address = text
@@ -202,7 +210,7 @@ class LocalRun:
         return self._address
 
     def _watch(self) -> None:
-        """Keep the run going until the syncer has ended it."""
+        """Restart what fails until the syncer has ended the run."""
         assert self._syncer is not None
         stopping_until_s: float | None = None
         while not self._ended(asked_to_stop=stopping_until_s is not None):
@@ -219,38 +227,39 @@ class LocalRun:
             time.sleep(POLL_S)
 
     def _ended(self, *, asked_to_stop: bool) -> bool:
-        """Say whether the run is over; start a syncer that died again when its time has come."""
+        """Tell whether the run is over; restart a syncer that failed when its delay is over."""
         syncer = self._syncer
         assert syncer is not None
         if syncer.again_at_s is not None:
             if asked_to_stop or self._stop.is_set():
-                raise RunFailed("stopped while the syncer was away; --resume goes on from the newest snapshot")
+                raise RunFailed("stopped while the syncer was away; --resume continues from the newest snapshot")
             if time.monotonic() >= syncer.again_at_s:
-                # It listens where the process before it did, as the file says.
+                # The new process listens at the address in the file.
                 self.address()
                 syncer.start_again(self._start_syncer().hosts)
             return False
         code = syncer.poll()
         if code is None:
             return False
-        # it may not have had a handler yet, or no model
+        # A syncer without a signal handler or a model ends by the signal.
         if code == 0 or (asked_to_stop and code in (-signal.SIGTERM, INTERRUPTED)):
             return True
         limit = self._config.syncer.restarts_max
-        alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
+        # The data-parallel trainer, or a syncer that never listened, is not restarted.
+        alone = not self._islands
         if asked_to_stop or alone or code == WRONG_INPUT:
-            raise RunFailed(syncer.obituary(), wrong_input=code == WRONG_INPUT)
-        syncer.mourn(self._config.syncer.restart_delay_s)
+            raise RunFailed(syncer.describe_exit(), wrong_input=code == WRONG_INPUT)
+        syncer.plan_restart(self._config.syncer.restart_delay_s)
         if syncer.failures > limit:
             raise RunFailed(
-                f"{syncer.obituary()}; given up after {count_of(syncer.starts, 'start')} (syncer.restarts_max)"
+                f"{syncer.describe_exit()}; given up after {count_of(syncer.starts, 'start')} (syncer.restarts_max)"
             )
-        goes_on = ", islands train on" if last_state(self._run_dir) == "running" else ""
-        self._say(f"{syncer.obituary()}; starting it again{goes_on}")
+        meanwhile = ", islands train on" if last_state(self._run_dir) == "running" else ""
+        self._say(f"{syncer.describe_exit()}; starting it again{meanwhile}")
         return False
 
     def _tend_island(self, child: Child) -> None:
-        """Notice that an island ended; start it again when its time has come."""
+        """Handle the end of an island, and restart it when its delay is over."""
         if child.left or child.failed:
             return
         if child.again_at_s is not None:
@@ -263,28 +272,31 @@ class LocalRun:
                 self._spares.tend(child.name)
             return
         tell_phase(self._run_dir, child.name, "")
-        with contextlib.suppress(OSError):  # what it said before it was killed
+        # The mark of readiness belongs to the process that ended.
+        with contextlib.suppress(OSError):
             (self._run_dir / HEALTH / f"{child.name}.ready").unlink(missing_ok=True)
         if code == 0 and self._config.islands.command and not (self._joined(child.name) or complete(self._run_dir)):
             child.failed = True
             self._say(f"{child.name} ended without joining the run; call diloco_jax.join in islands.command")
-        elif code == 0:  # the syncer ended the run, or somebody drained this island
+        elif code == 0:
+            # The syncer ended the run, or the island was drained.
             child.left = True
             if not complete(self._run_dir):
                 self._say(f"{child.name} left: {child.hosts[0].last_line()}")
-        elif last_state(self._run_dir) == "complete":  # nothing is left to do for it
+        elif last_state(self._run_dir) == "complete":
             child.left = True
-        elif code == WRONG_INPUT or (child.unloadable and not self._joined(child.name)):  # wrong stays wrong
+        elif code == WRONG_INPUT or (child.unloadable and not self._joined(child.name)):
+            # A restart would fail as well.
             child.failed = True
-            self._say(f"{child.obituary()}; not started again")
+            self._say(f"{child.describe_exit()}; not started again")
         else:
-            child.mourn(self._config.islands.restart_delay_s)
+            child.plan_restart(self._config.islands.restart_delay_s)
             if child.failures > self._config.islands.restarts_max:
                 child.failed, child.again_at_s = True, None
-                self._say(f"{child.obituary()}; given up after {count_of(child.starts, 'start')}")
+                self._say(f"{child.describe_exit()}; given up after {count_of(child.starts, 'start')}")
                 return
             at_once = child.brief == 1 and self._spares.ready(child.name)
-            self._say(f"{child.obituary()}; {'its spare takes over' if at_once else 'starting it again'}")
+            self._say(f"{child.describe_exit()}; {'its spare takes over' if at_once else 'starting it again'}")
             if at_once:
                 child.again_at_s = 0.0
                 self._tend_island(child)
@@ -293,24 +305,24 @@ class LocalRun:
         return any((self._run_dir / TAPES).glob(f"{name}.*.jsonl"))
 
     def _give_up_without_quorum(self) -> None:
-        """End a run that can never merge again. An island that was drained may be started again by hand."""
+        """End a run that can never merge again. Drained islands do not count, since the user may restart them."""
         failed = [child for child in self._islands.values() if child.failed]
         left = sum(not (child.failed or child.left) for child in self._islands.values())
         quorum = self._config.protocol.quorum
         if failed and left < quorum and not complete(self._run_dir):
-            words = "; ".join(child.obituary() for child in failed)
+            words = "; ".join(child.describe_exit() for child in failed)
             refused = any(child.poll() == WRONG_INPUT for child in failed)
             remain = f"{count_of(left, 'island')} {'is' if left == 1 else 'are'} left"
             message = f"{remain}, fewer than protocol.quorum = {quorum}: {words}"
             raise RunFailed(message, wrong_input=refused)
 
     def _end_all(self) -> None:
-        """End all processes: ask those that are left, wait a little, then kill."""
+        """End all processes: ask them to stop, wait, then kill those that are left."""
         self._spares.end()
         for each in self._compilers:
             each.process.kill()
             each.process.wait()
-        # Islands of a complete run end by themselves, and a loop of the user's own may have more to do then.
+        # Islands of a complete run end by themselves. The user's loop may have more to do after the run.
         ends_s = time.monotonic() + (GRACE_S if complete(self._run_dir) else 0.0)
         while time.monotonic() < ends_s and any(child.poll() is None for child in self._islands.values()):
             time.sleep(POLL_S)
@@ -319,13 +331,14 @@ class LocalRun:
             child.signal(signal.SIGTERM)
         ends_s = time.monotonic() + LEARNER_STOP_TIMEOUT_S
         for child in children:
-            patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1  # it saves the model
+            # The syncer saves the model.
+            patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1
             child.wait(max(patience_s, ends_s - time.monotonic()))
         forget_phases(self._run_dir)
 
 
 def _read(path: Path) -> str:
-    """Return what a file says; "" if it is missing, or cannot be read now."""
+    """Return the text of a file; "" if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -333,14 +346,14 @@ def _read(path: Path) -> str:
 
 
 def next_incarnation(run_dir: Path, name: str) -> int:
-    """Return a number above those of all earlier lives of this learner, even if the clock was set back."""
+    """Return a number above all earlier incarnations of this learner, even if the clock was set back."""
     tapes = [path.name.split(".")[-2] for path in (run_dir / TAPES).glob(f"{name}.*.jsonl")]
     earlier = [int(number) for number in tapes if number.isdecimal()]
     return max([int(time.time() * 1000), *(number + 1 for number in earlier)])
 
 
 def child_environment(config: RunConfig, name: str, machine: Machine | None = None, host: int = 0) -> Mapping[str, str]:
-    """Return the environment of a child: its devices, and this process as the parent it must not outlive."""
+    """Return the environment of a child: its devices, and this process as the parent that it must not outlive."""
     machine = look(os.environ) if machine is None else machine
     environment = dict(os.environ)
     environment[PARENT_ENV] = str(os.getpid())
@@ -348,16 +361,16 @@ def child_environment(config: RunConfig, name: str, machine: Machine | None = No
     settings = settings_of(config, name, machine, host)
     environment.update(settings)
     if settings.get("JAX_PLATFORMS") == "cpu":
-        # Huge pages for large arrays: a fifth to a third less time per step on Linux.
+        # With huge pages for large arrays a step takes 20 to 33 % less time on Linux.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return environment
 
 
 def core_share(islands: IslandsConfig, name: str, cores: Sequence[int]) -> set[int]:
-    """Return the cores of an emulated island if all islands can have an equal share; no core leaves it to the system.
+    """Return the cores of an emulated island if all islands can have an equal share; an empty set means any core.
 
     Emulated islands that share cores freely get them unevenly for seconds at a time, so that their step times differ
-    by a factor of five (docs/decisions/0005-core-shares.md). Real islands have accelerators of their own.
+    by a factor of five (docs/decisions/0005-core-shares.md).
     """
     count, available = islands.count, len(cores)
     if name not in islands.names or count == 1:

@@ -1,13 +1,12 @@
-"""Spare processes of islands: imports done and programs loaded, so that an island which dies is back in a moment.
+"""Spare processes of islands, with imports done and programs loaded, so that a failed island resumes immediately.
 
-A spare waits for one line on its standard input, the word to go. Before it, it is nobody: it has no incarnation, no
-session, no certificate and no tape, and only the supervisor knows of it. Emulated devices are the process's own, and a
-spare loads the model and its programs on them; an accelerator is its island's alone, and a spare of one has done its
-imports.
+A spare waits for one line on its standard input, which makes it an island. Before that it has no incarnation, session,
+certificate or tape, and only the supervisor knows it. On emulated devices a spare loads the model and its programs. An
+accelerator belongs to its island, so a spare for it has only done its imports.
 
-Emulated islands that are alike share programs too: one process compiles them while the syncer begins, and all load
-them. Compiling takes such an island several times as long as everything else before its first step, and islands that
-share cores would all do it at the same time. Real accelerators are left to their islands.
+Emulated islands of the same kind also share programs: one process compiles them while the syncer starts, and all
+islands load them. Compiling takes such an island several times as long as everything else before its first step, and
+islands that share cores would all compile at the same time. Islands with accelerators compile for themselves.
 """
 
 import contextlib
@@ -23,13 +22,15 @@ from diloco_jax.runtime.island.host import Host, Told
 from diloco_jax.runtime.local.machine import Machine, emulated_devices
 from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import HEALTH, LOGS
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 
-LOW_PRIORITY = 19  # nice value of a spare that loads
+# The nice value of a spare that loads.
+LOW_PRIORITY = 19
 
 
 class Spares:
-    """The spare processes of a run, for its supervisor: one for each life of an island, loaded one at a time."""
+    """The spare processes of a run for its supervisor: one per incarnation of an island, loaded one at a time."""
 
     def __init__(self, run_dir: Path, start: Callable[[str], Process]) -> None:
         self._run_dir = run_dir
@@ -37,19 +38,19 @@ class Spares:
         self._spares: dict[str, Process] = {}
 
     def tend(self, name: str) -> None:
-        """Start a spare for an island that trains, if it had none in this life and no other one is loading."""
+        """Start a spare for an island that trains, if this incarnation had none and no other spare is loading."""
         loading = any(each.process.poll() is None and not self.ready(other) for other, each in self._spares.items())
         if name not in self._spares and not loading and (self._run_dir / HEALTH / f"{name}.ready").exists():
             _mark(self._run_dir, name).unlink(missing_ok=True)
             self._spares[name] = self._start(name)
 
     def ready(self, name: str) -> bool:
-        """Tell whether an island has a spare that waits for its word."""
+        """Tell whether an island has a spare that is loaded and waits."""
         spare = self._spares.get(name)
         return spare is not None and spare.process.poll() is None and _mark(self._run_dir, name).exists()
 
     def take(self, name: str, address: str, incarnation: str) -> Process | None:
-        """Let the spare of an island become it, if there is one; a spare that still loads has a head start."""
+        """Turn the spare of an island into the island, even if it still loads; None if there is no spare."""
         spare = self._spares.pop(name, None)
         if spare is None or not _close(spare, f"{address.strip()} {incarnation}\n") or spare.process.poll() is not None:
             return None
@@ -63,7 +64,7 @@ class Spares:
 
 
 def _close(spare: Process, words: str = "") -> bool:
-    """Say the last words to a spare; False if it has ended."""
+    """Send the last line to a spare; False if it has ended."""
     pipe = spare.process.stdin
     assert pipe is not None, "a spare has a pipe"
     try:
@@ -75,7 +76,7 @@ def _close(spare: Process, words: str = "") -> bool:
 
 
 def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
-    """Name one island of each kind that has several members, all of them emulated in a process of their own."""
+    """Name one island of each kind that has several members, all of them emulated in separate processes."""
     if not machine.emulates or config.islands.controller == "single" or config.islands.command:
         return []
     kinds: dict[str, list[str]] = {}
@@ -88,10 +89,10 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def compiled_loop(config: RunConfig, island: str, told: Told = lambda words: None) -> BuiltInLoop:
-    """Return the loop of an island with all that it runs compiled, and kept where `keep_programs` said."""
+    """Return the loop of an island with all of its programs compiled, and stored in the folder of `keep_programs`."""
     told(LOADING)
     loop = BuiltInLoop(config, island)
-    host = Host(config, loop.island, loop.warm_up, loop.evaluate)
+    host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up, loop.evaluate)
     host.warm_up(told)
     told("compiling the evaluation")
     host.warm_up_evaluation()
@@ -99,9 +100,13 @@ def compiled_loop(config: RunConfig, island: str, told: Told = lambda words: Non
 
 
 def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:
-    """Load what an island needs, and wait for the word to become it: syncer's address, incarnation, and a loaded loop.
+    """Load what an island needs, and wait for the line that makes this process the island.
 
-    None if the word never comes. The model and its programs are loaded where `loads` says so and devices are emulated.
+    Args:
+        loads: load the model and its programs if devices are emulated.
+
+    Returns:
+        The syncer's address, the incarnation, and the loop if it is loaded; None if the line never comes.
     """
     undo = _lower_priority()
     importlib.import_module("diloco_jax.runtime.learner.run")
@@ -122,15 +127,16 @@ def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tup
 
 
 def _mark(run_dir: Path, name: str) -> Path:
-    """Return the file that a spare has made when it waits for its word."""
+    """Return the file that a spare creates when it is loaded and waits."""
     return run_dir / HEALTH / f"{name}.standby"
 
 
 def _lower_priority() -> Callable[[], None]:
-    """Let whoever trains go first, if this system lets us take it back; returns what does so."""
+    """Lower the priority of this process, if the system allows to undo that; return the function that undoes it."""
     before, may = os.nice(0), []
 
-    def try_it() -> None:  # priorities are of threads on Linux
+    # On Linux each thread has a priority.
+    def try_it() -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before + 1)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before)
@@ -144,8 +150,9 @@ def _lower_priority() -> Callable[[], None]:
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
 
     def undo() -> None:
-        for thread_id in os.listdir("/proc/self/task"):  # those that were started since have it too
-            with contextlib.suppress(OSError):  # it has ended
+        # Threads that were started since then have the low priority too. Some may have ended.
+        for thread_id in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, int(thread_id), before)
 
     return undo

@@ -3,29 +3,39 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from diloco_jax.core.passes import Flat, Run, Squares, State
 from diloco_jax.core.shards import fill, split
+from diloco_jax.protocol.exclusion import RateHistory
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.merge_shards import HeldCapture, RemoteShare
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, Setup
-from diloco_jax.runtime.model.usable import Mark
+
+
+class Mark(NamedTuple):
+    """Notes on a fragment's newest version: everything that is known without its values."""
+
+    version: int
+    digest: int
+    history: RateHistory
+    # Version from which a step leads to the newest one; NO_VERSION if only the whole value can be sent.
+    base: int = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A model at one moment, which stays as it was; any thread may read it."""
+    """A model at one moment, which never changes; any thread may read it."""
 
-    marks: tuple[Mark, ...]  # of its fragments
+    marks: tuple[Mark, ...]  # per fragment
     _setup: Setup
     _run: Run
     _parts: Sequence[HeldStates | HeldCapture]
 
     def state(self, fragment_id: int, *, value_only: bool = False) -> State:
-        """Return a fragment's state, or a state of nothing but its value; for nobody to write to."""
+        """Return a fragment's state, or with `value_only` only its value; the caller must not change it."""
         holders = self._setup.shares.holders(fragment_id)
         found = self._run(lambda shard: self._parts[shard].read(fragment_id, value_only), holders)
         return self._setup.join(fragment_id, dict(zip(holders, found, strict=True)))
@@ -34,28 +44,29 @@ class Capture:
         return self.state(fragment_id, value_only=True).value
 
     def release(self, fragment_id: int | None = None) -> None:
-        """Let go of a fragment, or of all, of which nothing is read any more."""
+        """Free a fragment, or all fragments, after the last read."""
         for part in self._parts:
             part.release(fragment_id)
 
 
 class Arithmetic:
-    """The computations on a whole model. A learner's value is its payload, or what each shard has taken of it."""
+    """The computations on a whole model; a learner's value is its payload, or the parts that its shards hold."""
 
     def __init__(self, setup: Setup, shares: Sequence[ModelShare] | Sequence[RemoteShare]) -> None:
         self.setup = setup
         self._shares = shares
         self._run: Run = map
-        if len(shares) > 1:  # each thread waits for one shard: in a merge, an evaluation, a snapshot
+        # Each thread waits for one shard: in a merge, an evaluation and a snapshot.
+        if len(shares) > 1:
             self._run = ThreadPoolExecutor(3 * len(shares), "shares").map
 
     def _on_holders(self, fragment_id: int, do: Callable[[int], Any]) -> dict[int, Any]:
-        """Return what `do` returns for each shard that has a part of the fragment."""
+        """Call `do` for each shard that holds a part of the fragment, and return the results by shard."""
         holders = self.setup.shares.holders(fragment_id)
         return dict(zip(holders, self._run(do, holders), strict=True))
 
     def unusable(self, fragment_id: int, value: Any) -> str:
-        """Return why this cannot be a value of the fragment; empty if it can."""
+        """Return why this cannot be a value of the fragment; "" if it can."""
         shares, up = self.setup.shares, self.setup.up
         if isinstance(value, Mapping):
             expected = {n: shares.parts[n][fragment_id].payload_bytes(up) for n in shares.holders(fragment_id)}
@@ -65,7 +76,7 @@ class Arithmetic:
         return "" if len(value) == size else f"its value has {len(value)} bytes, where {size} are expected"
 
     def inspect(self, fragment_id: int, values: Sequence[Any], bases: Sequence[int]) -> Squares:
-        """Measure the learners' values, and keep them for `update`; see ModelShare.inspect."""
+        """Return the squared norms of the learners' values, and keep the values for `update`, as ModelShare.inspect."""
 
         def inspect_part(shard: int) -> Squares:
             parts = [self._part(fragment_id, shard, value) for value in values]
@@ -80,7 +91,7 @@ class Arithmetic:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def update(self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray) -> tuple[bool, int]:
-        """Make the fragment's next version; return whether it is finite, and its digest. See ModelShare.update."""
+        """Make the fragment's next version, as ModelShare.update; return whether it is finite, and its digest."""
         made = self._on_holders(fragment_id, lambda n: self._shares[n].update(fragment_id, version, chosen, weights))
         digest = self.setup.shares.digest(fragment_id, {shard: leaves for shard, (_, leaves) in made.items()})
         return all(finite for finite, _ in made.values()), digest
@@ -106,7 +117,7 @@ class Arithmetic:
             self._shares[shard].restore(fragment_id, version, part)
 
     def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
-        """Return the newest version as it travels (ModelShare.payload); empty where shards send it themselves."""
+        """Return the newest version's payload, as ModelShare.payload; empty if the shards send it themselves."""
         shares, format = self.setup.shares, self.setup.down if base != NO_VERSION else "float32"
         parts = {shard: self._shares[shard].payload(fragment_id, base) for shard in shares.holders(fragment_id)}
         if shares.count == 1 or not any(parts.values()):
@@ -118,5 +129,5 @@ class Arithmetic:
 
 
 def local_arithmetic(setup: Setup, threads: int = 1) -> Arithmetic:
-    """Return what computes in this process, with so many threads in each merge."""
+    """Return an Arithmetic in this process, with `threads` threads in each merge."""
     return Arithmetic(setup, [ModelShare(setup, shard, threads) for shard in range(setup.shares.count)])

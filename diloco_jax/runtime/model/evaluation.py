@@ -1,4 +1,4 @@
-"""Build the initial model and evaluate global parameters on the held-out split, in one process without a mesh."""
+"""The initial model, and evaluation of global parameters on the held-out split, in one process without a mesh."""
 
 import logging
 import math
@@ -23,14 +23,14 @@ from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.named import failure, make_named
 from diloco_jax.training.sharding import MeshConfig, put_array
 
-NAMES_MAX = 32  # of numbers of the user's own
+NAMES_MAX = 32  # user's scores
 NAME_MAX = 64  # characters
 
 log = logging.getLogger(__name__)
 
 
 class Scorer:
-    """Numbers of the user's own (`evaluation.module`), which no run depends on; ValueError if nothing makes them."""
+    """The user's scores (`evaluation.module`), which no run depends on; ValueError if the module is not usable."""
 
     def __init__(self, config: EvaluationConfig) -> None:
         self._module, self._timeout_s, self.alarms = config.module, config.timeout_s, list[str]()
@@ -40,7 +40,7 @@ class Scorer:
             raise ValueError(f"evaluation.module '{config.module}' makes {kind}, which returns numbers by name; add it")
 
     def scores(self, model: Callable[[], nnx.Module], global_step: int) -> dict[str, float | None]:
-        """Return what the object says of a model, None for what is not finite; nothing if it fails or hangs."""
+        """Return the user's scores of a model, None for non-finite ones; empty if the scorer fails or hangs."""
         if self._object is None:
             return {}
         score, found, errors = self._object, list[dict[str, float | None]](), list[BaseException]()
@@ -51,17 +51,19 @@ class Scorer:
             except (Exception, SystemExit) as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=call, name="scores", daemon=True)  # one that hangs must not hold the run's end
+        # A daemon, because a scorer that hangs must not delay the end of the run.
+        thread = threading.Thread(target=call, name="scores", daemon=True)
         thread.start()
         thread.join(self._timeout_s)
         if found:
             return found[0]
         if not errors:
-            self._object = None  # its thread may still be there
+            # Its thread may still run.
+            self._object = None
         why = f"evaluation.module '{self._module}' took more than evaluation.timeout_s = {self._timeout_s:g} s"
         if not self.alarms:
             told = failure("evaluation.module", self._module, errors[0]) if errors else why
-            self.alarms.append(f"{told}; the run goes on without its numbers")
+            self.alarms.append(f"{told}; the run continues without its numbers")
             log.warning(self.alarms[0], exc_info=errors[0] if errors else None)
         return {}
 
@@ -77,11 +79,13 @@ def _checked(found: Any) -> dict[str, float | None]:
 
 
 class Evaluator:
-    """The model on one device of this host: for its initial values, for evaluation, and to read what it writes.
+    """The model on one device of this host: for its initial values, for evaluation, and for text generation.
 
-    Between two calls it holds no array; during one the parameters, once, and no state of an optimizer. Data of another
-    machine is fetched at the first evaluation: a syncer, which makes none, needs no copy of it. ValueError if model or
-    data cannot be loaded.
+    Between two calls it holds no array. During a call it holds the parameters once, without optimizer state. Data from
+    another machine is fetched at the first evaluation, because a syncer evaluates nothing and needs no copy.
+
+    Raises:
+        ValueError: Model or data cannot be loaded.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -90,7 +94,8 @@ class Evaluator:
                 "the run's model is the islands' own (model.module: own), so only their loops can evaluate or repeat "
                 "it; name a model with the same parameters in model.module if there is one"
             )
-        if not config.data.remote:  # say it now, not at the first evaluation
+        # A wrong source raises now instead of at the first evaluation.
+        if not config.data.remote:
             check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
         self._config = config
         self.scorer = Scorer(config.evaluation)
@@ -110,12 +115,12 @@ class Evaluator:
 
     @property
     def corpus(self) -> str:
-        """Return what is evaluated on, in words that others can compare."""
+        """Return the description of the evaluation's data, so that processes can compare it."""
         return self._source.corpus
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Return what made the ids, if it is known."""
+        """Return the tokenizer that produced the ids; None if unknown."""
         return self._source.tokenizer
 
     @property
@@ -125,8 +130,10 @@ class Evaluator:
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Draw the initial parameters, or read those of model.weights: (path, new float32 array) by ascending path.
 
-        Who lets go of each before it takes the next one never has more than the model once. ValueError if the weights
-        are not those of the model, or damaged.
+        A caller that frees each array before it takes the next one holds the model at most once.
+
+        Raises:
+            ValueError: The weights are damaged, or belong to another model.
         """
         if self._config.model.weights:
             yield from Weights(self._config.model.weights).read(self._config.model)
@@ -140,15 +147,15 @@ class Evaluator:
 
         Args:
             parameters: float32 arrays by path.
-            max_batches: batches of train.eval_batch_size sequences; fewer when the split is smaller.
+            max_batches: Number of batches of train.eval_batch_size sequences; fewer when the split is smaller.
 
         Returns:
-            loss in nats per token, bits_per_byte (None if nobody knows the text of the tokens) and tokens; these by the
-            name of each further set (sets); and scores, named numbers: the model's metrics, those of the sets such as
-            "books loss", and those of evaluation.module.
+            A dict: loss in nats per token, bits_per_byte (None if the text of the tokens is unknown) and tokens; the
+            same by name of each further set (sets); and scores, numbers by name: the model's metrics, those of the sets
+            such as "books loss", and those of evaluation.module.
 
         Raises:
-            ValueError: paths or shapes are not those of the model.
+            ValueError: Paths or shapes are not those of the model.
         """
         placed, other = self.place(parameters)
         result = self._examiner.examine(placed, other, max_batches)
@@ -156,11 +163,11 @@ class Evaluator:
         return result
 
     def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
-        """Put parameters on the device in the model's dtypes, with the state that belongs to them; see `evaluate`."""
+        """Put parameters on the device in the model's dtypes, with their other state; raises as `evaluate`."""
         if different := sorted({*parameters} ^ {*self.shapes}):
             raise ValueError(
-                f"parameters {different[:3]} are only in the model, or only in what is to be evaluated; was it saved "
-                "from another model?"
+                f"parameters {different[:3]} are only in the model, or only in the evaluated parameters; were these "
+                "saved from another model?"
             )
         placed: dict[str, jax.Array] = {}
         for path, tensor in self._blueprint.tensors.items():
@@ -174,10 +181,11 @@ class Evaluator:
         return placed, self._examiner.settled(placed)
 
     def model(self, params: Params, other: Variables) -> nnx.Module:
-        """Join the model in the mode of an evaluation; to be called inside of a program."""
+        """Build the model in the mode of an evaluation; call it inside a program."""
         return self._blueprint.model(params, other)
 
 
 def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source) -> Examiner:
+    """Return the evaluation of a blueprint's model on the config's held-out data."""
     train, seed = config.train, config.data.shuffle_seed + config.seed
     return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed)

@@ -1,13 +1,13 @@
-"""The global model: newest version of every fragment, and the decisions of a merge that makes the next one.
+"""The global model: the newest version of every fragment, and the merge that makes the next one.
 
-It stands between the syncer machine, which decides who is merged, and an Arithmetic, which computes. What is left out
-of a merge is decided in usable.py, from norms alone; so no array need be in this process.
+It is placed between the syncer machine, which decides which learners a round asks, and an Arithmetic, which computes.
+`protocol/exclusion.py` decides from norms alone which values are excluded, so no array need be in this process.
 
-Who publishes, restores and captures on one thread sees the model change there only, and what was captured stays as it
-was while the run goes on.
+The model changes only on the thread that publishes, restores and captures. A capture stays as it was while the run
+continues.
 
-A version comes about as the version before it plus what the encoded step says, exactly; so who has the one and gets
-the other has the same bits as this model.
+A version equals the previous version plus the decoded step, exactly. So a learner with the previous version that
+receives the step has the same bits as this model.
 """
 
 import math
@@ -20,47 +20,54 @@ from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
 from diloco_jax.core.passes import State, norms
-from diloco_jax.protocol.effects import Merge
-from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture
-from diloco_jax.runtime.model.model_share import Bytes
-from diloco_jax.runtime.model.usable import (
-    ODD_BEFORE,
-    RATES_KEPT,
-    RATES_MIN,
-    Candidate,
-    Mark,
-    Odd,
+from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.exclusion import (
+    Decision,
+    Evidence,
+    MeasuredValue,
+    Outlier,
+    RateHistory,
     anchor_problem,
-    choose,
-    median,
+    decide,
+    evidence_of,
+    exclude_largest,
+    next_history,
+    usual_elsewhere,
 )
+from diloco_jax.protocol.messages import NO_VERSION
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, Mark
+from diloco_jax.runtime.model.model_share import Bytes
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 
 Arrays = dict[str, np.ndarray]
-Parameters = Iterable[tuple[str, np.ndarray]]  # by path
+Parameters = Iterable[tuple[str, np.ndarray]]  # path, value
 BLOCK = 1 << 20  # elements
-OUTER = "outer"  # group of a snapshot
-PLAIN = {"versions": "version", "digests": "digest"}  # key of a snapshot -> field of each fragment's mark
-PLAIN |= {name: name for name in ("rates", "peaks", "odd", "elsewhere")}
+OUTER = "outer"  # snapshot group
+# Key of a snapshot -> field of each fragment's mark, and of its history.
+PLAIN_MARKS = {"versions": "version", "digests": "digest"}
+PLAIN_HISTORIES = {"rates": "rates", "peaks": "peaks", "odd": "outliers", "elsewhere": "elsewhere"}
 
 
 class Merged(NamedTuple):
     """The outcome of a merge."""
 
     fragment_id: int
-    state: Mark | None  # None: no part was usable, the fragment stays as it is
-    left_out: dict[str, str]  # learner -> why its part was not used
-    odd: tuple[Odd, ...] = ()  # the fragment's next Mark.odd
+    # None if every value was excluded: then the fragment stays as it is.
+    state: Mark | None
+    # Learner -> why its value was excluded.
+    left_out: dict[str, str]
+    # The fragment's next history.
+    history: RateHistory
+    evidence: Evidence
 
 
 class GlobalModel:
     """Newest version of every fragment, with the versions that learners may still refer to.
 
     Args:
-        parameters: paths and initial values, float32, unsharded; each is let go of before the next one is asked for.
-        arithmetic: holds the values; its own are replaced by the initial ones.
+        parameters: Paths and initial values, float32, unsharded; each value is freed before the next one is drawn.
+        arithmetic: Holds the values; its present ones are replaced by the initial ones.
         outlier_factor: how many times what is usual a value may be; 0 for no limit.
     """
 
@@ -82,15 +89,15 @@ class GlobalModel:
         self.begin(parameters)
 
     def begin(self, parameters: Parameters) -> None:
-        """Take initial values, of which nothing is kept beside the fragments that they become."""
+        """Start from initial values, which become the fragments and are not kept otherwise."""
         flats = self._flats(parameters)
         sizes, squares, self._marks = [flat.size for flat in flats], [], []
         flats.reverse()
         for number in range(len(sizes)):
             flat, layout = flats.pop(), self.layout(number)
             self._arithmetic.load(number, 0, self.setup.first(number, flat))
-            self._marks.append(Mark(0, self._digest(number, flat), ()))
-            # of the initial values, so that every process and every replay has the same
+            self._marks.append(Mark(0, self._digest(number, flat), RateHistory()))
+            # The lengths come from the initial values, so that every process and every replay has the same.
             leaves = (flat[layout.where(leaf)].astype(float) for leaf in layout.leaves)
             squares.append(math.fsum(float(np.add.reduce(leaf**2)) for leaf in leaves))
         mean = math.fsum(squares) / max(1, sum(sizes))
@@ -109,7 +116,8 @@ class GlobalModel:
                 raise ValueError(f"parameter '{path}' has shape {value.shape}, the plan needs {self.plan.shapes[path]}")
             for piece, view in targets.pop(path, ()):
                 view[...] = value[piece.at]
-            del value  # before the next one is made
+            # This frees the value before the next one is made.
+            del value
         if targets:
             raise ValueError(f"there are no initial values of parameter '{next(iter(targets))}'")
         return flats
@@ -118,19 +126,19 @@ class GlobalModel:
         return combined(self.layout(fragment_id).leaf_digests(flat))
 
     def layout(self, fragment_id: int) -> Layout:
-        """Return how a fragment lies in flat arrays and payloads."""
+        """Return the layout of a fragment in flat arrays and payloads."""
         return self.setup.shares.wholes[fragment_id]
 
     def step_bytes(self, fragment_id: int) -> int:
-        """Return the size of an encoded step; 0 where whole values travel."""
+        """Return the size of an encoded step in bytes; 0 if whole values travel."""
         return self.layout(fragment_id).payload_bytes(self.setup.down) if self.setup.down != "float32" else 0
 
     def value_bytes(self, fragment_id: int) -> int:
-        """Return the size of a whole value as it travels."""
+        """Return the size of a whole value's payload in bytes."""
         return 4 * self.layout(fragment_id).size
 
     def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
-        """Return the newest version as it travels to learners: whole in float32, or the step from version `base`."""
+        """Return the newest version's payload for learners: whole in float32, or the step from version `base`."""
         return self._arithmetic.payload(fragment_id, base)
 
     @property
@@ -142,11 +150,11 @@ class GlobalModel:
         return [mark.digest for mark in self._marks]
 
     def capture(self, bounded: bool = False) -> Capture:
-        """Return the model as it is now, which stays so; if bounded, a merge waits while what it replaces is held."""
+        """Capture the present model; if bounded, a merge waits before it replaces a held fragment."""
         return self._arithmetic.capture(self._marks, bounded)
 
     def load(self, capture: Capture) -> None:
-        """Become what `capture` returned; older versions are gone, and so are steps."""
+        """Load the model of a capture; older versions and their steps are dropped."""
         for number, mark in enumerate(capture.marks):
             self._load(number, mark, capture.state(number))
 
@@ -155,31 +163,26 @@ class GlobalModel:
         self._marks[number] = mark._replace(base=NO_VERSION)
 
     def publish(self, merged: Merged) -> None:
-        """Put a merge's result in place; of a round without a usable part, what it says of later values."""
+        """Put a merge's result in place; if every value was excluded, only the fragment's history changes."""
         if merged.state is not None:
             self._arithmetic.publish(merged.fragment_id)
         mark = merged.state or self._marks[merged.fragment_id]
-        elsewhere = self._elsewhere(merged.fragment_id)
-        self._marks[merged.fragment_id] = mark._replace(odd=merged.odd, elsewhere=elsewhere)
-
-    def _elsewhere(self, fragment_id: int) -> float:
-        """Return what is usual in the liveliest other fragment, for as many parameters as this one has."""
-        usual = [
-            median(mark.rates) / math.sqrt(self.layout(number).size)
-            for number, mark in enumerate(self._marks)
-            if number != fragment_id and len(mark.rates) >= RATES_MIN
-        ]
-        return max(usual, default=0.0) * math.sqrt(self.layout(fragment_id).size)
+        sizes = [self.layout(number).size for number in range(len(self._marks))]
+        elsewhere = usual_elsewhere([mark.history for mark in self._marks], sizes, merged.fragment_id)
+        self._marks[merged.fragment_id] = mark._replace(history=merged.history._replace(elsewhere=elsewhere))
 
     def restore(self, fragment_id: int, version: int, payload: Bytes) -> None:
-        """Make a value that this syncer, or an earlier life of it, sent out the newest of its fragment.
+        """Make a value that this syncer or an earlier life of it sent the newest version of its fragment.
 
-        Outer state and medians stay as they are: nobody but the lost process had newer ones. What its steps had left
-        out is lost. ValueError if the payload is no float32 encoding of this fragment.
+        Outer state and medians stay as they are, because only the lost process had newer ones. The residual of its
+        steps is lost.
+
+        Raises:
+            ValueError: The payload is not a float32 encoding of this fragment.
         """
         flat = self._flat(fragment_id, payload)
         if flat is None:
-            raise ValueError(f"{len(payload)} bytes are no value of fragment {fragment_id}")
+            raise ValueError(f"{len(payload)} bytes are not a value of fragment {fragment_id}")
         self._arithmetic.restore(fragment_id, version, flat.copy())
         mark = self._marks[fragment_id]
         self._marks[fragment_id] = mark._replace(
@@ -187,12 +190,12 @@ class GlobalModel:
         )
 
     def fits(self, fragment_id: int, digest: int, payload: Bytes) -> bool:
-        """Return whether a payload can be a value of this fragment, and has the digest that it should have."""
+        """Tell whether a payload can be a value of this fragment, and has this digest."""
         flat = self._flat(fragment_id, payload)
         return flat is not None and self._digest(fragment_id, flat) == digest
 
     def anchor_problem(self, fragment_id: int, version: int, payload: Bytes) -> str:
-        """Say why a payload that fits cannot be a newer version of this fragment; "" if it can (usable.py)."""
+        """Return why a payload that fits cannot be a newer version of this fragment; "" if it can."""
         flat, mark = self._flat(fragment_id, payload), self._marks[fragment_id]
         assert flat is not None, "a payload that does not fit"
         capture = self.capture()
@@ -201,7 +204,7 @@ class GlobalModel:
         finally:
             capture.release()
         length = self._lengths[fragment_id]
-        return anchor_problem(distance, version - mark.version, mark, length, self._outlier_factor)
+        return anchor_problem(distance, version - mark.version, mark.history, length, self._outlier_factor)
 
     def _flat(self, fragment_id: int, payload: Bytes) -> np.ndarray | None:
         if not 0 <= fragment_id < len(self._marks) or len(payload) != self.value_bytes(fragment_id):
@@ -209,7 +212,7 @@ class GlobalModel:
         return np.frombuffer(payload, "<f4")
 
     def slices(self, capture: Capture, fragment_id: int) -> Arrays:
-        """Return a fragment's value as the arrays of its slices, by key, for nobody to write to."""
+        """Return a fragment's value as arrays of its slices, by key; the caller must not change them."""
         return self.layout(fragment_id).views(capture.value(fragment_id))
 
     def parameters(self, capture: Capture | None = None) -> Arrays:
@@ -237,37 +240,41 @@ class GlobalModel:
         left_out = {name: reason for name, reason in unusable.items() if reason}
         left_out |= {name: "the run left it out" for name in decided or ()}
         parts = [part for part in order.parts if part.learner_id not in left_out]
-        if not parts:
-            return Merged(fragment_id, None, left_out, mark.odd)
-        values, bases = [payloads[part.learner_id] for part in parts], [part.base_version for part in parts]
-        squares = arithmetic.inspect(fragment_id, values, bases)
-        candidates = [Candidate(part, norm) for part, norm in zip(parts, norms(squares), strict=True)]
-        factor = self._outlier_factor if decided is None else 0.0
-        chosen, odd = choose(candidates, mark, self._lengths[fragment_id], factor, left_out)
-        while chosen:
-            tokens, steps = [parts[i].tokens for i in chosen], [parts[i].steps for i in chosen]
-            weights = token_weights(tokens, steps, self._weights)
-            finite, digest = arithmetic.update(fragment_id, order.global_step, chosen, weights)
-            if finite:
-                rates = [candidates[i].rate for i in chosen]
-                return Merged(fragment_id, self._next(order, mark, digest, rates), left_out, odd)
-            # each part is finite, yet the result is not: the largest goes, and what is left is tried again
-            worst = max(chosen, key=lambda i: (candidates[i].rate, parts[i].learner_id))
-            left_out[parts[worst].learner_id] = "its value is so large that the result is not finite"
-            chosen.remove(worst)
-            odd = tuple(one for one in odd if one.learner_id != parts[worst].learner_id)
-        arithmetic.forget(fragment_id)
-        return Merged(fragment_id, None, left_out, odd)
+        values = self._measure(fragment_id, parts, payloads)
+        length, factor = self._lengths[fragment_id], self._outlier_factor if decided is None else 0.0
+        decision = decide(values, mark.history, length, factor)
+        digest, overflows = self._update(order, values, decision), 0
+        while digest is None and decision.merged:
+            decision, overflows = exclude_largest(decision, values), overflows + 1
+            digest = self._update(order, values, decision)
+        left_out |= decision.excluded
+        history = next_history(mark.history, decision, values)
+        evidence = evidence_of(values, mark.history, length, factor, overflows, left_out)
+        if digest is None:
+            arithmetic.forget(fragment_id)
+            return Merged(fragment_id, None, left_out, history, evidence)
+        base = mark.version if self.step_bytes(fragment_id) else NO_VERSION
+        return Merged(fragment_id, Mark(order.global_step, digest, history, base), left_out, history, evidence)
 
-    def _next(self, order: Merge, mark: Mark, digest: int, rates: Sequence[float]) -> Mark:
-        # a learner that did not move, at a learning rate of 0 for example, says nothing of what is usual
-        known = (*mark.rates, *(rate for rate in rates if rate > 0))[-RATES_KEPT:]
-        base = mark.version if self.step_bytes(order.fragment_id) else NO_VERSION
-        peaks = tuple(sorted((*mark.peaks, *(rate for rate in rates if rate > 0)), reverse=True)[:ODD_BEFORE])
-        return Mark(order.global_step, digest, known, base, peaks)
+    def _measure(self, fragment_id: int, parts: Sequence[Part], payloads: Mapping[str, Any]) -> list[MeasuredValue]:
+        """Return the learners' parts with the norms of their values, which the arithmetic keeps for `_update`."""
+        if not parts:
+            return []
+        values, bases = [payloads[part.learner_id] for part in parts], [part.base_version for part in parts]
+        squares = self._arithmetic.inspect(fragment_id, values, bases)
+        return [MeasuredValue(part, norm) for part, norm in zip(parts, norms(squares), strict=True)]
+
+    def _update(self, order: Merge, values: Sequence[MeasuredValue], decision: Decision) -> int | None:
+        """Compute the next version; returns its digest, None if it is not finite or no value is merged."""
+        if not decision.merged:
+            return None
+        parts = [values[i].part for i in decision.merged]
+        weights = token_weights([part.tokens for part in parts], [part.steps for part in parts], self._weights)
+        finite, digest = self._arithmetic.update(order.fragment_id, order.global_step, list(decision.merged), weights)
+        return digest if finite else None
 
     def pieces(self, capture: Capture, *, value_only: bool = False) -> Iterator[SavedPart]:
-        """Yield what a snapshot of a capture holds, fragment by fragment, and let go of each; any thread.
+        """Yield the content of a capture's snapshot, fragment by fragment, and free each; any thread may call it.
 
         The oldest version comes first: rounds replace fragments in this order.
         """
@@ -288,11 +295,13 @@ class GlobalModel:
                 yield SavedPart(PARAMETERS, whole(path), shape, np.zeros(shape, np.float32))
 
     def plain(self, capture: Capture) -> dict[str, Any]:
-        """Return what a snapshot of a capture says beside its arrays, as plain values."""
-        return {key: [getattr(mark, name) for mark in capture.marks] for key, name in PLAIN.items()}
+        """Return the plain values in a capture's snapshot, beside its arrays."""
+        marks, histories = capture.marks, [mark.history for mark in capture.marks]
+        plain = {key: [getattr(mark, name) for mark in marks] for key, name in PLAIN_MARKS.items()}
+        return plain | {key: [getattr(each, name) for each in histories] for key, name in PLAIN_HISTORIES.items()}
 
     def load_saved(self, read: Callable[[str, Slice], np.ndarray], plain: Mapping[str, Any]) -> None:
-        """Become what a snapshot holds, fragment by fragment; older versions are gone, and so are steps.
+        """Load a snapshot, fragment by fragment; older versions and their steps are dropped.
 
         ValueError if `read` gives other values than those that were saved; some may be here by then.
         """
@@ -307,9 +316,10 @@ class GlobalModel:
             template = self.setup.first(number, flat)
             outer = {name: read(OUTER, whole(f"{number}/{name}")) for name in template.outer}
             residual = read(OUTER, whole(f"{number}/residual")) if template.residual.size else template.residual
+            outliers = tuple(Outlier(*each) for each in plain["odd"][number])
             rates, peaks = tuple(plain["rates"][number]), tuple(plain["peaks"][number])
-            odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
-            mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
+            history = RateHistory(rates, peaks, outliers, plain["elsewhere"][number])
+            mark = Mark(plain["versions"][number], digest, history)
             self._load(number, mark, State(flat, outer, residual))
 
 
@@ -323,5 +333,5 @@ def _distance(first: np.ndarray, second: np.ndarray) -> float:
     return math.sqrt(total) if math.isfinite(total) else math.inf
 
 
-def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
-    return GlobalModel(plan, parameters, arithmetic, config.weights, config.merge.outlier_factor)
+def make_model(run: ResolvedRun, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
+    return GlobalModel(run.plan, parameters, arithmetic, run.config.weights, run.config.merge.outlier_factor)

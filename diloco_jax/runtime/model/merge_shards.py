@@ -1,10 +1,10 @@
-"""The merge shards of a syncer, as their owner sees them: processes of their own, on this host.
+"""The merge shards of a syncer, seen from their owner: separate processes on this host.
 
-This process starts them, says over a pipe what to do (the methods of ShardRun), and ends with an error when one of them
-ends; they end when the pipe does. A shard that stands still (SIGSTOP) would hold up merges, snapshots and the end of
-the run, so it is killed after STOPPED_S, and the run recovers as from any death of a shard. Of learners' values and of
-versions that go out it knows numbers and sizes only. What waits in a shard for this process is freed when nobody here
-refers to it any more.
+This process starts the shards, sends them commands over a pipe (the methods of ShardRun), and ends with an error when
+one of them ends; a shard ends when the pipe ends. A stopped shard (SIGSTOP) would block merges, snapshots and the end
+of the run. So it is killed after STOPPED_S, and the run recovers as from any failure of a shard. This process knows
+only numbers and sizes of learners' values and outgoing versions. A shard frees an object when this process holds no
+reference to it any more.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.shard_process import Pipe, ShardAnswer, ShardEvent, ShardRun
 from diloco_jax.runtime.records.signals import is_stopped
+from diloco_jax.settings.resolved import ResolvedRun
 
-MERGE_SHARD = "merge-shard"  # the command that runs one
+# The command that runs a shard.
+MERGE_SHARD = "merge-shard"
 END_S = 5.0
 ANSWER_POLL_S = 1.0
-STOPPED_S = 10.0  # that a shard may stand still while this process runs and waits for it
+# A shard may be stopped this long while this process runs and waits for it.
+STOPPED_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +45,14 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class RemoteShare:
-    """A share in a process of its own, with the methods of a ModelShare; parts of learners' values are HeldParts."""
+    """A share in a separate process, with the methods of a ModelShare; parts of learners' values are HeldParts."""
 
     shard: int
     config_path: Path
-    on_event: Callable[[tuple[int, ShardEvent]], None]  # gets what it says unasked, on a thread of its own
-    on_death: Callable[[Exception], None]  # gets the error when it is gone, there too
+    # Gets the shard's own messages, on a separate thread.
+    on_event: Callable[[tuple[int, ShardEvent]], None]
+    # Gets the error when the shard has ended, on that thread.
+    on_death: Callable[[Exception], None]
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +61,8 @@ class RemoteShare:
         self._captures = itertools.count()
         self._death: Exception | None = None
         self._ending = False
-        self._killed_for = ""  # why this process killed it
+        # Why this process killed the shard.
+        self._killed_for = ""
         ours, theirs = connect_pair()
         command = [sys.executable, "-m", "diloco_jax", MERGE_SHARD, str(self.config_path)]
         words = ["--shard", str(self.shard), "--connection", str(theirs.fileno())]
@@ -67,13 +72,15 @@ class RemoteShare:
         self._pipe.start()
 
     def tell(self, command: Callable[Concatenate[ShardRun, P], None], *arguments: P.args, **_: P.kwargs) -> None:
-        """Give a command without an answer; any thread."""
+        """Send a command without an answer; any thread."""
         self._pipe.send((0, command, arguments))
 
     def ask(self, command: Callable[Concatenate[ShardRun, P], Future[T]], *arguments: P.args, **_: P.kwargs) -> T:
-        """Give a command and wait for its answer; any thread.
+        """Send a command, and wait for its answer; any thread.
 
-        It raises ConnectionError if the shard is gone, and ValueError if it could not do it.
+        Raises:
+            ConnectionError: The shard has ended.
+            ValueError: The command failed.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -85,7 +92,8 @@ class RemoteShare:
         return self._await(future)
 
     def _await(self, future: Future[T]) -> T:
-        stopped_s = 0.0  # counted in looks, so that it does not grow while this process stands still as well
+        # Counted in looks, so that it does not grow while this process is stopped too.
+        stopped_s = 0.0
         while True:
             try:
                 return future.result(ANSWER_POLL_S)
@@ -97,10 +105,12 @@ class RemoteShare:
                 return future.result()
 
     def end(self) -> None:
+        """Tell the shard to end."""
         self._ending = True
         self.tell(ShardRun.end)
 
     def await_end(self) -> None:
+        """Wait for the shard's end, and kill it if it takes too long."""
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -124,7 +134,7 @@ class RemoteShare:
     def _on_end(self, reason: str) -> None:
         why = self._killed_for or reason
         error = ConnectionError(
-            f"merge shard {self.shard} (process {self.process.pid}) is gone ({why}); its words are in this log, and "
+            f"merge shard {self.shard} (process {self.process.pid}) is gone ({why}); its output is in this log, and "
             "the syncer must be started again"
         )
         with self._lock:
@@ -159,12 +169,12 @@ class RemoteShare:
         self.tell(ShardRun.restore, fragment_id, version, flat)
 
     def payload(self, fragment_id: int, base: int) -> Bytes:
-        """Return nothing: the shard sends it itself."""
+        """Return an empty payload, because the shard sends it itself."""
         return b""
 
 
 class HeldPart:
-    """A part of a learner's value, of `size` bytes, that a shard keeps until nobody here refers to it."""
+    """A part of a learner's value, of `size` bytes; the shard keeps it while this object exists."""
 
     def __init__(self, share: RemoteShare, number: int, size: int) -> None:
         self.number = number
@@ -173,7 +183,7 @@ class HeldPart:
 
 
 class HeldCapture:
-    """A moment that a shard captures now, and keeps until nobody here refers to it, with the methods of HeldStates."""
+    """A capture of a shard's present states, with the methods of HeldStates; kept while this object exists."""
 
     def __init__(self, share: RemoteShare, number: int, bounded: bool) -> None:
         self._share = share
@@ -189,12 +199,12 @@ class HeldCapture:
 
 
 class MergeShards:
-    """The processes with the shares of a model, of which all merges together may use so many threads."""
+    """The processes with the shares of a model; all of them together use `threads` threads for merges."""
 
     def __init__(
         self,
         setup: Setup,
-        plan: FragmentPlan,
+        run: ResolvedRun,
         config_path: Path,
         threads: int,
         on_event: Callable[[tuple[int, ShardEvent]], None],
@@ -204,7 +214,7 @@ class MergeShards:
         count = setup.shares.count
         self.shares = [RemoteShare(shard, config_path, on_event, on_death) for shard in range(count)]
         for share in self.shares:
-            share.tell(ShardRun.begin, plan, max(1, threads // count))
+            share.tell(ShardRun.begin, run, max(1, threads // count))
 
     def end(self) -> None:
         for share in self.shares:

@@ -1,11 +1,11 @@
-"""One shard's share of a model's values: what a merge computes, apart from what it decides (global_model.py).
+"""One shard's share of a model's values: the computation of a merge; global_model.py has its decisions.
 
-All that is known of a fragment is one value that never changes, a FragmentState. `update` makes the next one, on any
-thread; `publish` puts it in place. So who publishes, loads and captures on one thread sees the model change there only,
-and what was captured stays as it was while the run goes on. Memory that no state shows any more is written again
-(`Buffers`).
+The state of a fragment is one immutable FragmentState. `update` makes the next one on any thread, and `publish` puts it
+in place. So the model changes only on the thread that publishes, loads and captures, and a capture stays as it was
+while the run continues. Memory that no state uses any more is used again (`Buffers`).
 
-Of older versions the encoded steps between them are kept, not the values (docs/decisions/0040-syncer-memory.md).
+The share keeps the encoded steps between older versions instead of their values
+(docs/decisions/0040-syncer-memory.md).
 """
 
 import mmap
@@ -35,22 +35,24 @@ from diloco_jax.core.passes import (
 )
 from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.named import make_transformation
 
-PATIENCE_S = 120.0  # for a disk from which nothing is heard
-FREE_MAX = 4  # arrays that wait to be written again: those of a fragment, and one for a sum of steps
+# A disk that writes nothing for this long is given up.
+PATIENCE_S = 120.0
+# Free arrays that are kept: those of a fragment, and one for a sum of steps.
+FREE_MAX = 4
 Bytes = bytes | memoryview
 
 
 class HeldStates:
-    """The states of a share's fragments at one moment, by number, for nobody to write to; any thread.
+    """The states of a share's fragments at one moment, by number, which never change; any thread.
 
-    What is replaced while a snapshot of it is written takes memory of its own. So a merge that would replace a fragment
-    of a bounded capture waits until that is written; those that are due next are written first. A disk that is slower
-    than the rounds thereby slows them down while it writes, and learners train on meanwhile. To give the snapshot up
-    instead would leave a run whose disk is always slower without any. Only if nothing was let go of for PATIENCE_S it
-    is given up: the run goes on.
+    A fragment that a merge replaces while its snapshot is being written takes additional memory. So a merge that would
+    replace a fragment of a bounded capture waits until that fragment is written; fragments that are due next are
+    written first. Thus a disk that is slower than the rounds slows them down while it writes, and learners continue to
+    train. Giving up the snapshot instead would leave a run on a slow disk without any. A snapshot is given up only if
+    no fragment was released for PATIENCE_S; then the run continues.
     """
 
     def __init__(self, states: Mapping[int, State]) -> None:
@@ -59,7 +61,7 @@ class HeldStates:
         self._given_up = False
 
     def read(self, fragment_id: int, value_only: bool = False) -> State:
-        """Return a fragment's state, or a state of nothing but its value; ValueError if the capture was given up."""
+        """Return a fragment's state, or only its value; ValueError if the capture was given up."""
         with self._changed:
             if self._given_up:
                 raise ValueError(
@@ -69,7 +71,7 @@ class HeldStates:
         return State(state.value, {}, NOTHING) if value_only else state
 
     def release(self, fragment_id: int | None = None) -> None:
-        """Let go of a fragment that is not needed any more, or of all."""
+        """Release a fragment after its last use, or all fragments."""
         with self._changed:
             for number in [*self._states] if fragment_id is None else [fragment_id]:
                 self._states.pop(number, None)
@@ -85,11 +87,10 @@ class HeldStates:
 
 
 class Buffers:
-    """Arrays that nobody uses any more, to be written again: fresh memory costs as much as the merge itself.
+    """Memory of unused arrays, for later arrays, because fresh memory costs as much as the merge itself.
 
-    An array comes back by itself as soon as nobody refers to it or to a view of it. So whatever is captured, on its way
-    to a learner or to a disk stays as it was, and nobody must say when it is not needed any more. The largest array has
-    `size` elements.
+    An array's memory returns as soon as there is no reference to it or to a view of it. So an array in a capture, or on
+    its way to a learner or a disk, never changes, and no caller must free it. The largest array has `size` elements.
     """
 
     def __init__(self, size: int) -> None:
@@ -97,11 +98,12 @@ class Buffers:
         self._free: list[mmap.mmap] = []
 
     def take(self, size: int) -> Flat:
-        """Return an array of this size with any content."""
+        """Return an array of this size with undefined content."""
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = self._free.pop() if self._free else mmap.mmap(-1, self._bytes, kind)
         used = _whole_pages(4 * size)
-        if used < self._bytes and hasattr(mmap, "MADV_DONTNEED"):  # what a larger array left behind
+        # The rest has the content of a larger array.
+        if used < self._bytes and hasattr(mmap, "MADV_DONTNEED"):
             memory.madvise(mmap.MADV_DONTNEED, used, self._bytes - used)
         array = np.frombuffer(memory, np.float32, size)
         weakref.finalize(array, self._give, memory).atexit = False
@@ -117,13 +119,14 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 class Setup(NamedTuple):
-    """The settings that every process that computes must know."""
+    """The settings that every computing process needs."""
 
     shares: Shares
     outer: Outer
     up: Format
     down: Format
-    anchor_history: int  # versions of a fragment against which a value can be read
+    # A value's base may be this many versions of its fragment old.
+    anchor_history: int
 
     def first(self, fragment_id: int, flat: Flat) -> State:
         """Return the state of a whole fragment before its first round."""
@@ -138,14 +141,15 @@ class Setup(NamedTuple):
         residual = shares.cut(fragment_id, shard, state.residual) if state.residual.size else state.residual
         if self.outer.elementwise:
             outer = {name: shares.cut(fragment_id, shard, flat) for name, flat in state.outer.items()}
-        else:  # one leaf per slice, of which this shard has some, and counters, of which each has its own
+        else:
+            # The state has one leaf per slice, and this shard has some of the slices. Each shard has its own counters.
             part = shares.parts[shard][fragment_id]
             names = self.outer.init(part.views(np.zeros(part.size, np.float32))) if part.pieces else {}
             outer = {name: np.array(state.outer[name]) for name in names}
         return State(shares.cut(fragment_id, shard, state.value), outer, residual)
 
     def join(self, fragment_id: int, parts: Mapping[int, State]) -> State:
-        """Return the whole state of parts by shard; with one shard its own arrays."""
+        """Join the parts of a state by shard; with one shard the result shares its arrays."""
         value = self.shares.join(fragment_id, {shard: part.value for shard, part in parts.items()})
         residuals = {shard: part.residual for shard, part in parts.items() if part.residual.size}
         residual = self.shares.join(fragment_id, residuals) if residuals else np.empty(0, np.float32)
@@ -157,12 +161,14 @@ class Setup(NamedTuple):
         return State(value, outer, residual)
 
 
-def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
-    return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
+def make_shares(run: ResolvedRun) -> Shares:
+    """Return the division of a model among the run's merge shards."""
+    config = run.config
+    return share(run.plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
 
 
 def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
-    """Return a run's outer optimizer, built-in or the user's own; ValueError if that cannot update these fragments."""
+    """Return a run's outer optimizer, built-in or the user's; ValueError if it cannot update these fragments."""
     if not config.module:
         return make_outer(config)
     shapes = dict(each for fragment in plan.fragments for each in fragment.keys_shapes)
@@ -170,23 +176,25 @@ def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
     return Optax(make_transformation("outer", config.module, config.args, params))
 
 
-def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
-    """Return what a run's processes compute, in so many shares. Raises as `outer_of`."""
-    shares, outer = make_shares(config, plan), outer_of(config.outer, plan)
-    return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
+def make_setup(run: ResolvedRun) -> Setup:
+    """Return the settings of a run's computing processes; raises as `outer_of`."""
+    config = run.config
+    outer = outer_of(config.outer, run.plan)
+    return Setup(make_shares(run), outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
 class FragmentState(NamedTuple):
-    """A shard's part of a fragment at one moment. Nothing in it is ever changed while somebody may see it."""
+    """A shard's part of a fragment at one moment; it never changes while there is a reference to it."""
 
-    version: int  # the newest
-    state: State  # its value, with what the next step needs
-    # by older version, oldest first: the encoded step from it to the next one; without steps its value
+    version: int  # newest version
+    # The value, with what the next step needs.
+    state: State
+    # Older version, oldest first -> the encoded step from it to the next one; without steps, its value.
     older: Mapping[int, np.ndarray]
 
 
 class ModelShare:
-    """One shard's part of every fragment, which is never asked for a fragment of which it has nothing."""
+    """One shard's part of every fragment; callers use only fragments that the shard holds."""
 
     def __init__(self, setup: Setup, shard: int, threads: int = 1) -> None:
         self._setup = setup
@@ -196,16 +204,17 @@ class ModelShare:
         for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
             how = [rules[piece.key] for piece in layout.pieces]
             self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run, buffers.take))
-        self._bounded: Callable[[], HeldStates | None] = lambda: None  # the newest bounded capture, if anybody has it
+        # The newest bounded capture, while it exists.
+        self._bounded: Callable[[], HeldStates | None] = lambda: None
         self._states: dict[int, FragmentState] = {}
         self._inspected: dict[int, tuple[Values, list[Products]]] = {}
         self._made: dict[int, FragmentState] = {}
 
     def inspect(self, fragment_id: int, parts: Sequence[Bytes], bases: Sequence[int]) -> Squares:
-        """Measure the learners' values, and keep them for `update`.
+        """Return the squared norms of the learners' values, and keep the values for `update`.
 
-        What others did since the version against which a value is, its base, counts in the merge, but not in its norm:
-        it is no work of that learner.
+        The global change since a value's base counts in the merge. It does not count in the value's norm, because it is
+        the work of other learners.
         """
         merger, state = self._mergers[fragment_id], self._states[fragment_id]
         moved = {version: self._moved(merger, state, version) for version in set(bases) - {state.version}}
@@ -220,7 +229,7 @@ class ModelShare:
         return found
 
     def _moved(self, merger: Merger, state: FragmentState, base: int) -> Flat:
-        """Return what the newest version has moved since an older one."""
+        """Return the change from an older version to the newest one."""
         first = state.older[base]
         if self._setup.down == "float32":
             return state.state.value - first
@@ -231,11 +240,11 @@ class ModelShare:
     ) -> tuple[bool, list[int]]:
         """Make the fragment's next version; return whether it is finite, and the digests of its leaves.
 
-        Waits while a snapshot that is being written holds what it replaces (HeldStates).
+        It waits while a snapshot that is being written holds the replaced state (HeldStates).
 
         Args:
-            chosen: indices of the inspected values.
-            weights: float64, one for each of the chosen, with the sum 1.
+            chosen: Indices of the inspected values.
+            weights: float64, one per chosen value, with the sum 1.
         """
         merger, before = self._mergers[fragment_id], self._states[fragment_id]
         if (held := self._bounded()) is not None:
@@ -249,37 +258,38 @@ class ModelShare:
     def _next(self, version: int, before: FragmentState, update: Update) -> FragmentState:
         steps = self._setup.down != "float32"
         left = update.step if steps else before.state.value
-        count = max(self._setup.anchor_history - 1, int(steps))  # the newest step is sent, whatever is read
+        # The newest step is always kept, because it is sent.
+        count = max(self._setup.anchor_history - 1, int(steps))
         older = [*before.older.items(), (before.version, left)]
         return FragmentState(version, update.state, dict(older[max(0, len(older) - count) :]))
 
     def forget(self, fragment_id: int) -> None:
-        """Let go of what was inspected."""
+        """Free the inspected values."""
         self._inspected.pop(fragment_id, None)
 
     def publish(self, fragment_id: int) -> None:
-        """Put in place what the last update of the fragment made."""
+        """Make the result of the fragment's last update its newest version."""
         self._states[fragment_id] = self._made.pop(fragment_id)
         self.forget(fragment_id)
 
     def capture(self, bounded: bool = False) -> HeldStates:
-        """Capture the share as it is now, for any thread; if bounded, whoever replaces a part waits for its release."""
+        """Capture the present states, for any thread; a merge waits for the release of a bounded capture's fragment."""
         held = HeldStates({number: state.state for number, state in self._states.items()})
         if bounded:
             self._bounded = weakref.ref(held)
         return held
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
-        """Make these arrays, which nobody may write to any more, the newest and only version."""
+        """Make these arrays the newest and only version; the caller must not change them afterwards."""
         self._states[fragment_id] = FragmentState(version, state, {})
 
     def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """Make this array the newest and only value; outer state stays, and what steps left out so far is lost."""
+        """Make this array the newest and only value; outer state stays, and the residual of steps is lost."""
         before = self._states[fragment_id].state
         self.load(fragment_id, version, State(flat, before.outer, np.zeros_like(before.residual)))
 
     def payload(self, fragment_id: int, base: int) -> Bytes:
-        """Return the newest version as it travels to learners: whole in float32, or the step from version `base`."""
+        """Return the newest version's payload for learners: whole in float32, or the step from version `base`."""
         version, state, older = self._states[fragment_id]
         if base == NO_VERSION:
             return state.value.view(np.uint8).data.toreadonly()

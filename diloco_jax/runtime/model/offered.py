@@ -1,8 +1,8 @@
-"""A model that the first island brings: how it is described, what of it is refused, and where a run keeps it.
+"""A model that the first island sends: its description, its limits, and its place in the run's folder.
 
-The description (`layout`) is JSON, {path: [shape, form, stack]} in ascending order of the paths; the values are
-float32, little-endian, tensor after tensor in that order. Initial values are kept in the run's folder, so that a syncer
-that starts again has them before it reads its tape.
+The description (`layout`) is JSON, {path: [shape, form, stack]} in ascending order of the paths. The values are
+float32, little-endian, tensor after tensor in that order. The run's folder keeps the initial values, so that a
+restarted syncer has them before it reads its tape.
 """
 
 import json
@@ -20,10 +20,10 @@ from diloco_jax.core.kinds import Form, Kind
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import ADDRESS_FILE, OFFERED
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.settings.cutting import cut
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump_chosen
-from diloco_jax.transport.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
+from diloco_jax.transport.endpoints.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
 from diloco_jax.transport.link import TransportConfig
 
 TENSORS_MAX = 20_000
@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class OfferedModel:
-    """The model of a run whose islands' own loops bring it, as a checkpoint keeps it; ValueError if it is damaged."""
+    """The model that a user's loop sent, stored as a checkpoint; ValueError if it is damaged."""
 
-    corpus = ""  # the first learner says what islands read
+    # The first learner describes the islands' data.
+    corpus = ""
 
     def __init__(self, kept: Path) -> None:
         self._kept = checkpoint.CheckpointReader(kept)
@@ -48,12 +49,13 @@ class OfferedModel:
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]) -> str:
+    """Return the description of a model as JSON."""
     rows = {path: [list(shapes[path]), kinds[path].form, kinds[path].stack] for path in sorted(shapes)}
     return json.dumps(rows, separators=(",", ":"))
 
 
 def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind]]:
-    """Return shapes and kinds that `layout_of` described; ValueError if it describes no model, or too many tensors."""
+    """Parse a description of `layout_of` into shapes and kinds; ValueError if it is malformed or too large."""
     if len(layout) > LAYOUT_BYTES_MAX:
         raise ValueError(f"a layout of {len(layout)} characters is too long: at most {LAYOUT_BYTES_MAX}")
     shapes, kinds = {}, {}
@@ -62,7 +64,8 @@ def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind
         if not 0 < len(rows) <= TENSORS_MAX:
             raise ValueError(f"{len(rows)} tensors; use 1 to {TENSORS_MAX}")
         for path, (shape, form, stack) in rows.items():
-            path.encode()  # half a character cannot be sent or kept
+            # Half a surrogate pair cannot be sent or stored.
+            path.encode()
             sound = all(isinstance(n, int) and n >= 0 for n in (*shape, stack)) and stack <= len(shape)
             if not sound or form not in get_args(Form) or not 0 < len(path) <= PATH_LENGTH_MAX:
                 raise ValueError(f"tensor {path[:80]!r} of shape {shape}, form {form!r} and stack {stack}")
@@ -73,9 +76,9 @@ def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind
 
 
 def describe_run(config: RunConfig, layout: str) -> Description:
-    """Return what a loop of the user's own needs to know of a run; files and address are those of its own machine.
+    """Return the description of a run for users' loops, without files and address, which belong to the loop's machine.
 
-    A loop of an earlier release refuses settings that it does not know, hence only those that are not the default.
+    It has only settings that differ from the default, because a loop of an earlier release refuses unknown ones.
     """
     here = TransportConfig()
     local = {name: getattr(here, name) for name in ("address", "tls_ca", "tls_certificate", "tls_key", "token_file")}
@@ -83,21 +86,27 @@ def describe_run(config: RunConfig, layout: str) -> Description:
 
 
 def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> OfferedModel | None:
-    """Return the model of this run: the one that its folder has, or else the first that an island brings.
+    """Return the model of this run from its folder, else wait for the first island that sends one.
 
-    The address at which islands bring it is that at which the syncer listens afterwards. None once `stop` is set;
-    ValueError if the folder's model is damaged, or this machine cannot listen.
+    This process listens on the address that the syncer uses afterwards.
+
+    Returns:
+        None once `stop` is set.
+
+    Raises:
+        ValueError: The folder's model is damaged, or this machine cannot listen.
     """
     folder = run_dir / OFFERED
     for found in checkpoint.complete(folder):
         return OfferedModel(found)
     desk = ModelDesk(config.transport, describe_run(config, ""), lambda layout: _bytes_of(layout, config))
     pulse = Pulse(config.watchdog, "the wait for a model", (run_dir, "syncer"))
-    pulse.phase("waiting for the first island, which brings the model")
-    pulse.rest()  # islands come when there is room for them; probes see that somebody waits
+    pulse.phase("waiting for the first island, which sends the model")
+    # Islands may take any time to start; probes see that this process waits.
+    pulse.rest()
     try:
         (run_dir / ADDRESS_FILE).write_text(desk.address, encoding="utf-8")
-        log.info(f"waiting at {desk.address} for the first island, which brings the model")
+        log.info(f"waiting at {desk.address} for the first island, which sends the model")
         while (offer := desk.take(POLL_S)) is None:
             if stop.is_set():
                 return None
@@ -108,17 +117,18 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
             start += math.prod(shape)
         about = {"global_step": 0, "layout": offer.layout}
         kept = checkpoint.save(folder, {checkpoint.PARAMETERS: values}, about)
-    finally:  # until the model is kept, islands are told that it comes
+    finally:
+        # Until the model is stored, islands get the answer that it is coming.
         desk.close()
         pulse.close()
     return OfferedModel(kept)
 
 
 def _bytes_of(layout: str, config: RunConfig) -> int:
-    """Return the size of a model's values; ValueError for a model that this run cannot take."""
+    """Return the size of a model's values in bytes; ValueError for a model that this run cannot take."""
     shapes, kinds = read_layout(layout)
     count, limit = sum(math.prod(shape) for shape in shapes.values()), config.syncer.parameters_max
     if count > limit:
         raise ValueError(f"the model has {count:,} parameters, the limit is {limit:,}: raise syncer.parameters_max")
-    cut(config, shapes, kinds)
+    resolve(config, shapes, kinds)
     return 4 * count

@@ -1,7 +1,7 @@
-"""A merge shard: holds its share of the global model, takes values from learners and sends versions to them.
+"""A merge shard: it holds its share of the global model, receives values from learners and sends versions to them.
 
-It decides nothing: the syncer's control process, which starts it and owns it, says over a pipe what to do with what, in
-which order. When the pipe ends, so does the process. The caller's thread takes one command or delivery after the other.
+The shard decides nothing. The syncer's control process starts it, and sends it commands over a pipe in order. The shard
+ends when the pipe ends. The caller's thread handles one command or delivery after the other.
 """
 
 import io
@@ -21,16 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello
 from diloco_jax.runtime.model.model_share import Bytes, HeldStates, ModelShare, make_setup
 from diloco_jax.runtime.records.signals import be_killed_with_parent
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Traffic
 
-IDLE_S = 0.5  # longest sleep, so that what was moved is told from time to time
+# The longest sleep, so that the traffic is reported from time to time.
+IDLE_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class ShardHello(NamedTuple):
 
 
 class ShardHolds(NamedTuple):
-    """A learner's value came: the shard keeps its part under this number."""
+    """A learner's value arrived, and the shard keeps its part under this number."""
 
     session: int
     message: FragmentValue
@@ -66,14 +67,16 @@ ShardEvent = ShardHello | ShardHolds | Traffic
 class Pipe:
     """One end of the connection between the control process and a merge shard (docs/decisions/0033-shard-commands.md).
 
-    A message is pickled as multiprocessing does it: both ends run the same program on the same host, and only a process
-    and its own child have the pipe. The bytes of arrays in it follow as they are, from memory to memory. The writer is
-    a thread of its own behind a queue that never blocks, so anybody may send, also during a garbage collection.
+    A message is pickled as in multiprocessing: both ends run the same program on the same host, and only a process and
+    its child have the pipe. The bytes of its arrays follow without pickling. The writer is a separate thread behind a
+    queue that never blocks, so any thread may send, even during a garbage collection.
     """
 
     connection: Connection
-    on_message: Callable[[Any], None]  # gets every message, on the pipe's own thread
-    on_end: Callable[[str], None]  # is called there once, with the reason, when the other end is gone
+    # Gets every message, on the pipe's own thread.
+    on_message: Callable[[Any], None]
+    # Called once on that thread, with the reason, when the other end has closed.
+    on_end: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -84,11 +87,11 @@ class Pipe:
         threading.Thread(target=self._read, name="pipe-in", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Queue a message; never blocks, any thread. Nobody may write to its arrays any more."""
+        """Queue a message; never blocks, any thread. The caller must not change its arrays afterwards."""
         self._outgoing.put(message)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued for at most so many seconds, and end the connection."""
+        """Write what is queued for at most `timeout_s` seconds, and end the connection."""
         self._outgoing.put(None)
         self._writer.join(timeout_s)
         self.connection.close()
@@ -97,9 +100,11 @@ class Pipe:
         try:
             while (message := self._outgoing.get()) is not None:
                 self._write_one(message)
-                del message  # and its arrays, before the next one comes
+                # This frees the message's arrays before the next one arrives.
+                del message
         except OSError:
-            return  # the reader says so
+            # The reader reports the end.
+            return
 
     def _write_one(self, message: Any) -> None:
         head, buffers = io.BytesIO(), list[Any]()
@@ -130,8 +135,8 @@ class Pipe:
 class ShardRun:
     """One merge shard's process.
 
-    Its public methods from `begin` on are the commands of control, obeyed in the order in which they were given; one
-    that returns a Future is a question, and is answered when that is done.
+    Its public methods from `begin` are the commands of the control process, obeyed in their order. A command that
+    returns a Future is answered when the Future is done.
     """
 
     def __init__(self, config: RunConfig, shard: int, connection: Connection) -> None:
@@ -143,17 +148,20 @@ class ShardRun:
         self._pipe = Pipe(connection, self._on_command, lambda reason: os._exit(0))
         self._merges = ThreadPoolExecutor(1, "merge")
         self._reads = ThreadPoolExecutor(1, "read")
-        self._held: dict[int, Bytes] = {}  # parts of learners' values, by the number that control knows
+        # Parts of learners' values, by the number that the control process knows.
+        self._held: dict[int, Bytes] = {}
         self._numbers = itertools.count()
         self._captures: dict[int, HeldStates] = {}
         self._traffic = Traffic(0, 0)
         self._over = False
 
     def run(self) -> None:
-        """Serve until the control process says that it is over, or is gone."""
-        be_killed_with_parent()  # the end of the pipe is nothing that a stopped process sees
+        """Serve until the control process ends it, or has ended itself."""
+        # A stopped process would not notice the end of the pipe.
+        be_killed_with_parent()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # control decides, and says goodbye to learners first
+            # The control process decides, and ends the learners' sessions first.
+            signal.signal(number, signal.SIG_IGN)
         self._pipe.start()
         while not self._over:
             self._take()
@@ -165,7 +173,7 @@ class ShardRun:
             self._listener.wake()
 
     def _take(self) -> None:
-        """Handle one delivery, if one comes in time, and all commands."""
+        """Handle one delivery, if one arrives in time, and all commands."""
         if self._listener is None:
             self._obey(*self._commands.get())
             return
@@ -205,12 +213,12 @@ class ShardRun:
             words = f"{type(error).__name__}: {error}"
         self._pipe.send(ShardAnswer(number, error=words))
 
-    def begin(self, plan: FragmentPlan, threads: int) -> None:
-        """First command: make your share of this plan, for merges with so many threads."""
-        self._share = ModelShare(make_setup(self._config, plan), self._shard, threads)
+    def begin(self, run: ResolvedRun, threads: int) -> None:
+        """Create this shard's share of the model, for merges with `threads` threads; the first command."""
+        self._share = ModelShare(make_setup(run), self._shard, threads)
 
     def listen(self, address: str, epoch: int) -> Future[str]:
-        """Listen to learners in this life of the syncer; answer with the address and its real port."""
+        """Listen for learners in this epoch of the syncer; answer with the address and its real port."""
         answer: Future[str] = Future()
         try:
             transport = replace(self._config.transport, address=address)
@@ -221,12 +229,12 @@ class ShardRun:
         return answer
 
     def hang_up(self, grace_s: float) -> None:
-        """Send what is queued for learners for at most so long, and end their sessions."""
+        """Send what is queued for learners for at most `grace_s` seconds, and end their sessions."""
         assert self._listener is not None, "a listener was closed that never was"
         self._listener.close(grace_s)
 
     def send(self, peer: str, message: GlobalFragment) -> None:
-        """Send a learner your part of the version that the message names."""
+        """Send a learner this shard's part of the version in the message."""
         assert self._listener is not None, "a version was to be sent before anybody could hear it"
         self._listener.send(peer, message, self._share.payload(message.fragment_id, message.base))
 
@@ -238,7 +246,7 @@ class ShardRun:
     def update(
         self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
     ) -> Future[tuple[bool, list[int]]]:
-        """Answer with what ModelShare.update returns."""
+        """Answer with the result of ModelShare.update."""
         return self._merges.submit(self._share.update, fragment_id, version, chosen, weights)
 
     def forget(self, fragment_id: int) -> None:
@@ -254,11 +262,11 @@ class ShardRun:
         self._share.restore(fragment_id, version, flat)
 
     def capture(self, number: int, bounded: bool) -> None:
-        """Capture the share as it is now, under this number."""
+        """Capture the present states under this number."""
         self._captures[number] = self._share.capture(bounded)
 
     def read(self, capture: int, fragment_id: int, value_only: bool) -> Future[State]:
-        """Answer with a captured fragment's state, or its value alone."""
+        """Answer with a captured fragment's state, or only its value."""
         return self._reads.submit(_read, self._captures.get(capture), fragment_id, value_only)
 
     def free(self, part: int) -> None:
@@ -266,18 +274,19 @@ class ShardRun:
         self._held.pop(part, None)
 
     def release(self, capture: int, fragment_id: int | None) -> None:
-        """Drop a capture, or a fragment of one, for which a merge may wait."""
+        """Drop a capture, or a fragment of one; a merge may wait for it."""
         if capture in self._captures:
             self._captures[capture].release(fragment_id)
             if fragment_id is None:
                 del self._captures[capture]
 
     def end(self) -> None:
-        """Last command: end the process."""
+        """End the process; the last command."""
         self._over = True
 
 
 def _read(held: HeldStates | None, fragment_id: int, value_only: bool) -> State:
-    if held is None:  # it was given up meanwhile
-        raise ValueError("the capture was let go of")
+    # The capture was given up meanwhile.
+    if held is None:
+        raise ValueError("the capture was released")
     return held.read(fragment_id, value_only)

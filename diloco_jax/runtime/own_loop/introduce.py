@@ -1,4 +1,4 @@
-"""The way of a user's loop into a run: it learns the run's config, and brings the model if the run has none."""
+"""The introduction of a user's loop to a run: it gets the run's config, and sends the model if the run has none."""
 
 import math
 import time
@@ -14,22 +14,23 @@ from diloco_jax.core.kinds import Kind
 from diloco_jax.runtime.model.offered import layout_of, read_layout
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
-from diloco_jax.transport.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
+from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
 
 LOCAL = ("address", "tls_ca", "tls_certificate", "tls_key", "token_file", "allow_plaintext", "connect_timeout_s")
 POLL_S = 0.2
-BEGINS_S = 300.0  # for a syncer that has its model to come back with the run: shards, a large model, a busy machine
+# A syncer that has its model must start the run within this time, even with shards, a large model or a busy machine.
+BEGINS_S = 300.0
 
 
 def introduce(
     transport: TransportConfig, learner_id: str, params: Mapping[str, Array], kinds: Mapping[str, Kind]
 ) -> RunConfig:
-    """Return the config of the run whose syncer listens at `transport.address`; it has this model afterwards.
+    """Return the config of the run at `transport.address`, after comparing its model, or sending one if it has none.
 
     Raises:
-        TransportError: the syncer cannot be reached, or does not take the model.
-        ValueError: the run's model is another one; names the first tensor that differs.
+        TransportError: The syncer cannot be reached, or does not take the model.
+        ValueError: The run has another model; the text names the first tensor that differs.
     """
     shapes = {path: tuple(value.shape) for path, value in params.items()}
     ours = layout_of(shapes, kinds)
@@ -37,24 +38,29 @@ def introduce(
     if _any_host(not described.layout):
         whole = _whole(params)
         if bad := next((path for path, values in whole.items() if not np.isfinite(values).all()), None):
-            raise ValueError(f"params[{bad!r}] has values that are no float32 numbers (NaN or infinite); correct it")
+            raise ValueError(f"params[{bad!r}] has values that are not finite as float32 (NaN or infinite); correct it")
 
         def bring() -> str:
             return offer_model(transport, learner_id, ours, list(_bytes(whole)))
 
         described = _await_model(transport, learner_id, bring if jax.process_index() == 0 else None)
     _compare(ours, described.layout)
-    config = parse_text(described.config, f"the config that the syncer at {transport.address} told")
+    config = parse_text(described.config, f"the config from the syncer at {transport.address}")
     of_this_machine = {name: getattr(transport, name) for name in LOCAL}
     return replace(config, transport=replace(config.transport, **of_this_machine))
 
 
 def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[], str] | None) -> Description:
-    """Ask until the run has a model: ours, or that of another island that was faster.
+    """Wait until the run has a model: ours, or that of another island that was faster.
 
-    Who was faster may die on the way, so `bring` brings ours whenever nobody brings one, and returns why it was not
-    taken; None if another host of this island does it. TransportError if there is none for
-    `transport.connect_timeout_s`, or the syncer does not begin in BEGINS_S; ValueError if the run cannot take ours.
+    Args:
+        bring: Sends our model, and returns why the syncer did not take it. Called whenever no island sends a model,
+            because a faster island may fail meanwhile. None if another host of this island sends it.
+
+    Raises:
+        TransportError: The run has no model for `transport.connect_timeout_s`, or the syncer does not start within
+            BEGINS_S.
+        ValueError: The run cannot take our model.
     """
     ends_s, reason = time.monotonic() + transport.connect_timeout_s, ""
     while True:
@@ -65,13 +71,15 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
             refused = bring() if bring is not None and not described.coming else ""
             if refused not in ("", BUSY, TOO_LATE):
                 raise ValueError(f"the run at {transport.address} cannot take this loop's model: {refused}")
-            if described.coming or bring is not None:  # it may be large, its way slow, and then the syncer begins
+            # The model may be large and its way slow, and then the syncer starts the run.
+            if described.coming or bring is not None:
                 ends_s = time.monotonic() + max(BEGINS_S, transport.connect_timeout_s)
-        except TransportError as error:  # between the syncer's two listeners
+        # The syncer closes one listener and opens the next.
+        except TransportError as error:
             reason = reason or str(error)
         if time.monotonic() > ends_s:
             raise TransportError(
-                f"the run at {transport.address} has no model yet: {reason or 'nobody has brought one'}"
+                f"the run at {transport.address} has no model yet: {reason or 'no island has sent one'}"
             )
         time.sleep(POLL_S)
 
@@ -89,7 +97,7 @@ def _compare(ours: str, theirs: str) -> None:
 
 
 def _any_host(here: bool) -> bool:
-    """Return what the leader says, the same on all processes of this island: what follows is a collective."""
+    """Return the leader's value on all processes of this island, because a collective follows."""
     if jax.process_count() == 1:
         return here
     return bool(np.asarray(multihost_utils.broadcast_one_to_all(np.array(here))))

@@ -1,4 +1,4 @@
-"""`diloco_jax.join`: an island in a training loop of the user's own.
+"""`diloco_jax.join`: an island in a user's own training loop.
 
     with diloco_jax.join("syncer:50051", name="a", params=params, opt_state=opt_state,
                          samples_per_step=B, tokens_per_step=B * T) as island:
@@ -8,8 +8,8 @@
             params, opt_state, metrics = step(params, opt_state, batch, island.global_step)
             params = island.after_step(params, metrics, opt_state=opt_state)
 
-The loop steps; all else of a learner is what the built-in one has (runtime/learner/joined.py). On an island of several
-processes each calls the same methods in the same order: the first one leads, the others do what it says.
+The loop steps; everything else of a learner is shared with the built-in loop (runtime/learner/joined.py). On an island
+of several processes, every process calls the same methods in the same order: the first one leads, the others follow.
 """
 
 import logging
@@ -32,7 +32,7 @@ from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import STOPPED_OUTSIDE
 from diloco_jax.runtime.island.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.island.follower import Follower
-from diloco_jax.runtime.island.host import Host, Ranges
+from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.runtime.island.join import die, meet
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.effects import Signals
@@ -45,11 +45,13 @@ from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.signals import die_with_parent, stop_on_sigterm
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.train_step import TrainState
+from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportConfig
-from diloco_jax.transport.reach import await_listener
 
-COMING_STEPS = 8  # whose samples a loop may read ahead
-DELETED = ("has been deleted", "deleted or donated")  # what JAX says of an array whose memory is another's by now
+# A loop may read the samples of this many steps ahead.
+COMING_STEPS = 8
+# JAX's messages for an array whose memory was given away.
+DELETED = ("has been deleted", "deleted or donated")
 USED_UP = (
     "an array was used after its memory had been given away: after_step() uses up the parameters that it gets, so "
     "continue with what after_step() returns (params = island.after_step(...)); a step with donate_argnums uses up its "
@@ -57,19 +59,20 @@ USED_UP = (
 )
 STOPS = (KeyboardInterrupt, SystemExit)
 REASON_MAX = 100  # letters
-NOTHING = TrainState({}, None)  # between two steps' ends the arrays are the loop's alone
+# Between two calls only the loop holds the arrays.
+NOTHING = TrainState({}, None)
 
 log = logging.getLogger(__name__)
 
 
 class OwnIsland:
-    """An island that a user's loop steps; `join` makes it. One thread at a time.
+    """An island that a user's loop steps, created by `join`; for one thread at a time.
 
     Attributes:
-        name: of the island.
-        config: of the run.
-        global_step: of the run when the next step begins, the same on all hosts; with a budget of tokens the step that
-            they stand for. Schedules go by it.
+        name: Name of the island.
+        config: Config of the run.
+        global_step: The run's global step when the next step starts, the same on all hosts; use it for schedules. With
+            a budget of tokens it is the step that corresponds to the merged tokens.
     """
 
     def __init__(
@@ -96,39 +99,42 @@ class OwnIsland:
         self._held = state.exchanged(config.wire.up, config.adopt.mode == "rebase")
         self._batch = Batch((), 0)
         self._ahead: Ranges = ()
-        self._asked = False  # for the samples of the coming step
-        self._handed = False  # the state, to the loop
+        # Whether the loop requested the samples of the coming step.
+        self._asked = False
+        # Whether `state` has given the state to the loop.
+        self._handed = False
         self._going: bool | None = None
         self._ready_s = 0.0
         self._undo = ExitStack()
         self._undo.callback(self._pulse.close)
         self._undo.callback(stop_on_sigterm(stop))
         self._pulse.rest()
-        self._several = joining.hosts is not None  # processes of this island
+        # The island has several processes.
+        self._several = joining.hosts is not None
         evaluation = OwnEvaluation(evaluate, state.given_back) if evaluate is not None else None
-        self._host: Host
-        self._side: Joined | Follower | None  # the first process decides, the others follow
+        self._host = joining.host(self._held, None, evaluation, stop)
+        # The first process leads, the others follow.
+        self._side: Joined | Follower | None
         if joining.hosts is not None and joining.hosts.host:
-            self._host = Host(config, self._held, evaluate=evaluation, saves=joining.saved_states())
             self._side = joining.follower(self._host, stop, self._take_ranges)
         else:
             signals, flops_per_token = Signals(stop), flops_per_step / size.tokens
-            self._host = joining.host(self._held, None, evaluation, stop)
-            metrics = own_metrics(config, self.name, state.devices, flops_per_token)
+            metrics = own_metrics(self._host.run.config, self.name, state.devices, flops_per_token)
             self._side = Joined(joining, self._host, size, signals, PayloadSender(signals.fail), metrics)
 
     def state(self) -> dict[str, Any]:
-        """Return {"params", "opt_state"} with which the first step begins; waits for them.
+        """Wait for the state of the first step, and return it as {"params", "opt_state"}.
 
-        The parameters are the global model; the optimizer's state is, after a return, that of this island's newest
-        save or of a healthy peer, else what `join` was given. Without an `opt_state` there, "params" alone.
+        The parameters are the global model. The optimizer's state of a returning island is that of its newest save or
+        of a healthy peer; otherwise it is the one that `join` got. Without an `opt_state` in `join`, the result has
+        "params" alone.
 
         Raises:
-            ValueError: the syncer refuses this island.
-            ConnectionError: it cannot be reached.
+            ValueError: The syncer refuses this island.
+            ConnectionError: The syncer cannot be reached.
         """
         if self._handed:
-            raise ValueError("state() is for once, before the first step; after_step() returns what comes later")
+            raise ValueError("call state() once, before the first step; after_step() returns the later parameters")
         if self._going is None:
             with self._pulse.step():
                 self._begin()
@@ -140,19 +146,20 @@ class OwnIsland:
 
     @property
     def training(self) -> bool:
-        """Tell whether there is another step to make."""
+        """Tell whether the loop shall make another step."""
         if not self._handed:
-            raise ValueError("begin with what state() returns: what join() was given need not be the run's model")
+            raise ValueError("start with the result of state(): the arguments of join() need not be the run's model")
         self._held.state = NOTHING
-        if not self._going:  # what the loop does after its last step is its own business
+        # The watchdog ignores the loop after its last step.
+        if not self._going:
             self._pulse.rest()
         return bool(self._going)
 
     def next_samples(self) -> Int64[np.ndarray, " samples"]:
-        """Return which samples the next step reads: positions of the run's global order, from 0 without end.
+        """Return the samples of the next step: positions of the run's global order, from 0 without end.
 
         Raises:
-            ValueError: the loop has data of its own (`data="own"`).
+            ValueError: The loop reads its own data (`data="own"`).
         """
         if not self._leased:
             raise ValueError('this island was joined with data="own"; read your own data, or join with data="leased"')
@@ -162,25 +169,25 @@ class OwnIsland:
         return _positions(self._batch.ranges)
 
     def coming_samples(self) -> Int64[np.ndarray, " samples"]:
-        """Return what the steps after the next one will read, as far as it is known: a loader may read it ahead.
+        """Return the known samples of the steps after the next one, so that a loader can read them ahead.
 
-        Only `next_samples` tells what is trained on: data that goes to others in the meantime is never asked for.
+        Train only on the result of `next_samples`: some of these samples may go to other islands instead.
         """
         return _positions(self._ahead)
 
     def after_step(self, params: Any, metrics: Any, *, opt_state: Any = None) -> Any:
-        """Report a step, hand out and take in what is due, and return the parameters for the next one.
+        """Report a step, exchange the due fragments, and return the parameters for the next step.
 
-        It waits for the step, never for the network (but in lockstep, `protocol.overlap_steps: 0`). The parameters
-        given are used up where a fragment came: go on with those that are returned.
+        The call waits for the step, but not for the network (except in lockstep, `protocol.overlap_steps: 0`). It uses
+        up the given parameters where a fragment arrived, so continue with the returned ones.
 
         Args:
-            params: as the step left them: the tree, layout and dtypes that `join` was given.
-            metrics: a scalar loss, or scalars by name with one called `loss`.
-            opt_state: as the step left it, if `join` was given one.
+            params: Parameters after the step, in the tree, layout and dtypes that `join` got.
+            metrics: A scalar loss, or scalars by name with one called `loss`.
+            opt_state: Optimizer state after the step, if `join` got one.
 
         Raises:
-            ValueError: another tree, a donated array, no loss, or a batch that the loop did not ask for.
+            ValueError: The tree differs, an array was donated, there is no loss, or the loop did not request its batch.
         """
         if not self._going:
             raise ValueError("after_step() without a step: call it only while island.training")
@@ -198,10 +205,10 @@ class OwnIsland:
             return self._state.given_back(self._held.state.params)
 
     def global_params(self) -> Any:
-        """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of.
+        """Return the newest global model that this island holds, as the loop's tree, for an evaluation.
 
         Raises:
-            ValueError: it holds none yet.
+            ValueError: The island holds none yet.
         """
         if len(self._host.anchors) < len(self._host.fragments):
             raise ValueError("global_params(): the island holds no global model yet; call state() first")
@@ -211,11 +218,11 @@ class OwnIsland:
         return self._state.placed(values)
 
     def leave(self) -> None:
-        """Leave the run politely, if it is not over; safe to call again.
+        """Leave the run with a goodbye, if it is not over; safe to call again.
 
         Raises:
-            ValueError: the syncer had refused this island.
-            ConnectionError: it had expelled this incarnation; a new one may join.
+            ValueError: The syncer had refused this island.
+            ConnectionError: The syncer had expelled this incarnation; a new one may join.
         """
         self._leave(STOPPED_OUTSIDE)
 
@@ -224,7 +231,8 @@ class OwnIsland:
         try:
             if isinstance(side, Follower):
                 self._stop.set()
-                while side.next_step() is not None:  # the leader decides when
+                # The leader decides when the island ends.
+                while side.next_step() is not None:
                     pass
                 side.leave()
             elif side is not None:
@@ -247,12 +255,14 @@ class OwnIsland:
             return
         if error is not None and any(words in str(error) for words in DELETED):
             error.add_note(USED_UP)
-        if self._several:  # the others may wait for this one in a collective, and for ever
+        # The other processes may wait for this one in a collective, forever.
+        if self._several:
             traceback.print_exception(kind, error, where)
             die(f"host {jax.process_index()} failed")
         try:
             self._leave(STOPPED_OUTSIDE if kind in STOPS else f"its loop failed: {kind.__name__}"[:REASON_MAX])
-        except Exception as other:  # the loop's own error is what people need to see
+        # The user needs to see the loop's own error, so this one is only logged.
+        except Exception as other:
             log.warning(f"{self.name}: {other!r}")
 
     def _begin(self) -> None:
@@ -267,7 +277,7 @@ class OwnIsland:
             self._follow()
 
     def _next(self, joined: Joined, going: bool) -> None:
-        """Tell the other hosts of the next step, if there is one."""
+        """Send the next step to the other hosts, if there is one."""
         self._going, self._asked = going, False
         if not going:
             return
@@ -310,34 +320,34 @@ def join(
     preemption: str = "",
     coordinator: str = "",
 ) -> OwnIsland:
-    """Join a run as an island that the caller's own loop steps; see the head of this file, and docs/join.md.
+    """Join a run as an island that the caller's own loop steps; docs/join.md explains it with examples.
 
-    SIGTERM makes `training` false, so that the island leaves politely; so does a preemption notice.
+    SIGTERM or a preemption notice makes `training` false, so that the loop ends and the island leaves the run.
 
     Args:
         syncer: host:port of the syncer. None: DILOCO_SYNCER, as `diloco train` sets it (islands.command).
-        name: of the island, the same at every start. None: DILOCO_ISLAND.
-        params: what is trained and exchanged, a pytree of JAX arrays in any layout on one mesh. The first island of a
-            run whose config names no model brings the initial values with it.
-        opt_state: what else a returning island needs, such as the optimizer's state: any pytree of arrays. None:
-            nothing but parameters comes back.
-        samples_per_step: samples of one inner step, over all devices and hosts of the island.
-        tokens_per_step: tokens in them; merges weigh by it.
-        flops_per_step: floating-point operations of the model in one step, for the metrics; 0 if nobody knows.
+        name: Name of the island, the same at every start. None: DILOCO_ISLAND.
+        params: Trained and exchanged parameters, a pytree of JAX arrays in any layout on one mesh. If the run's config
+            names no model, its first island sends the initial values.
+        opt_state: Other state of a returning island, such as the optimizer's: any pytree of arrays. None: a returning
+            island gets only parameters.
+        samples_per_step: Samples of one inner step, over all devices and hosts of the island.
+        tokens_per_step: Tokens in these samples, which weigh the island's merges.
+        flops_per_step: Floating-point operations of the model in one step, for the metrics; 0 if unknown.
         data: "leased": the loop reads the samples of `next_samples`, so that every sample of the run has one fate.
-            "own": it reads what it likes.
-        corpus: what the samples are read from, in a word or a digest that all islands must agree on.
-        axes: logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
-            or ("layers", None, None) for a stack; unnamed ones go by their shape. The same on all islands.
-        evaluate: of the global model, given as the tree of `params`; docs/join.md says when, and what it returns.
-        transport: certificates, token and time-outs of this machine; its address is not used.
-        run_dir: folder of tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else the run's name.
+            "own": it reads any data.
+        corpus: Description of the data, a word or a digest that all islands must share.
+        axes: Logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
+            or ("layers", None, None) for a stack; unnamed ones follow from the shape. The same on all islands.
+        evaluate: Function that evaluates the global model, given as the tree of `params`; see docs/join.md.
+        transport: Certificates, token and timeouts of this machine; its address is not used.
+        run_dir: Folder of tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else the run's name.
         preemption: "gce", or a file whose appearance is a notice of preemption.
-        coordinator: as jax.distributed.initialize was given it. "": DILOCO_COORDINATOR, or this machine's address.
+        coordinator: Address given to jax.distributed.initialize. "": DILOCO_COORDINATOR, or this machine's address.
 
     Raises:
-        ValueError: an argument is wrong, an array was donated, or the run's model is another one.
-        ConnectionError: the syncer cannot be reached.
+        ValueError: An argument is wrong, an array was donated, or the run has another model.
+        ConnectionError: The syncer cannot be reached.
     """
     here = look(syncer, name, run_dir, coordinator)
     sizes = {"samples_per_step": samples_per_step, "tokens_per_step": tokens_per_step}

@@ -1,7 +1,7 @@
-"""The environment variables with which `diloco train` tells a program of the user's own its place in a run.
+"""The environment variables that tell a user's program its place in a run; `diloco train` sets them.
 
 A program on several hosts calls jax.distributed.initialize with DILOCO_COORDINATOR, DILOCO_HOSTS (their number) and
-DILOCO_HOST (its own) before it touches a device.
+DILOCO_HOST (its own) before it uses a device.
 """
 
 import os
@@ -17,25 +17,29 @@ from diloco_jax.transport.link import TransportConfig, check_name
 
 SYNCER_ENV = "DILOCO_SYNCER"  # host:port
 ISLAND_ENV = "DILOCO_ISLAND"  # name
-INCARNATION_ENV = "DILOCO_INCARNATION"  # of this start
+INCARNATION_ENV = "DILOCO_INCARNATION"  # this start
 RUN_DIR_ENV, CONFIG_ENV = "DILOCO_RUN_DIR", "DILOCO_CONFIG"
 COORDINATOR_ENV, HOSTS_ENV, HOST_ENV = "DILOCO_COORDINATOR", "DILOCO_HOSTS", "DILOCO_HOST"
 
 
 class Surroundings(NamedTuple):
-    """The place of a process in a run, as arguments and environment say."""
+    """The place of a process in a run, from arguments and environment."""
 
     syncer: str  # host:port
-    name: str  # of the island
-    run_dir: Path | None  # folder for tapes and saved states; None for the run's name below its folder of runs
-    coordinator: str  # host:port of JAX's coordination service, "" if nobody said it
-    incarnation: int  # of this start; grows
-    transport: TransportConfig  # files and time-outs of this machine, if a config says them
-    given_by: str = "syncer="  # the argument or variable that has the address
+    name: str  # island
+    # Folder for tapes and saved states; None for the run's name below its folder of runs.
+    run_dir: Path | None
+    # host:port of JAX's coordination service, "" if unknown.
+    coordinator: str
+    incarnation: int  # grows with starts
+    # Files and timeouts of this machine, if a config has them.
+    transport: TransportConfig
+    # The argument or variable that gave the address.
+    given_by: str = "syncer="
 
 
 def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coordinator: str) -> Surroundings:
-    """Return what the arguments of `join` say, else the environment; ValueError if neither names syncer or island."""
+    """Read the arguments of `join`, then the environment; ValueError if neither names the syncer or the island."""
     config, folder = os.environ.get(CONFIG_ENV), run_dir or os.environ.get(RUN_DIR_ENV)
     return Surroundings(
         _given(syncer, SYNCER_ENV, "syncer"),

@@ -1,8 +1,8 @@
-"""The user's arrays, and the same arrays as an island exchanges them: by path, on one mesh.
+"""The user's arrays, and the same arrays in the form that an island exchanges: by path, on one mesh.
 
-Only the initial parameters are copied. The exchange describes every leaf on a mesh of its own making, with the same
-devices, since its programs need a mesh even where there is one device; what it hands back gets the name of the layout
-that the loop's own array had, or the loop's programs would be compiled again for another name of the same layout.
+Only the initial parameters are copied. The exchange places every leaf on a separate mesh of the same devices, because
+its programs need a mesh even for one device. Arrays that go back to the loop get the loop's name of their layout;
+otherwise the loop's programs would be compiled again for another name of the same layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,20 @@ from diloco_jax.training.sharding import LogicalAxes, put_array
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
 
-ONE_DEVICE = "device"  # the axis of a mesh of one device
+# The axis of a mesh of one device.
+ONE_DEVICE = "device"
 
 
 class LoopState:
-    """Parameters and optimizer state of a user's loop, with the names and layouts that they had at the beginning.
+    """Parameters and optimizer state of a user's loop, with their names and layouts at `join`.
 
     Args:
-        params: any pytree of JAX arrays; the attribute has the initial values by path, until `exchanged`.
-        opt_state: likewise; None if it stays with the loop.
-        axes: logical names of the axes of parameters, by path, as a Flax module would give them ("vocab", "layers").
+        params: Any pytree of JAX arrays; the attribute has the initial values by path, until `exchanged`.
+        opt_state: Any pytree of JAX arrays; None if it stays with the loop.
+        axes: Logical names of the axes of parameters, by path, as in a Flax module ("vocab", "layers").
 
     Raises:
-        ValueError: a leaf is no array, was donated, is no float, or the leaves do not lie on the same devices.
+        ValueError: A leaf is not an array, was donated or is not a float, or the leaves are on different devices.
     """
 
     def __init__(self, params: Any, opt_state: Any = None, axes: Mapping[str, LogicalAxes] | None = None) -> None:
@@ -42,7 +43,9 @@ class LoopState:
         self._paths = _paths(params)
         named, axes = dict(zip(self._paths, leaves, strict=True)), axes or {}
         if unknown := sorted(set(axes) - set(self._paths)):
-            raise ValueError(f"axes names {unknown[0]!r}, which is no parameter; they are {', '.join(self._paths[:8])}")
+            raise ValueError(
+                f"axes names {unknown[0]!r}, which is not a parameter; they are {', '.join(self._paths[:8])}"
+            )
         for path, leaf in named.items():
             _check(f"params[{path!r}]", leaf)
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -55,11 +58,12 @@ class LoopState:
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)
-        self._lies = _layouts(named)
-        mesh = next(iter(self._lies.values())).mesh
+        self._layouts = _layouts(named)
+        mesh = next(iter(self._layouts.values())).mesh
         self.devices: list[jax.Device] = list(mesh.devices.flat)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
+        # The layout of each parameter, under the loop's name.
+        self._given: dict[str, Sharding] = {}
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
         self.params = self._named([jnp.copy(leaf) for leaf in leaves])
         self._opt_state = jax.tree.map(self._committed, opt_state)
@@ -69,17 +73,17 @@ class LoopState:
         return self._opt_tree.num_leaves > 0
 
     def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
-        """Return what an island exchanges of this state, which is gone from here; arguments as `Island`."""
+        """Return the exchanged state, and give this object's arrays to it; arguments as for `Island`."""
         first = TrainState(self.params, self._opt_state)
         tensors = {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._lies[path])
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._layouts[path])
             for path, leaf in self.params.items()
         }
         self.params, self._opt_state = {}, None
         moments: Any = jax.tree.map(lambda leaf: leaf.sharding, first.opt_state)
-        lies: Any = TrainState(self._lies, moments)  # type: ignore[arg-type]
+        layouts: Any = TrainState(self._layouts, moments)  # type: ignore[arg-type]
         layout = StateLayout(by_name(first))
-        return ExchangedState(first, lies, self.kinds, layout, Exchange(tensors, wire, rebase))
+        return ExchangedState(first, layouts, self.kinds, layout, Exchange(tensors, wire, rebase))
 
     def taken(self, params: Any, opt_state: Any, who: str) -> TrainState:
         """Return a loop's arrays by path; ValueError if the trees have changed, or an array was donated."""
@@ -99,34 +103,35 @@ class LoopState:
         return TrainState(self._named(leaves), opt_state)
 
     def given_back(self, params: Mapping[str, Array]) -> Any:
-        """Return parameters by path as the loop's tree, each with the layout that the loop's own had."""
+        """Return parameters by path as the loop's tree, in the loop's layouts."""
         leaves = [_renamed(params[path], self._given[path]) for path in self._paths]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return host values by path as the loop's tree, in the types and layouts of the loop's own."""
-        lies = self._lies
-        found = {path: put_array(values[path].astype(self._dtypes[path]), lies[path]) for path in self._paths}
+        """Return host values by path as the loop's tree, in the loop's types and layouts."""
+        layouts = self._layouts
+        found = {path: put_array(values[path].astype(self._dtypes[path]), layouts[path]) for path in self._paths}
         return self.given_back(found)
 
     def _committed(self, leaf: Array) -> Array:
         """Return a leaf bound to the devices of the parameters, as the outputs of a step are.
 
-        A step would be compiled a second time for the second step's inputs if those of the first were not.
+        Otherwise the step would be compiled again for the inputs of the second step.
         """
         if leaf.sharding.device_set == self._everywhere.device_set:
             return jax.device_put(leaf, leaf.sharding)
-        return put_array(np.asarray(leaf), self._everywhere)  # such as a counter, on the default device
+        # The leaf is on the default device, such as a counter.
+        return put_array(np.asarray(leaf), self._everywhere)
 
     def _named(self, leaves: Sequence[Array]) -> dict[str, Array]:
-        """Return leaves by path, and remember what the loop calls their layouts."""
+        """Return leaves by path, and remember the loop's names of their layouts."""
         named = dict(zip(self._paths, leaves, strict=True))
         for path, leaf in named.items():
             if leaf.sharding is self._given.get(path):
                 continue
-            if not leaf.sharding.is_equivalent_to(self._lies[path], leaf.ndim):
+            if not leaf.sharding.is_equivalent_to(self._layouts[path], leaf.ndim):
                 raise ValueError(
-                    f"params[{path!r}] lies as {leaf.sharding} now, but as {self._lies[path]} when join() was called; "
+                    f"params[{path!r}] is laid out as {leaf.sharding} now, but join() got it as {self._layouts[path]}: "
                     "keep its layout (out_shardings of the step)"
                 )
             self._given[path] = leaf.sharding
@@ -134,7 +139,7 @@ class LoopState:
 
 
 def _paths(tree: Any) -> list[str]:
-    """Return a name for each leaf, in the order of the tree: the keys on its way, with slashes."""
+    """Return a name for each leaf, in the order of the tree: its keys, joined by slashes."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
     if twice := sorted({path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else ()):
@@ -161,19 +166,19 @@ def _check(name: str, leaf: Any) -> None:
 
 
 def _layouts(leaves: Mapping[str, Array]) -> dict[str, NamedSharding]:
-    """Return the same layout for every leaf on one mesh; ValueError if they do not lie on one mesh of devices."""
+    """Return the layout of every leaf on one common mesh; ValueError if the leaves are on different meshes."""
     mesh: Mesh | None = None
-    lies: dict[str, NamedSharding] = {}
+    layouts: dict[str, NamedSharding] = {}
     for path, leaf in leaves.items():
         own, spec = _mesh_of(path, leaf.sharding)
         mesh = own if mesh is None else mesh
         if (own.axis_names, own.devices.tolist()) != (mesh.axis_names, mesh.devices.tolist()):
             raise ValueError(
-                f"params[{path!r}] lies on {own}, others on {mesh}: put all parameters on one mesh, "
+                f"params[{path!r}] is on {own}, others on {mesh}: put all parameters on one mesh, "
                 "replicated where they are not sharded"
             )
-        lies[path] = NamedSharding(mesh, spec)
-    return lies
+        layouts[path] = NamedSharding(mesh, spec)
+    return layouts
 
 
 def _mesh_of(path: str, sharding: Sharding) -> tuple[Mesh, PartitionSpec]:
@@ -182,11 +187,12 @@ def _mesh_of(path: str, sharding: Sharding) -> tuple[Mesh, PartitionSpec]:
     if sharding.memory_kind not in (None, device.default_memory().kind):
         raise ValueError(f"params[{path!r}] is in memory of kind {sharding.memory_kind}; keep it on the devices")
     if isinstance(sharding, NamedSharding):
-        assert isinstance(sharding.mesh, Mesh), "an array lies on devices"
-        return Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec  # its axes' types do not matter
+        assert isinstance(sharding.mesh, Mesh), "an array is on devices"
+        # The types of the mesh's axes do not matter.
+        return Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec
     if len(sharding.device_set) == 1:
         return Mesh(np.array(list(sharding.device_set)), (ONE_DEVICE,)), PartitionSpec()
-    raise ValueError(f"params[{path!r}] lies as {sharding}; use a jax.sharding.NamedSharding")
+    raise ValueError(f"params[{path!r}] is laid out as {sharding}; use a jax.sharding.NamedSharding")
 
 
 def _renamed(array: Array, sharding: Sharding) -> Array:

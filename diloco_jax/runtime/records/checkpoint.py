@@ -1,11 +1,11 @@
-"""Checkpoints on disk: named groups of arrays and a description, readable by Orbax, there whole or not at all.
+"""Checkpoints on disk: named groups of arrays with a description, readable by Orbax, and written whole or not at all.
 
 A folder of checkpoints holds `step_00000123`, named by global step. A writer fills another folder and renames it at the
-end, so one that dies leaves nothing that is taken for a checkpoint. Every piece carries a checksum of its own: a disk
-that lost bytes is noticed, not trained on.
+end, so a writer that is killed never leaves a folder with the name of a checkpoint. Every piece has a checksum, so that
+lost bytes of a disk are noticed before anything trains on them.
 
-Orbax writes what describes the arrays, and TensorStore the arrays where Orbax looks for them, piece by piece: Orbax
-itself copies all of them before it writes one. So whoever writes or reads a checkpoint holds a piece at a time.
+Orbax writes the description of the arrays. TensorStore writes the arrays to Orbax's places, piece by piece, because
+Orbax itself would copy all of them before it writes one. So a writer or reader holds one piece at a time.
 """
 
 import json
@@ -25,39 +25,44 @@ from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import WHOLE, Slice, whole
-from diloco_jax.runtime.records import history
+from diloco_jax.runtime.records import files
 
 PARAMETERS, META = "parameters", "meta"
-CHUNK_BYTES = 1 << 26  # of a file
-_PIECES = "pieces"  # key of the description: group -> path, axis, start, stop and checksum of each piece
-_ITSELF = "checksum"  # likewise: of the rest of the description
-_UNREADABLE = "unreadable_"  # prefix of a checkpoint that was set aside
-OTHER_HISTORY = "other_history_"  # likewise, of one that belongs to another run or to lost rounds
-_AT_ONCE = 2  # chunks that are copied, or written, at a time
+CHUNK_BYTES = 1 << 26  # per chunk
+# Key of the description: group -> path, axis, start, stop and checksum of each piece.
+_PIECES = "pieces"
+# Key of the description: the checksum of the rest of the description.
+_ITSELF = "checksum"
+# Prefix of a checkpoint that was set aside because it cannot be read.
+_UNREADABLE = "unreadable_"
+# Prefix of a checkpoint that was set aside because it belongs to another run or to lost rounds.
+OTHER_HISTORY = "other_history_"
+# Number of chunks that are copied, or written, at a time.
+_AT_ONCE = 2
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-# Orbax warns at every save that arrays with files of their own need not be merged.
+# Orbax warns at every save that arrays in separate files need not be merged.
 logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
 
 class SavedPart(NamedTuple):
-    """An array, or a slice of one, of a checkpoint."""
+    """An array of a checkpoint, or a slice of one."""
 
     group: str
     where: Slice
-    shape: tuple[int, ...]  # of the whole array
+    shape: tuple[int, ...]  # whole array
     value: np.ndarray
 
 
 def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Mapping[str, Any]) -> Path:
-    """Write one checkpoint, in place of another one of the same global step, and return its folder.
+    """Write one checkpoint, in place of one of the same global step, and return its folder.
 
     Args:
-        folder: where checkpoints of this kind lie; made when missing.
-        groups: arrays by group and name; an empty group is allowed.
-        meta: plain JSON values; `global_step` names the checkpoint.
+        folder: Folder of checkpoints; created if missing.
+        groups: Arrays by group and name; an empty group is allowed.
+        meta: Plain JSON values; `global_step` names the checkpoint.
     """
     named = ((group, name, value) for group, arrays in groups.items() for name, value in arrays.items())
     pieces = (SavedPart(group, whole(name), value.shape, value) for group, name, value in named)
@@ -65,7 +70,7 @@ def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Map
 
 
 def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[SavedPart], meta: Mapping[str, Any]) -> Path:
-    """Write one checkpoint as `save` does, of pieces of all arrays of these groups, which may come in any order."""
+    """Write one checkpoint as `save` does, from pieces of all arrays of these groups, in any order."""
     target = folder.resolve() / f"step_{int(meta['global_step']):08d}"
     part, arrays = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.arrays")
     for old in (part, arrays):
@@ -75,14 +80,16 @@ def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[SavedPart]
     for piece in pieces:
         _write(arrays / piece.group / piece.where.path, piece)
         written[piece.group].append([*piece.where, _checksum(piece.where, piece.value)])
-        del piece  # before the next one is made
+        # This frees the piece before the next one is made.
+        del piece
     plain = json.loads(json.dumps(dict(meta)))
     described = {**plain, _ITSELF: _checksum_of(plain, written), _PIECES: written}
     one = np.zeros(1, np.float32)
     outline = {group: {row[0]: one for row in rows} for group, rows in written.items() if rows}
     with _context():
         ocp.save_checkpointables(part, {**outline, META: described})
-    for group in outline:  # the arrays in place of those of one element
+    for group in outline:
+        # The arrays replace Orbax's placeholders of one element.
         os.replace(part / group / "_METADATA", arrays / group / "_METADATA")
         shutil.rmtree(part / group)
         os.replace(arrays / group, part / group)
@@ -93,7 +100,7 @@ def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[SavedPart]
 
 
 def _write(path: Path, piece: SavedPart) -> None:
-    """Write a piece in blocks of some chunks, so that nobody holds copies of more than these."""
+    """Write a piece in blocks of a few chunks, which bounds the memory for copies."""
     value, where = np.atleast_1d(piece.value), piece.where
     shape = piece.shape or (1,)
     chunks = _chunks(shape, where, value.itemsize)
@@ -117,7 +124,7 @@ def _write(path: Path, piece: SavedPart) -> None:
 
 
 def _chunks(shape: tuple[int, ...], where: Slice, itemsize: int) -> list[int]:
-    """Return the shape of a file's chunk: that of a slice, as far as it has at most CHUNK_BYTES."""
+    """Return the shape of a file's chunk: that of the slice, cut to at most CHUNK_BYTES."""
     chunks = [max(1, size) for size in shape]
     if where.axis != WHOLE:
         chunks[where.axis] = where.stop - where.start
@@ -135,15 +142,16 @@ def _open(path: Path, **options: Any) -> ts.TensorStore:
 
 @cache
 def _few_at_once() -> ts.Context:
-    """Return the one context of this process: its threads must outlive all arrays that they wrote."""
+    """Return this process's only context, because its threads must outlive all arrays that they wrote."""
     return ts.Context({name: {"limit": _AT_ONCE} for name in ("data_copy_concurrency", "file_io_concurrency")})
 
 
 class CheckpointReader:
-    """A checkpoint that is read piece by piece; `meta` is its description. ValueError if that is none, or damaged."""
+    """A checkpoint that is read piece by piece; `meta` is its description. ValueError if it is missing or damaged."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self._folder = checkpoint.resolve()  # TensorStore takes no "..", and absolute() keeps it
+        # TensorStore accepts no "..", and absolute() would keep it.
+        self._folder = checkpoint.resolve()
         with _reading(checkpoint):
             meta = dict(ocp.load_checkpointables(self._folder, {META: None})[META])
             known, pieces = meta.pop(_ITSELF), meta.pop(_PIECES)
@@ -166,7 +174,7 @@ class CheckpointReader:
         return value
 
     def array(self, group: str, name: str) -> np.ndarray:
-        """Read an array of all its pieces. Raises as `piece`."""
+        """Read an array with all its pieces; raises as `piece`."""
         value = self._read(group, whole(name))
         for where, known in self._pieces[group].items():
             if where.path == name:
@@ -187,18 +195,20 @@ def _reading(checkpoint: Path) -> Iterator[None]:
     try:
         with _context():
             yield
-    except Exception as error:  # whatever Orbax and TensorStore raise for a folder that something happened to
+    # Orbax and TensorStore raise many kinds of errors for a damaged folder.
+    except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({why}); use another") from error
 
 
 def _context() -> Any:
-    """Keep the description in one JSON file: as a tree of arrays every number in it would be a file of its own."""
+    """Return Orbax's settings: the description is one JSON file, because a tree would need a file per number."""
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=META)
     context = ocp.Context()
     context.checkpointables.registry = registry
-    context.array_options.saving.use_ocdbt = False  # else arrays have no files of their own
+    # Otherwise arrays have no separate files.
+    context.array_options.saving.use_ocdbt = False
     return context
 
 
@@ -210,15 +220,15 @@ def _checksum_of(*described: Any) -> int:
     return codec.digest(json.dumps(described, sort_keys=True).encode())
 
 
-complete, global_step_of = history.complete, history.global_step_of
+complete, global_step_of = files.complete_checkpoints, files.global_step_of
 
 
 def newest_readable(
     folder: Path, read: Callable[[Path], T], on_refused: Callable[[Path, ValueError], None] = lambda *_: None
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that can be read, with what was read; the log names each that has a ValueError.
+    """Return the newest readable checkpoint and the result of `read`; None if there is none.
 
-    `on_refused` gets each of these, with its error.
+    The log names each checkpoint that raised a ValueError, and `on_refused` gets it with its error.
     """
     for checkpoint in complete(folder):
         try:
@@ -230,9 +240,9 @@ def newest_readable(
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what dead writers left. Only the folder's writer may call it.
+    """Delete all but the newest `keep` checkpoints, and incomplete folders; only the folder's writer may call it.
 
-    What cannot be deleted stays until the next time.
+    A folder that cannot be deleted stays until the next call.
     """
     left = [p for p in folder.glob("step_*") if p.is_dir() and not p.name.removeprefix("step_").isdigit()]
     for path in [*complete(folder)[keep:], *left]:
@@ -240,25 +250,25 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside(checkpoint: Path, prefix: str = _UNREADABLE) -> None:
-    """Rename a checkpoint so that nobody takes it for one, replacing what was set aside of the same step before."""
+    """Rename a checkpoint so that readers ignore it, in place of one of the same step that was set aside before."""
     target = checkpoint.with_name(prefix + checkpoint.name)
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.rename(target)
 
 
 def save_parameters(folder: Path, parameters: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
-    """Write a checkpoint that holds parameters only, float32 arrays by path, unsharded; see `save`."""
+    """Write a checkpoint with parameters only, unsharded float32 arrays by path, as `save` does."""
     return save(folder, {PARAMETERS: parameters}, meta)
 
 
 def each_parameter(checkpoint: Path) -> tuple[int, Iterator[tuple[str, np.ndarray]]]:
-    """Count a checkpoint's parameters, and return each: (path, array) by ascending path; as `load_parameters`."""
+    """Return the number of a checkpoint's parameters, and an iterator of (path, array) by ascending path."""
     reader = CheckpointReader(checkpoint)
     names = reader.names(PARAMETERS)
     return len(names), ((name, reader.array(PARAMETERS, name)) for name in names)
 
 
 def load_parameters(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read parameters and description back, of a full snapshot too; ValueError if there are none, or it is damaged."""
+    """Read parameters and description of a checkpoint or a full snapshot; ValueError if missing or damaged."""
     reader = CheckpointReader(checkpoint)
     return {name: reader.array(PARAMETERS, name) for name in reader.names(PARAMETERS)}, reader.meta

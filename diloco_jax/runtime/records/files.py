@@ -1,29 +1,43 @@
-"""Names in a run's folder (README.md says what they hold)."""
+"""The folder of a run: the names in it, how to find it, and whether it has a history that a syncer can continue.
+
+docs/architecture.md describes what each file holds. This module is light enough for processes that read no snapshot.
+"""
 
 import re
 from pathlib import Path
 
+from diloco_jax.runtime.records.segments import closed_segments
+from diloco_jax.runtime.records.tape_file import last_line
+
 RUN_DIRS_MAX = 10_000
 
 CONFIG_FILE = "config.yaml"  # resolved settings
-ADDRESS_FILE = "syncer.address"  # where the syncer listens
-STATUS_FILE = "status.json"  # replaced twice a second
+ADDRESS_FILE = "syncer.address"  # syncer's listener
+STATUS_FILE = "status.json"  # twice a second
 METRICS_FILE = "metrics.jsonl"
-PAGE_TOKEN = "page.token"  # behind the # of the page's address
-TAPE_FILE = "tape.jsonl"  # inputs of the syncer machine, written ahead
-# Locks: of the process that writes tape, snapshots and status, and of the one that starts it (folder_lock.py).
+# The token after the # in the page's address.
+PAGE_TOKEN = "page.token"
+# The inputs of the syncer's machine, written before they take effect.
+TAPE_FILE = "tape.jsonl"
+# Locks of the process that writes tape, snapshots and status, and of its supervisor (folder_lock.py).
 SYNCER_LOCK, SUPERVISOR_LOCK = "syncer.lock", "supervisor.lock"
-CLOCK_FILE = "clock.json"  # when the run began
+CLOCK_FILE = "clock.json"  # run start
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 CHECKPOINTS = "checkpoints"
-STATES = "states"  # what each host of an island saved of itself
-TAPES = "tapes"  # what each learner did
-OFFERED = "offered"  # the initial model, if an island brought it
+# States that each host of an island saved of itself.
+STATES = "states"
+TAPES = "tapes"  # one per learner
+# The initial model, if an island sent it.
+OFFERED = "offered"
 LOGS = "logs"
-HEALTH = "health"  # signs of life of each process, for probes (pulse.py)
-PROFILES = "profiles"  # what jax.profiler wrote of some steps of an island
-PROGRAMS = "programs"  # compiled ones, so that a process that starts again need not compile
+# Signs of life of each process, for probes (pulse.py).
+HEALTH = "health"
+# Profiles of steps by jax.profiler.
+PROFILES = "profiles"
+# Compiled programs, so that a process that starts again need not compile.
+PROGRAMS = "programs"
+_STEP = "step_"
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:
@@ -36,10 +50,56 @@ def new_run_dir(runs_dir: Path, name: str) -> Path:
 
 
 def newest_run_dir(runs_dir: Path, name: str) -> Path:
-    """Return the folder of the run of this name that was active last; ValueError if there is none that has begun."""
+    """Return the folder of the newest active run of this name; ValueError if none has started."""
     numbered = re.compile(re.escape(name) + r"(-[0-9]{1,5})?")
     folders = [p for p in runs_dir.iterdir() if numbered.fullmatch(p.name)] if runs_dir.is_dir() else []
     begun = [p for p in folders if (p / TAPE_FILE).exists()]
     if not begun:
-        raise ValueError(f"{runs_dir} holds no run named {name} that could go on; name its folder with --run-dir")
+        raise ValueError(f"{runs_dir} holds no run named {name} that could continue; name its folder with --run-dir")
     return max(begun, key=lambda p: ((p / TAPE_FILE).stat().st_mtime_ns, p.name))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a folder, newest first."""
+    steps = [p for p in folder.glob(f"{_STEP}*") if p.is_dir() and p.name.removeprefix(_STEP).isdigit()]
+    return sorted(steps, key=global_step_of, reverse=True)
+
+
+def global_step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_STEP))
+
+
+def how_to_use(run_dir: Path) -> str:
+    """Return the advice for a snapshot whose run cannot continue."""
+    return (
+        f"write the newest snapshot for other programs (diloco export {run_dir} --out MODEL) and start a new run from "
+        "it in another folder (diloco train CONFIG --model.weights MODEL --run-dir NEW)"
+    )
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Tell whether the tape of a run has a whole line, so that there is a history to continue."""
+    tape = run_dir / TAPE_FILE
+    try:
+        return last_line(tape) is not None or bool(closed_segments(tape))
+    except FileNotFoundError:
+        return False
+
+
+def check_history(run_dir: Path, *, rewinds: bool = False) -> None:
+    """Check that a syncer may start in a folder, or go back to one of its snapshots; ValueError if it may not."""
+    if has_begun(run_dir):
+        return
+    tape, snapshots = run_dir / TAPE_FILE, complete_checkpoints(run_dir / CHECKPOINTS)
+    what = "is empty" if tape.exists() else "is missing"
+    if snapshots:
+        raise ValueError(
+            f"{tape} {what}, but {run_dir / CHECKPOINTS} holds {len(snapshots)} snapshots, the newest "
+            f"{snapshots[0].name}: without its tape the run cannot continue. Put the tape back, or "
+            f"{how_to_use(run_dir)}"
+        )
+    if rewinds:
+        raise ValueError(
+            f"{tape} {what}, so there is nothing to go back to; leave out --rewind to start a new run in {run_dir}, or "
+            "name another folder with --run-dir"
+        )

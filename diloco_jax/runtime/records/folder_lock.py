@@ -1,8 +1,8 @@
-"""Locks of a run's folder: each names the one process that may write there, and ends with it, however that ends.
+"""Locks of a run's folder: each names the one process that may write there, and ends when that process ends.
 
 `syncer.lock` belongs to the process that writes tape, snapshots, status and summary, `supervisor.lock` to the process
-that starts the others, `health/NAME.lock` to a learner. A lock file stays in the folder; only the system's lock on it
-counts.
+that starts the others, `health/NAME.lock` to a learner. A lock file stays in the folder; only the system's lock on the
+file counts.
 """
 
 import contextlib
@@ -33,7 +33,8 @@ class FolderInUse(ValueError):
 class FolderLock:
     """A lock of a run's folder, held until `close`, or until this process ends.
 
-    FolderInUse if another process holds it. A file system without locks gets a warning, and everybody the lock.
+    FolderInUse if another process holds it. On a file system without locks there is a warning, and every process gets
+    the lock.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -65,7 +66,7 @@ class FolderLock:
 class LearnerLock(FolderLock):
     """The lock of a learner's name among the processes of one machine.
 
-    Between machines the syncer decides: it takes the newer process of a name, for the older one may be lost.
+    Between machines the syncer decides: it accepts the newer process of a name, because the older one may be lost.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -81,7 +82,7 @@ class LearnerLock(FolderLock):
 
 
 def refuse_if_locked(run_dir: Path, name: str) -> None:
-    """Raise FolderInUse if another process holds a lock of this folder; create nothing."""
+    """Raise FolderInUse if another process holds this lock of the folder; create no file."""
     try:
         file = os.open(run_dir / name, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -100,13 +101,13 @@ def command() -> str:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Try to lock an open file; False if another process holds the lock."""
+    """Try to lock an open file; return False if another process holds the lock."""
     for attempt in range(ATTEMPTS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            # A process that only looks (`refuse_if_locked`) holds the lock for an instant.
+            # A process in `refuse_if_locked` holds the lock for an instant.
             if attempt < ATTEMPTS - 1:
                 time.sleep(PAUSE_S)
         except OSError as error:
@@ -117,7 +118,7 @@ def _lock(file: int, path: Path) -> bool:
 
 
 def _sign(file: int) -> None:
-    """Write into a lock file which process holds it; a full disk costs a refusal this name, nothing else."""
+    """Write the name of this process into a lock file; on a full disk, refusals do not name the holder."""
     about = {"pid": os.getpid(), "host": socket.gethostname(), "command": command()[:COMMAND_MAX]}
     about["since"] = datetime.now().astimezone().isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
@@ -126,7 +127,7 @@ def _sign(file: int) -> None:
 
 
 def _read(file: int) -> dict[str, Any]:
-    """Read what a lock file says of its holder; nothing if it says nothing (yet)."""
+    """Read the holder's name from a lock file; empty if it is missing."""
     try:
         about = json.loads(os.pread(file, ABOUT_BYTES_MAX, 0))
     except (OSError, ValueError, RecursionError):
@@ -135,7 +136,7 @@ def _read(file: int) -> dict[str, Any]:
 
 
 def _holder(about: dict[str, Any]) -> str:
-    """Name the process that holds a lock, as far as the lock file tells."""
+    """Describe the process that holds a lock, as far as the lock file names it."""
     try:
         where = "" if about["host"] == socket.gethostname() else f" on {about['host']}"
         since = str(about["since"])[:16].replace("T", " ")

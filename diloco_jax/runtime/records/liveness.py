@@ -1,8 +1,12 @@
-"""Signs of life of a run: the last word in its folder, and a look for the process that said it.
+"""Signs of life of a run: its last status, whether the process that wrote it still runs, and phases of starting ones.
 
-A status names its process, so a reader on the same machine need not believe a file that nobody writes any more.
+A status names its process, so that a reader on the same machine can detect a file that no process updates any more.
+
+A starting process has a file health/NAME.phase with one line for people, until it trains or listens. Progress follows a
+comma: "compiling or loading programs, 3 of 7 are ready".
 """
 
+import contextlib
 import os
 import socket
 import time
@@ -10,22 +14,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.records.phases import read_phases
+from diloco_jax.runtime.records.files import HEALTH, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import PARENT_ENV
 
-QUIET_S = 5.0  # ten times the pause between two words of a syncer
-FAR_QUIET_S = 60.0  # a folder of another machine: shared disks show files late, and clocks differ
-BEGIN_S = 300.0  # a process that begins says nothing until the model is built
+# Ten times the pause between two status files of a syncer.
+QUIET_S = 5.0
+# The limit for another machine's folder, because shared disks show files late and clocks differ.
+FAR_QUIET_S = 60.0
+# A starting process writes nothing until the model is built.
+BEGIN_S = 300.0
 NOT_RUNNING, SILENT, AWAY = "not running", "silent", "without a syncer"
 DEAD = (NOT_RUNNING, SILENT)
 ENDED = ("complete", "stopped")
+PHASE_SUFFIX = ".phase"
+PHASE_LENGTH_MAX = 200
 
 Ask = Callable[[], Mapping[str, Any] | None]
 
 
 def signature() -> dict[str, Any]:
-    """Name this process and the moment, for a status that it writes."""
+    """Return this process's identity and the time, for a status that it writes."""
     parent = os.environ.get(PARENT_ENV)
     return {
         "machine": _machine(),
@@ -36,7 +44,7 @@ def signature() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return the host and its space of process numbers: containers of one host may have their own."""
+    """Return the host and its namespace of process numbers, because containers of one host may have separate ones."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -45,14 +53,15 @@ def _machine() -> str:
 
 
 class _Seen(NamedTuple):
-    """The system's word on a process."""
+    """The system's information about a process."""
 
-    began: int  # clock ticks between the start of the machine and its own; -1: not told
+    # Clock ticks from the machine's start to the process's start; -1 if unknown.
+    began: int
     stopped: bool
 
 
 def _look(pid: int) -> _Seen | None:
-    """Look for a process of this machine; None if it has ended."""
+    """Look up a process of this machine; None if it has ended."""
     if os.path.exists("/proc/self/stat"):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
@@ -69,7 +78,7 @@ def _look(pid: int) -> _Seen | None:
 
 
 def _name(pid: int) -> list[int]:
-    """Return the number of a process and its start, which tells it from a later one of that number."""
+    """Return the number of a process and its start, which distinguishes later processes of that number."""
     seen = _look(pid)
     return [pid, seen.began if seen is not None else -1]
 
@@ -82,9 +91,9 @@ def _living(name: list[int] | None) -> _Seen | None:
 def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     """Check the status of a folder against the processes of its run, and return it, or a newer one.
 
-    Of a run that does not go on as it says, `state` is "not running", "silent" (its process is there) or
-    "without a syncer" (its supervisor starts it again), and `remedy` says what to do. The syncer itself is asked by
-    `ask`.
+    If the run does not continue as its status says, `state` becomes "not running", "silent" (the process exists) or
+    "without a syncer" (the supervisor starts it again), and `remedy` says what to do. `ask` requests the status from
+    the syncer itself.
     """
     said = status.get("said", {})
     if status["state"] in ENDED and (run_dir / SUMMARY_FILE).exists():
@@ -92,11 +101,12 @@ def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     here = said.get("machine") == _machine()
     process = _living(said.get("process")) if here else None
     limit_s = (BEGIN_S if status["state"] == "starting" else QUIET_S) if here else FAR_QUIET_S
-    if process is not None and status["state"] in ENDED:  # it evaluates for the last time
+    # The syncer evaluates for the last time.
+    if process is not None and status["state"] in ENDED:
         return dict(status)
     if (process is not None or not here) and _age_s(said) < limit_s and not (process and process.stopped):
         return dict(status)
-    # a disk that takes nothing keeps an old file, while the syncer is well
+    # On a full disk the file stays old while the syncer works.
     answer = None if here and process is None else ask()
     if answer is not None and answer.get("said", {}).get("process") == said.get("process"):
         said, status = answer["said"], answer
@@ -110,24 +120,62 @@ def _age_s(said: Mapping[str, Any]) -> float:
 
 
 def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, here: bool) -> dict[str, str]:
-    """Return state and remedy of a run that does not go on as its last word says."""
-    again = f"`diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume` goes on from the newest snapshot"
+    """Return state and remedy of a run that does not continue as its last status says."""
+    again = f"`diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume` continues from the newest snapshot"
     if not (run_dir / TAPE_FILE).exists():
-        again = "a data-parallel run cannot go on: start it again"
+        again = "a data-parallel run cannot continue: start it again"
     elif said.get("supervisor") is None:
-        again = f"`diloco syncer {run_dir}/config.yaml --run-dir {run_dir}` goes on with the islands that are alive; "
-        again += "if none is, add --rewind, or let `diloco train` with --resume start all of them on one machine"
+        again = f"`diloco syncer {run_dir}/config.yaml --run-dir {run_dir}` continues with the running islands; "
+        again += "if none runs, add --rewind, or let `diloco train` with --resume start all of them on one machine"
     if process is not None:
         pid = said["process"][0]
-        cause = f"process {pid} was stopped by a signal: kill -CONT {pid} lets it go on"
+        cause = f"process {pid} was stopped by a signal: kill -CONT {pid} lets it continue"
         if not process.stopped:
-            cause = f"process {pid} is there, but says nothing: it is stuck, or its disk is"
+            cause = f"process {pid} exists, but writes no status: it is stuck, or its disk is"
         return {"state": SILENT, "remedy": f"{cause}; after kill -9 {pid}, {again}"}
     if here and (supervisor := _living(said.get("supervisor"))) is not None and not supervisor.stopped:
         number = said["supervisor"][0]
         return {"state": AWAY, "remedy": f"`diloco train` (process {number}) starts it again by itself"}
     starts = [each for each in read_phases(run_dir) if each.name == "syncer" and each.ago_s < BEGIN_S]
     if here and starts:
-        return {"state": AWAY, "remedy": f"one starts, and says: {starts[0].words}"}
+        return {"state": AWAY, "remedy": f"one is starting: {starts[0].words}"}
     where = "" if here else f"it ran on {said.get('machine', 'another machine').split()[0]}, look there too; "
     return {"state": NOT_RUNNING, "remedy": where + again}
+
+
+class StartPhase(NamedTuple):
+    """A starting process, and its phase before its first step."""
+
+    # The syncer, an island, or another process of the run.
+    name: str
+    words: str
+    ago_s: float  # age
+
+
+def tell_phase(run_dir: Path, name: str, words: str) -> None:
+    """Write the phase of a starting process, or remove it with ""; errors of the disk are ignored."""
+    path = run_dir / HEALTH / f"{name}{PHASE_SUFFIX}"
+    with contextlib.suppress(OSError):
+        if words:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(words, encoding="utf-8")
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_phases(run_dir: Path) -> list[StartPhase]:
+    """Return the present phases of the starting processes of this folder, by name."""
+    found, now_s = [], time.time()
+    for path in sorted((run_dir / HEALTH).glob(f"*{PHASE_SUFFIX}")):
+        with contextlib.suppress(OSError):  # it is over
+            words = path.read_text(encoding="utf-8", errors="replace")[:PHASE_LENGTH_MAX]
+            found.append(
+                StartPhase(path.name.removesuffix(PHASE_SUFFIX), words, max(0.0, now_s - path.stat().st_mtime))
+            )
+    return [phase for phase in found if phase.words]
+
+
+def forget_phases(run_dir: Path) -> None:
+    """Remove the phases of earlier processes."""
+    for path in (run_dir / HEALTH).glob(f"*{PHASE_SUFFIX}"):
+        tell_phase(run_dir, path.name.removesuffix(PHASE_SUFFIX), "")

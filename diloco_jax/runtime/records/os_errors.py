@@ -1,4 +1,4 @@
-"""Errors of the operating system in words: what it refused, and what a person can do about it."""
+"""Remedies for errors of the operating system, in words for people."""
 
 import errno
 import os
@@ -18,13 +18,13 @@ _REMEDIES = {
     errno.EIO: "look at the disk and at the machine's log",
     errno.ENOENT: "the folder is gone: make it again, or choose another path",
 }
-# Libraries that raise errors of their own quote the system's words. Those of ENFILE begin with those of EMFILE.
+# Libraries that raise separate errors quote the system's message. The message of ENFILE begins with that of EMFILE.
 _LONGEST_FIRST = sorted(_REMEDIES, key=lambda number: -len(os.strerror(number)))
 _WORDS = {number: re.compile(re.escape(os.strerror(number)), re.IGNORECASE) for number in _LONGEST_FIRST}
 
 
 def number_of(error: BaseException) -> int | None:
-    """Return the errno of an error or of what caused it, also if a library only quotes its words; None if unknown."""
+    """Return the errno of an error or its cause, even if a library only quotes the message; None if unknown."""
     for each in _causes(error):
         if isinstance(each, OSError) and each.errno in _REMEDIES:
             return each.errno
@@ -41,6 +41,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def remedy(error: BaseException, path: Path) -> str:
-    """Return what to do about an error of the operating system at a path; of an unknown one, what to look at."""
+    """Return the remedy for an error of the operating system at a path; a general one for an unknown error."""
     number = number_of(error)
     return f"see that {path} has free space and may be written" if number is None else _REMEDIES[number]

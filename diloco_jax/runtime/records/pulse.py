@@ -1,9 +1,9 @@
-"""Signs of life of a loop: files for those who look from outside, and the end of a process whose loop hangs.
+"""Signs of life of a loop: files for probes, and the end of a process whose loop hangs.
 
-A collective that lost its partner, a callback that never returns or a disk that does not answer block a thread for
-ever, and nobody can interrupt it. So the process ends, with the stacks of all threads in its log, and is started again.
-An island that is a thread of a process takes the process along. The files, NAME.alive, NAME.ready and NAME.phase, which
-the probes of `diloco launch` read, are below `health` in the run's folder (docs/troubleshooting.md).
+A collective that lost its partner, a callback that never returns or a disk that does not answer blocks a thread
+forever, and nothing can interrupt it. So the process writes the stacks of all threads to its log and ends, and its
+supervisor starts it again. An island that is a thread ends its whole process. The probes of `diloco launch` read the
+files NAME.alive, NAME.ready and NAME.phase below `health` in the run's folder (docs/troubleshooting.md).
 """
 
 import contextlib
@@ -19,33 +19,39 @@ from pathlib import Path
 from statistics import median
 
 from diloco_jax.runtime.records.files import HEALTH
-from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.signals import HUNG, end_now
 from diloco_jax.settings.run import WatchdogConfig
 
 MEDIAN_OF = 32  # last steps
-TICK_S = 1.0  # between two looks at a loop, and two touches of its file
-FAREWELL_S = 3.0  # for the last word of a process that hangs
+# Pause between two looks at a loop, and between two touches of its file, in seconds.
+TICK_S = 1.0
+# A hanging process has this long for its last message.
+FAREWELL_S = 3.0
 
 log = logging.getLogger(__name__)
 
 
 class Patience:
-    """The time that a loop takes from one sign of life to the next, and the most that it may.
+    """The limit for the time from one beat of a loop to the next.
 
-    One thread beats, another counts. Only time that is counted passes, so that a process which was stopped, on a laptop
-    that was closed or under a debugger, has as much left as before.
+    One thread beats, another counts. Only counted time passes. So a process that was stopped, as on a closed laptop or
+    in a debugger, has as much time left as before.
     """
 
     def __init__(self, config: WatchdogConfig) -> None:
         self._config = config
         self._last_s: deque[float] = deque(maxlen=MEDIAN_OF)
         self._usual_s: float | None = None
-        self._now = (0, config.bound_s(None))  # number of the beat, seconds until the next one
-        self.long = True  # the next beat may take long
-        self._counted = (0, 0.0)  # the beat that the counting thread has seen, seconds since then
+        # (number of the beat, seconds until the next one is late)
+        self._now = (0, config.bound_s(None))
+        # The next beat may take long.
+        self.long = True
+        # (beat that the counting thread has seen, seconds since then)
+        self._counted = (0, 0.0)
 
     def beat(self, took_s: float | None = None) -> None:
+        """Note progress, and the seconds of a step that is done."""
         if took_s is not None:
             self._last_s.append(took_s)
             self._usual_s = median(self._last_s)
@@ -53,12 +59,12 @@ class Patience:
         self._now = (self._now[0] + 1, self._config.bound_s(self._usual_s))
 
     def wait(self, bound_s: float) -> None:
-        """Note progress, and let the next one take so long."""
+        """Note progress, and allow `bound_s` seconds until the next beat."""
         self.long = True
         self._now = (self._now[0] + 1, bound_s)
 
     def count(self, elapsed_s: float) -> str:
-        """Count time since the last call; returns in words that the loop hangs, "" if it does not."""
+        """Count the time since the last call; return a description if the loop hangs, else ""."""
         (number, bound_s), (seen, waited_s) = self._now, self._counted
         waited_s = 0.0 if number != seen else waited_s + min(elapsed_s, 2 * TICK_S)
         self._counted = (number, waited_s)
@@ -70,14 +76,17 @@ class Patience:
 
 @dataclass(eq=False)
 class Pulse:
-    """Signs of life of one loop. Its own thread calls `beat`, `patient` and `rest`."""
+    """Signs of life of one loop; its own thread calls `beat`, `patient` and `rest`."""
 
     config: WatchdogConfig
-    what: str  # loop, in words of the log
-    files: tuple[Path, str] | None  # folder and name of the loop's files; None for a loop without
+    # The loop's name in the log.
+    what: str
+    # Folder and name of the loop's files; None for a loop without files.
+    files: tuple[Path, str] | None
 
     def __post_init__(self) -> None:
-        self.last_word: Callable[[str], object] = lambda reason: None  # may take FAREWELL_S before the process ends
+        # It may take FAREWELL_S before the process ends.
+        self.last_word: Callable[[str], object] = lambda reason: None
         self._patience = Patience(self.config)
         self._alive = self._ready = None
         self._is_ready: bool | None = None
@@ -99,35 +108,37 @@ class Pulse:
         self._touch()
 
     def patient(self) -> None:
-        """Note progress; what comes until the next beat may take long."""
+        """Note progress; the time until the next beat may be long."""
         self._patience.wait(self.config.bound_s(None))
         self._touch()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Watch a part of a loop that is somebody else's, and be patient with what comes after it."""
+        """Watch a part of a user's loop, and be patient with the code after it."""
         self.beat()
         try:
             yield
         except BaseException:
-            self.rest()  # what becomes of the process is the loop's business now
+            # The loop decides what happens to the process now.
+            self.rest()
             raise
         self.patient()
 
     def rest(self) -> None:
-        """Let the next beat take any time: there is nothing to do."""
+        """Allow any time until the next beat, because there is nothing to do."""
         self._patience.wait(float("inf"))
 
     def phase(self, words: str) -> None:
-        """Say what the process does before the loop is ready."""
+        """Write the phase of the process before the loop is ready."""
         before, self._phase = self._phase, words.partition(",")[0]
-        if self._phase not in ("", before):  # counts after the comma are for those who watch
+        # Counts after the comma are only for the phase file.
+        if self._phase not in ("", before):
             log.info(self._phase)
         if self.files is not None and not (words and self._is_ready):
             tell_phase(*self.files, words)
 
     def ready(self, is_ready: bool) -> None:
-        """Say whether the loop is connected and trains, or listens."""
+        """Note whether the loop is connected and trains, or listens."""
         if self._ready is None or is_ready == self._is_ready:
             return
         with contextlib.suppress(OSError):
@@ -148,7 +159,8 @@ class Pulse:
         if self._alive is None or now_s < self._touched_s + TICK_S:
             return
         self._touched_s = now_s
-        with contextlib.suppress(OSError):  # a full disk must not stop the loop
+        # A full disk must not stop the loop.
+        with contextlib.suppress(OSError):
             self._alive.touch()
 
     def _look(self) -> None:

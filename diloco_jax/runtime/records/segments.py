@@ -1,14 +1,14 @@
-"""The closed segments of a long tape, which are compressed, so that a week of a run stays small.
+"""The closed segments of a long tape, compressed so that the tape of a long run stays small.
 
     RUN/tape.jsonl                        the newest lines, which grow
     RUN/tape/FIRST-END-HEAD.jsonl         lines before them: bytes FIRST to END of the whole tape, closed
     RUN/tape/FIRST-END-HEAD.jsonl.xz      the same, compressed without loss
 
-FIRST and END are positions in the whole tape, HEAD is that of the hash chain at END (tape_chain.py). Positions, lines
-and heads are those of one stream: nothing depends on where it was cut. A short run has one file.
+FIRST and END are positions in the whole tape, HEAD is the head of the hash chain at END (tape_chain.py). Positions,
+lines and heads belong to one stream, and do not depend on the cuts. A short run has one file.
 
-A process may be killed at any moment. A segment that is still the newest file, too, was not closed. If a segment is
-there twice, the file that is not compressed counts.
+A process may be killed at any moment. A segment that is the same file as the newest one was not closed. If a segment
+exists twice, the file that is not compressed counts.
 """
 
 import contextlib
@@ -22,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
-SEGMENT_BYTES = 1 << 24  # from which on a segment is closed
-# What repeats in a tape is in its last lines, so a small window is enough, and it needs little memory and time: see
-# scripts/bench/tape.
+# A segment is closed once it is this large.
+SEGMENT_BYTES = 1 << 24
+# Repetitions in a tape are near each other, so a small window is enough, and it needs little memory and time
+# (scripts/bench/tape).
 _FILTERS: list[dict[str, int]] = [
     {
         "id": lzma.FILTER_LZMA2,
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Segment(NamedTuple):
-    """One closed segment: what it holds of the whole tape, and its file."""
+    """One closed segment: its range of the whole tape, and its file."""
 
     first: int
     end: int
@@ -65,19 +66,20 @@ def folder_of(tape: Path) -> Path:
 
 
 def segment_at(tape: Path, first: int, end: int, head: str) -> Segment:
-    """Name a segment that is about to be closed."""
+    """Return the segment that is about to be closed."""
     name = f"{first:0{_DIGITS}d}-{end:0{_DIGITS}d}-{head}.jsonl"
     return Segment(first, end, head, folder_of(tape) / name)
 
 
 def closed_segments(tape: Path) -> list[Segment]:
-    """Return the closed segments of a tape in their order; ValueError if one is missing in between."""
+    """Return the closed segments of a tape in order; ValueError if one between them is missing."""
     try:
         names = sorted(os.listdir(folder_of(tape)))
     except (FileNotFoundError, NotADirectoryError):
         return []
     by_first: dict[int, Segment] = {}
-    for name in names:  # "x.jsonl" is before "x.jsonl.xz", so it counts
+    # "x.jsonl" sorts before "x.jsonl.xz", so the file that is not compressed counts.
+    for name in names:
         path = folder_of(tape) / name
         if (match := _NAME.fullmatch(name)) and not _is_newest(path, tape):
             by_first.setdefault(int(match[1]), Segment(int(match[1]), int(match[2]), match[3], path))
@@ -100,7 +102,7 @@ def _is_newest(path: Path, tape: Path) -> bool:
 
 
 def undo_unfinished(tape: Path) -> None:
-    """Take back the closing of a segment that a kill interrupted, and remove unfinished files. For its writer only."""
+    """Undo the closing of a segment that a kill interrupted, and remove unfinished files; only for its writer."""
     folder = folder_of(tape)
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if path.suffix == DRAFT or _is_newest(path, tape):
@@ -108,7 +110,7 @@ def undo_unfinished(tape: Path) -> None:
 
 
 def segment_lines(segment: Segment, start: int, line_bytes_max: int) -> Iterator[bytes]:
-    """Yield the lines of a segment from a position of the whole tape on; ValueError if its file is damaged."""
+    """Yield the lines of a segment from a position of the whole tape; ValueError if its file is damaged."""
     position = start
     try:
         with _opened(segment) as file:
@@ -126,7 +128,7 @@ def segment_lines(segment: Segment, start: int, line_bytes_max: int) -> Iterator
 
 
 def _opened(segment: Segment) -> IO[bytes]:
-    """Open a segment's file, which its writer may just have compressed."""
+    """Open a segment's file; its writer may have just compressed it."""
     packed = segment.path if segment.packed else segment.path.with_name(segment.path.name + PACKED)
     if not segment.packed:
         with contextlib.suppress(FileNotFoundError):
@@ -135,14 +137,14 @@ def _opened(segment: Segment) -> IO[bytes]:
 
 
 class Packer:
-    """Compresses closed segments one after the other, on a thread of its own."""
+    """Compressor of closed segments, one after the other, on a separate thread."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
 
     def pack(self, segment: Segment) -> None:
-        """Begin to compress a segment, unless it is compressed already."""
+        """Start to compress a segment, unless it is compressed already."""
         if segment.packed:
             return
         if self._thread is None:
@@ -163,7 +165,7 @@ class Packer:
                 draft.unlink(missing_ok=True)
 
     def _compressed(self, source: Path, draft: Path) -> bool:
-        """Write a compressed copy that outlives a lost machine; False if it was stopped."""
+        """Write a compressed copy, and sync it to the disk; return False if it was stopped."""
         with source.open("rb") as raw, draft.open("wb") as file:
             compressor = lzma.LZMACompressor(filters=_FILTERS)
             while chunk := raw.read(_CHUNK_BYTES):
@@ -182,7 +184,7 @@ class Packer:
             self._thread = None
 
     def close(self) -> None:
-        """Stop, also in the middle of a segment; the next process compresses it."""
+        """Stop, even in the middle of a segment; the next process compresses that segment."""
         self._stop.set()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""First acts and last words of every process of a run: obey signals, do not outlive the parent, end with a status."""
+"""Start and end of every process of a run: signals, the end of its parent, and exit statuses."""
 
 import contextlib
 import ctypes
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import NoReturn
 
 PARENT_ENV = "DILOCO_PARENT_PID"
-# Exit statuses, by which supervisors start again or not: failed, another attempt may succeed; wrong input, none will;
-# ended by its watchdog (pulse.py); asked to end before its work was done, as by SIGTERM, which is no failure.
+# Exit statuses tell supervisors whether to start a process again. After FAILED another attempt may succeed, after
+# WRONG_INPUT none will. HUNG: the watchdog ended the process (pulse.py). INTERRUPTED: SIGTERM or a person ended it
+# before its work was done.
 FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 1, 2, 124, 130
 _PR_SET_PDEATHSIG = 1
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 def stop_on_signals(last_act: Callable[[], object] = lambda: None) -> threading.Event:
-    """Return an event that SIGINT and SIGTERM set; the second of them ends the process, after its `last_act`."""
+    """Return an event that SIGINT and SIGTERM set; a second signal calls `last_act` and ends the process."""
     stop = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -34,7 +35,7 @@ def stop_on_signals(last_act: Callable[[], object] = lambda: None) -> threading.
 
 
 def stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:
-    """Let SIGTERM set an event, where this may be asked for; returns what puts things back."""
+    """Let SIGTERM set an event, if this is the main thread; return a function that undoes it."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     before = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
@@ -42,23 +43,24 @@ def stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:
 
 
 def die_with_parent() -> None:
-    """Ask Linux for SIGTERM when the supervisor dies, however it dies; elsewhere, and without one, do nothing."""
+    """Let Linux send SIGTERM when the supervisor ends; do nothing on other systems, or without a supervisor."""
     parent = os.environ.get(PARENT_ENV)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it died before we asked
+    # The supervisor ended before this call.
+    if os.getppid() != int(parent):
         raise SystemExit("the supervisor of this run is gone")
 
 
 def be_killed_with_parent() -> None:
-    """Ask Linux for SIGKILL when the parent ends, which ends a stopped process too; elsewhere do nothing."""
+    """Let Linux send SIGKILL when the parent ends, which also ends a stopped process; do nothing elsewhere."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process stands still because of SIGSTOP or its relatives; False where that cannot be seen."""
+    """Tell whether SIGSTOP or a similar signal has stopped a process; False if that is unknown."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -67,7 +69,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process with this exit status, whatever its threads do; what was printed is kept."""
+    """End this process at once with this exit status, and flush its output."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -75,7 +77,7 @@ def end_now(status: int) -> NoReturn:
 
 
 def give_memory_back() -> None:
-    """Let the C library return large blocks at once, where it is glibc: by itself it keeps many, for each thread."""
+    """Make glibc return large blocks at once, because by default it keeps many of them for each thread."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 19)
         libc.mallopt(_M_ARENA_MAX, 2)

@@ -1,6 +1,6 @@
-"""The status of a run: what the syncer says of itself, and how to ask for it.
+"""The status of a run: how a syncer or a baseline composes it, and how others read it.
 
-live.py describes the keys, liveness.py checks a file that nobody may write any more.
+tools/live/words.py lists the keys. liveness.py checks whether the processes of a status still run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
+from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
-from diloco_jax.transport.calls import ask_status
 from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.session.calls import ask_status
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
     from diloco_jax.settings.run import RunConfig
 
 ANSWER_TIMEOUT_S = 5.0
-EVALUATING = "evaluating"  # state of a run: every round is done, an island evaluates the final model
-STARVED_MAX = 4  # names of islands that are told to wait for data
+# State of a run: every round is done, and an island evaluates the final model.
+EVALUATING = "evaluating"
+# Number of islands that "waiting for" names because they wait for data.
+STARVED_MAX = 4
 
 
 def compose_status(
@@ -42,61 +45,87 @@ def compose_status(
     left_s: float | None,
     **told: Any,
 ) -> dict[str, Any]:
-    """Return what the run does now, for `diloco status` and the live view.
+    """Return what a run with a syncer does now, for `diloco status` and all views.
 
     Args:
-        stopped: whether somebody has ended it.
-        blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
-        metrics: what each island measured last.
-        left_s: seconds until the last global step, None while unknown.
-        told: said as it is: `alarms` that stand, each with its remedy, `episodes`, all that ever stood, `wire`, and
-            what the newest evaluation found.
+        stopped: whether somebody has ended the run.
+        blocked: what the syncer itself waits for, such as space on its disk; "" if it waits for islands or rounds.
+        metrics: the newest values that each island measured.
+        left_s: seconds until the last global step; None while unknown.
+        told: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
+            newest evaluation.
     """
-    learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "running" if stats.tokens else "starting"
     if syncer.finished:
         state = "complete" if stopped or syncer.over else EVALUATING
     elif stopped:
         state = "stopped"
-    return {
-        "run": run,
-        "state": state,
-        "global_step": syncer.global_step,
-        "total_steps": syncer.progress.expected_steps,
-        "left_s": None if left_s is None or state != "running" else round(left_s, 1),
-        "epoch": syncer.epoch,
-        "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
-        "wall_s": round(now_s, 1),
-        "tokens": stats.tokens,
-        "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
-        "contributors_per_round": round(stats.contributors_per_round, 3),
-        "samples": syncer.leases.fates._asdict(),
-        "learners": learners,
-        "said": signature(),
+    return status_of(
+        run=run,
+        state=state,
+        global_step=syncer.global_step,
+        total_steps=syncer.progress.expected_steps,
+        left_s=left_s,
+        epoch=syncer.epoch,
+        waiting_for=blocked or syncer.waiting_for(now_s),
+        wall_s=now_s,
+        tokens=stats.tokens,
+        contributors_per_round=round(stats.contributors_per_round, 3),
+        samples=syncer.leases.fates._asdict(),
+        learners=[row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)],
         **told,
-    }
+    )
+
+
+def status_of(
+    *,
+    state: str,
+    left_s: float | None,
+    wall_s: float,
+    waiting_for: str,
+    learners: Sequence[Mapping[str, Any]],
+    **told: Any,
+) -> dict[str, Any]:
+    """Return a status from facts about a run, with the figures that are computed from them, signed by this process.
+
+    Args:
+        waiting_for: what the run waits for; islands that wait for data are added.
+        told: facts that the status holds as they are.
+    """
+    return with_figures(
+        "status",
+        {
+            "state": state,
+            "left_s": None if left_s is None or state != "running" else round(left_s, 1),
+            "wall_s": round(wall_s, 1),
+            "waiting_for": waiting_for + starved(learners),
+            "learners": list(learners),
+            "said": signature(),
+            **told,
+        },
+    )
 
 
 def starved(learners: Sequence[Mapping[str, Any]]) -> str:
-    """Name the islands that notably wait for their data, as a part of what everybody waits for."""
+    """Return the islands that wait for data for a notable share of their time, as a text that ends "waiting for"."""
     shares = {row["learner"]: row.get("metrics", {}).get(WAITING, 0.0) for row in learners if row["state"] == "active"}
     found = [f"{name} {share:.0%} of its time" for name, share in shares.items() if share >= STARVED]
     return f"; data: {', '.join(found[:STARVED_MAX])}" + ", ..." * (len(found) > STARVED_MAX) if found else ""
 
 
 class Earlier(NamedTuple):
-    """Facts that only the status of an earlier process tells: up to half a second old, good enough for people."""
+    """Facts that only the status of an earlier process has; they may be half a second old."""
 
     wire: dict[str, int]
     eval_loss: float | None
-    episodes: Sequence[Standing] = ()  # of alarms
+    episodes: Sequence[Standing] = ()
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
 
 
-def _last_words(run_dir: Path) -> dict[str, Any]:
-    """Return what the file of the status says; nothing when it cannot be read."""
+def _last_status(run_dir: Path) -> dict[str, Any]:
+    """Return the status in a run's folder; {} if it cannot be read."""
     try:
         said = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -105,8 +134,8 @@ def _last_words(run_dir: Path) -> dict[str, Any]:
 
 
 def read_earlier(run_dir: Path) -> Earlier:
-    """Return what the last process that wrote this folder's status had counted; zeros when that cannot be read."""
-    said = _last_words(run_dir)
+    """Return the counts of the last process that wrote this folder's status; zeros if the status cannot be read."""
+    said = _last_status(run_dir)
     try:
         wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
         return Earlier(wire, said["eval_loss"], [Standing.of(told) for told in said.get("episodes", ())])
@@ -115,9 +144,9 @@ def read_earlier(run_dir: Path) -> Earlier:
 
 
 def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
-    """Remove what processes that are gone said of a run; return a function that puts it back.
+    """Remove what earlier processes wrote about a run, and return a function that restores it.
 
-    Only the process that holds the folder's lock may call it.
+    Only the process that holds the folder's lock may call this.
     """
     kept: dict[Path, bytes] = {}
     for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE)):
@@ -137,8 +166,8 @@ def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
 
 
 def start_again(run_dir: Path) -> None:
-    """Say that the run of this folder starts again: its last status is of processes that are gone."""
-    if said := _last_words(run_dir):
+    """Mark the status of a folder as that of a run that restarts, because its processes have ended."""
+    if said := _last_status(run_dir):
         told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
         told["left_s"] = None
         with contextlib.suppress(OSError):
@@ -146,30 +175,34 @@ def start_again(run_dir: Path) -> None:
 
 
 def last_state(run_dir: Path) -> str:
-    """Return the last state that the syncer told: one of those in `compose_status`; "" if it told nothing."""
-    return str(_last_words(run_dir).get("state", ""))
+    """Return the last state that the syncer wrote, one of those in `compose_status`; "" if there is none."""
+    return str(_last_status(run_dir).get("state", ""))
 
 
 def complete(run_dir: Path) -> bool:
-    """Tell if the syncer has said that every round is done; an island may still evaluate the final model."""
+    """Return whether every round is done by the last status; an island may still evaluate the final model."""
     return last_state(run_dir) in (EVALUATING, "complete")
 
 
 def known_address(run_dir: Path, config: RunConfig) -> str:
-    """Return where a run's syncer listens: as its folder says, if it is on this machine, else as the config does."""
+    """Return the address of a run's syncer: from the folder if it is on this machine, else from the config."""
     told = run_dir / ADDRESS_FILE
     return told.read_text(encoding="utf-8").strip() if told.exists() else config.transport.address
 
 
 def is_address(run: str) -> bool:
-    """Return whether people mean the address of a syncer, rather than the folder of a run."""
+    """Return whether an argument is the address of a syncer, rather than the folder of a run."""
     return ":" in run and not Path(run).exists()
 
 
 def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
-    """Return how to ask the syncer of a run, a folder or host:port; ValueError if the folder holds no address.
+    """Return the settings that reach the syncer of a run, a folder or host:port.
 
-    With `allow_plaintext` an address other than loopback is asked although nothing is encrypted.
+    Args:
+        allow_plaintext: whether an address other than loopback may be reached without encryption.
+
+    Raises:
+        ValueError: the folder holds no address.
     """
     plain = allow_plaintext or known.allow_plaintext
     path = Path(run) / ADDRESS_FILE
@@ -183,11 +216,15 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
 def read_status(
     run: str, *, allow_plaintext: bool = False, transport: Callable[[], TransportConfig] = TransportConfig
 ) -> dict[str, Any]:
-    """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
+    """Return the status of a run; that of a folder is corrected if its processes have ended (`liveness.judge`).
 
-    ValueError if there is no such run, it has not begun, or the address is not allowed; TransportError if nobody
-    answered there. `transport` returns certificates and token, for a syncer that asks for them; it is not
-    called for a file that is fresh, since a config takes a second to load.
+    Args:
+        transport: returns certificates and token, for a syncer that requires them. It is not called if the file is
+            fresh, because a config takes a second to load.
+
+    Raises:
+        ValueError: there is no such run, it has not started, or the address is not allowed.
+        TransportError: nothing answers at the address.
     """
 
     def ask() -> dict[str, Any]:
@@ -196,14 +233,15 @@ def read_status(
         return answer
 
     def ask_if_there() -> dict[str, Any] | None:
-        with contextlib.suppress(ValueError, OSError):  # TransportError is an OSError
+        # TransportError is an OSError.
+        with contextlib.suppress(ValueError, OSError):
             return ask() or None
         return None
 
     if is_address(run):
         status = ask()
         if not status:
-            raise ValueError(f"the syncer at {run} has just started and knows nothing yet; try again")
+            raise ValueError(f"the syncer at {run} has just started and has no status yet; try again")
         return status
     folder = Path(run)
     path = folder / STATUS_FILE
@@ -212,7 +250,7 @@ def read_status(
     except OSError as error:
         if (folder / CONFIG_FILE).exists():
             raise ValueError(
-                f"the run in {run} has said nothing yet: it is starting, or ended before it began; see {folder / LOGS}"
+                f"the run in {run} has no status yet: it is starting, or ended before it started; see {folder / LOGS}"
             ) from error
         raise ValueError(f"{run} has no {STATUS_FILE} ({error.strerror}); give a run's folder or host:port") from error
     return judge(folder, status, ask_if_there)

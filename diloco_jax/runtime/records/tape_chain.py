@@ -3,8 +3,8 @@
     head of no lines = ""        head after a line = H(head before it, line)
 
 A line that is missing, doubled or changed gives every later head another value. A head costs a microsecond per line,
-and is continued from the last one that is known: no line has to be read twice. The line of a snapshot holds the head
-before it, and so does the snapshot (`tape_head`). Names of closed segments and the summary hold that at their end.
+and continues from the last known head, so no line is read twice. The line of a snapshot holds the head before it, and
+so does the snapshot (`tape_head`). The names of closed segments and the summary hold the head at their end.
 """
 
 import json
@@ -17,13 +17,13 @@ _SNAPSHOT = b'["snapshot"'
 
 
 class TapeChain:
-    """The head of the lines so far."""
+    """The head of the hash chain over the lines so far."""
 
     def __init__(self, head: str = "") -> None:
         self._head = bytes.fromhex(head)
 
     def add(self, line: bytes) -> None:
-        """Take one line, without its line break."""
+        """Add one line, without its line break."""
         self._head = blake2b(self._head + line, digest_size=HEAD_BYTES).digest()
 
     @property
@@ -32,16 +32,16 @@ class TapeChain:
 
 
 class TapeMark(NamedTuple):
-    """Claim of a file beside the tape: the tape's head at a position, or in the snapshot's line that ends there."""
+    """The tape's head at a position, or in the snapshot's line that ends there, as another file records it."""
 
     position: int
     head: str
-    what: str  # the file, in words
+    what: str  # file name
     in_line: bool = False
 
 
 def head_in(line: bytes) -> str:
-    """Return the head that a snapshot's line holds; "" for every other line, and one of an older release."""
+    """Return the head in a snapshot's line; "" for other lines, and for a line of an older release."""
     if not line.startswith(_SNAPSHOT):
         return ""
     try:
@@ -52,7 +52,7 @@ def head_in(line: bytes) -> str:
 
 
 def checked(lines: Iterable[bytes], tape: str, marks: Iterable[TapeMark]) -> Iterator[bytes]:
-    """Pass on all lines of a tape; ValueError if they are not those that snapshots, segments and marks were made of."""
+    """Yield all lines of a tape; ValueError if they do not match the heads in snapshots, segments and marks."""
     waiting = sorted(marks, reverse=True)
     chain, position, known = TapeChain(), 0, 0
     for number, line in enumerate(lines, start=1):

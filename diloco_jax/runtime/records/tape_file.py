@@ -1,13 +1,13 @@
-"""A file that grows by whole lines and never holds a torn one, whatever happens to its writer or its disk.
+"""A file that grows by whole lines and never keeps a torn one, whatever happens to its writer or its disk.
 
-A line goes to the operating system with one call, so what a killed process had written is there. A write that the disk
-refuses, in whole or in part, is taken back: the file ends where its last whole line does.
+A line goes to the operating system with one call, so the lines of a killed process are kept. If the disk refuses a
+write, in whole or in part, the write is undone: the file ends after its last whole line.
 
-The syncer's tape is written ahead, and never given up while the run may go on: a decision that is not on it could not
-be repeated after a restart, so nothing that an input led to leaves the process before its line is written. Lines of
-inputs that led to nothing wait for the next such moment, and go to the operating system together. While the disk
-refuses them the syncer waits, and says so; learners train on meanwhile. A long tape is cut into segments, of which all
-but the newest are compressed (segments.py); readers see one stream.
+The syncer writes its tape ahead, and never continues without it, because a decision that is not on the tape could not
+be repeated after a restart. So no effect of an input leaves the process before the input's line is written. Lines of
+inputs without effects wait until then, and go to the operating system together. While the disk refuses lines, the
+syncer waits and reports it; learners continue to train. A long tape is cut into segments, and all but the newest are
+compressed (segments.py); readers see one stream.
 """
 
 import contextlib
@@ -25,18 +25,20 @@ from diloco_jax.runtime.records.os_errors import remedy
 from diloco_jax.runtime.records.segments import Packer, closed_segments, segment_lines
 from diloco_jax.runtime.records.tape_chain import TapeChain
 
-LINE_BYTES_MAX = 1 << 24  # that a reader takes; a hello with 4096 learners' worth of names is far below
-RETRY_S = 0.5  # between two attempts to write a tape
+# The limit for a reader; a hello with the names of 4096 learners is far below.
+LINE_BYTES_MAX = 1 << 24
+RETRY_S = 0.5  # between attempts
 _BLOCK = 1 << 16
-_SHOWN = 24  # bytes of a damaged line in a message
+# A message shows this many bytes of a damaged line.
+_SHOWN = 24
 
 log = logging.getLogger(__name__)
 
 
 class LineFile:
-    """Appends whole lines. One process writes it, one thread at a time.
+    """A file of whole lines; one process writes it, one thread at a time.
 
-    A file that is missing is made; a torn last line, as a lost machine leaves it, is cut off.
+    A missing file is created. A torn last line, which a lost machine can leave, is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,13 +52,14 @@ class LineFile:
             raise
 
     def append(self, data: bytes) -> None:
-        """Write whole lines, all of them or none: OSError if the disk did not take them."""
+        """Write whole lines, all of them or none; OSError if the disk refused them."""
         view, done = memoryview(data), 0
         try:
             while done < len(data):
                 done += os.pwrite(self._file, view[done:], self.position + done)
         except OSError:
-            with contextlib.suppress(OSError):  # a reader stops at a torn line, and the next append writes over it
+            # A reader stops at a torn line, and the next append overwrites it.
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self.position)
             raise
         self.position += len(data)
@@ -68,18 +71,18 @@ class LineFile:
 
 
 class Tail:
-    """A reader of a file of lines that others write, as far as it is whole. It follows a file that replaces its own."""
+    """A reader of a growing file of lines; it follows a file that replaces the present one."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
         self._file_number = 0
-        self.position = 0  # bytes that have been read
+        self.position = 0  # bytes read
         if from_end:
             for _ in self.lines():
                 pass
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that have become whole since the last call."""
+        """Yield the lines that were completed since the last call."""
         try:
             with self._path.open("rb") as file:
                 number = os.fstat(file.fileno()).st_ino
@@ -94,7 +97,7 @@ class Tail:
 
 
 def whole_bytes(file: int, before: int | None = None) -> int:
-    """Return the size of an open file, or of what it has before a position, up to the last line break."""
+    """Return the position after the last line break of an open file, or after the last one before a position."""
     keep = os.fstat(file).st_size if before is None else before
     while keep > 0:
         start = max(0, keep - _BLOCK)
@@ -114,16 +117,16 @@ def last_line(path: Path) -> bytes | None:
 
 
 class TapeStopped(Exception):
-    """The run was stopped while the tape could not be written: no effect of its last inputs was executed.
+    """The run was stopped while the tape could not be written; no effect of its last inputs was executed.
 
-    No input may follow. The lines that wait are written with the next one that the disk takes, if there is any.
+    No input may follow. The waiting lines are written with the next line that the disk accepts, if there is one.
     """
 
 
 class SegmentedFile:
-    """Appends whole lines to a tape of any length, and keeps the head of its hash chain. One process writes it.
+    """A tape of any length, with the head of its hash chain; one process writes it.
 
-    `position` is that in the whole tape. Errors of the disk are those of LineFile.
+    `position` counts the whole tape. Errors of the disk are those of LineFile.
     """
 
     def __init__(self, path: Path, segment_bytes: int = segments.SEGMENT_BYTES) -> None:
@@ -149,7 +152,7 @@ class SegmentedFile:
         return self._chain.head
 
     def append(self, *lines: bytes) -> None:
-        """Write lines, without their line breaks: all of them or none."""
+        """Write lines, given without line breaks, all of them or none."""
         if self._file.position >= self._closes_at:
             self._close_segment()
         self._file.append(b"".join(line + b"\n" for line in lines))
@@ -157,7 +160,7 @@ class SegmentedFile:
             self._chain.add(line)
 
     def _close_segment(self) -> None:
-        """Make what is written a closed segment, and begin another file; the tape's path is never without one."""
+        """Close the present file as a segment, and start another one; the tape's path always has a file."""
         segment = segments.segment_at(self.path, self._first, self.position, self.head)
         draft = self.path.with_name(self.path.name + segments.DRAFT)
         file = None
@@ -182,18 +185,20 @@ class SegmentedFile:
         self._packer.pack(segment)
 
     def close(self) -> None:
-        """Close the file; a segment that is being compressed is left to the next process."""
+        """Close the file; the next process continues an interrupted compression."""
         self._packer.close()
         self._file.close()
 
 
 @dataclass(eq=False)
 class TapeFile:
-    """Appends to a run's tape; a full disk makes it wait, not fail. Its process holds the folder's `syncer.lock`."""
+    """The tape of a run; a full disk makes it wait instead of fail. Its process holds the folder's `syncer.lock`."""
 
     path: Path
-    stop: threading.Event  # set from outside when the run shall end: then waiting ends too
-    on_wait: Callable[[], None]  # called before each wait, on the writing thread, with `condition` set
+    # Set from outside when the run shall end; it also ends a wait.
+    stop: threading.Event
+    # Called before each wait, on the writing thread, with `condition` set.
+    on_wait: Callable[[], None]
     segment_bytes: int = segments.SEGMENT_BYTES
     condition: str = ""
 
@@ -203,25 +208,25 @@ class TapeFile:
 
     @property
     def position(self) -> int:
-        """Return the size of what is written; lines that wait are not in it."""
+        """Return the size of the written lines, without waiting ones."""
         return self._file.position
 
     @property
     def head(self) -> str:
-        """Return the head of the hash chain over what is written."""
+        """Return the head of the hash chain over the written lines."""
         return self._file.head
 
     def put(self, line: str) -> None:
-        """Let a line wait for the next `flush`."""
+        """Keep a line for the next `flush`."""
         self._waiting.append(line.encode())
 
     def write(self, line: str) -> None:
-        """Append a line at once; see `flush`."""
+        """Append a line at once, as `flush` does."""
         self.put(line)
         self.flush()
 
     def flush(self) -> None:
-        """Return when the operating system has every line, or raise TapeStopped if the run was stopped."""
+        """Wait until the operating system has every line; TapeStopped if the run was stopped meanwhile."""
         while self._waiting:
             try:
                 self._file.append(*self._waiting)
@@ -230,7 +235,7 @@ class TapeFile:
                 continue
             self._waiting.clear()
             if self.condition:
-                log.info(f"{self.path} can be written again; rounds go on")
+                log.info(f"{self.path} can be written again; rounds continue")
                 self.condition = ""
             return
 
@@ -246,7 +251,7 @@ class TapeFile:
             raise TapeStopped(f"stopped while {self.condition}")
 
     def close(self) -> None:
-        """Close the file; lines that the disk does not take now are lost, and with them inputs that led to nothing."""
+        """Close the file; waiting lines of inputs without effects are lost if the disk refuses them."""
         if self._waiting:
             with contextlib.suppress(OSError):
                 self._file.append(*self._waiting)
@@ -261,9 +266,10 @@ def tape_bytes(path: Path) -> int:
 
 
 def raw_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Yield the whole lines of a tape from a byte position on, without line breaks, also while it is being written.
+    """Yield the whole lines of a tape from a byte position, without line breaks, even while it is being written.
 
-    ValueError if a line is longer than any that a syncer writes, `start` lies behind the end, or a segment is missing.
+    Raises:
+        ValueError: A line is longer than any line of a syncer, `start` is behind the end, or a segment is missing.
     """
     file, closed = _opened(path)
     with file:
@@ -286,7 +292,7 @@ def raw_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 
 
 def _opened(path: Path) -> tuple[IO[bytes], list[segments.Segment]]:
-    """Open a tape's newest file, with the closed segments before it: its writer may close one in between."""
+    """Open a tape's newest file and list its closed segments; repeat if its writer closes one in between."""
     while True:
         file = path.open("rb")
         try:
@@ -300,13 +306,13 @@ def _opened(path: Path) -> tuple[IO[bytes], list[segments.Segment]]:
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[str]:
-    """Yield the lines of a tape as `raw_lines` does, as text."""
+    """Yield the lines of a tape as text, as `raw_lines` does in bytes."""
     for line in raw_lines(path, start):
         yield line.decode(errors="replace")
 
 
 def line_before(path: Path, position: int) -> bytes | None:
-    """Return the whole line of a tape that ends at a position; None if none does."""
+    """Return the whole line of a tape that ends at a position; None if no line does."""
     closed = closed_segments(path)
     for segment in closed:
         if segment.first < position <= segment.end:

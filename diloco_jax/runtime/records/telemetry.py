@@ -3,8 +3,8 @@
 One process writes a run's telemetry: the syncer's, or the data-parallel baseline's. Kinds of records, `t` in seconds
 since the run began, bytes and tokens cumulative:
 
-    step    t learner incarnation local_step tokens global_step loss step_s      (tokens: of all its incarnations)
-            arrived, if it tells of any: [version, seconds from its merge until the learner had it]
+    step    t learner incarnation local_step tokens global_step loss step_s      (tokens of all its incarnations)
+            arrived, if any: [version, seconds from its merge until the learner had it]
     metrics t learner incarnation local_step global_step values                  (of an island; docs/metrics.md)
     merged_metrics
             t global_step islands values                                         (of these islands together)
@@ -12,12 +12,12 @@ since the run began, bytes and tokens cumulative:
             t global_step fragment_id members reason                             (the protocol's Note)
     round   t global_step fragment_id opened_s met_s closed_s pulled_s values    (as its merge ends, in the run's time;
             values: learner -> seconds from closing the round until its value was there)
-    life    t global_step epoch members reason versions host                     (as a process of the syncer begins)
+    life    t global_step epoch members reason versions host                     (at the start of a syncer process)
     alarm   t global_step alarm state members reason                             (alarm: its kind; state: begins, ends)
-    wire    t global_step up_bytes down_bytes
+    wire    t global_step up_bytes down_bytes                                    (the tracked ones of runtime/figures)
     eval    t global_step tokens loss bits_per_byte scores                       (of the global model)
 
-The file has a bound: records of an earlier part may stand for `n` of their kind each (thinning.py).
+The file is bounded: each record of its earlier part may stand for `n` records of its kind (thinning.py).
 """
 
 import json
@@ -36,14 +36,16 @@ from diloco_jax.runtime.records.thinning import BYTES_MAX, ThinnedFile
 if TYPE_CHECKING:
     from diloco_jax.runtime.trackers.outlets import Outlets
 
-FLUSH_EVERY = 500  # lines that wait for the disk at most, while it takes them
-WAITING_MAX = 100_000  # lines that wait while it does not; older ones are lost
+# Lines that wait at most while the disk accepts them.
+FLUSH_EVERY = 500
+# Lines that wait at most while it refuses them; older ones are lost.
+WAITING_MAX = 100_000
 
 log = logging.getLogger(__name__)
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with every NaN and infinity replaced by None: strict JSON knows neither."""
+    """Replace every NaN and infinity in `value` by None, because strict JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -54,12 +56,12 @@ def finite(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], obj: Any) -> None:
-    """Replace a JSON file at once: a reader sees the old content or the new one. NaN and infinities become null."""
+    """Replace a JSON file at once: readers see the old or the new content. Non-finite numbers become null."""
     replace_text(path, json.dumps(finite(obj), allow_nan=False, indent=2) + "\n")
 
 
 def read_object(path: Path, *keys: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object with these keys; ValueError if it is damaged, or of something else."""
+    """Read a JSON file with an object that has these keys; ValueError if it is damaged, or another file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -73,16 +75,16 @@ def read_object(path: Path, *keys: str) -> dict[str, Any]:
 def replace_text(path: str | os.PathLike[str], text: str) -> None:
     """Replace a text file at once; its folder must exist."""
     target = Path(path)
-    # the process id keeps two writers from sharing a half-written file
+    # The process id keeps two writers from sharing a half-written file.
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, target)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl in order, also while it is being written; ValueError names a bad line.
+    """Yield the records of a metrics.jsonl in order, even while it is being written; ValueError names a bad line.
 
-    A last line without a line break is what a killed or a still writing process leaves; it is skipped.
+    A last line without a line break is skipped, because its writer was killed or is still writing.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -98,9 +100,9 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 class Telemetry:
-    """Writes a run's records behind those of earlier processes. One thread.
+    """Writer of a run's records, after those of earlier processes; for one thread.
 
-    A disk that takes nothing costs records at worst, never the run. A file of more than `bytes_max` is thinned.
+    A full disk can cost records, but never the run. A file of more than `bytes_max` is thinned.
     """
 
     def __init__(
@@ -118,7 +120,8 @@ class Telemetry:
         """Append one record of plain Python values; it reaches the disk with the next `flush`."""
         try:
             line = json.dumps(record, allow_nan=False, separators=(",", ":"))
-        except ValueError:  # rare, so the common case pays no walk through the record
+        # This is rare, so the common case needs no walk through the record.
+        except ValueError:
             line = json.dumps(finite(record), allow_nan=False, separators=(",", ":"))
         self._waiting.append(line)
         if len(self._waiting) % FLUSH_EVERY == 0:
@@ -127,14 +130,15 @@ class Telemetry:
             self._outlets.write(record)
 
     def flush(self) -> None:
-        """Hand everything written so far to the operating system; to be called about once a second."""
+        """Give all records so far to the operating system; to be called about once a second."""
         try:
             if self._waiting:
                 self._file.append("".join(f"{line}\n" for line in self._waiting).encode())
                 self._waiting.clear()
             self._failing = False
         except OSError as error:
-            if not self._failing:  # they wait for the next time
+            # The lines wait for the next flush.
+            if not self._failing:
                 what = f"metrics cannot be written ({error}): {remedy(error, self._path)}"
                 log.warning(f"{what}; the newest {WAITING_MAX} records wait")
             self._failing = True

@@ -1,19 +1,19 @@
-"""Thinning of metrics.jsonl: the file has a bound however long a run takes, and no reader needs more than it.
+"""Thinning of metrics.jsonl, so that the file of a long run stays bounded.
 
-Once the file is longer than its bound, a thread writes a shorter one, which replaces it at once. Three parts follow one
-another in the new file:
+When the file exceeds its bound, a thread writes a shorter one, which replaces it at once. The new file has three parts:
 
     head    one line of kind "thinned": `removed` bytes left out so far, `exact_from` where the exact part starts,
             `every` records summed up as one
     old     of each stream of PERIODIC records one for `every` successive ones, and all other records
     exact   the newest quarter of the bound, byte for byte as it was written
 
-Every periodic record of the old part has `n`, for how many it stands. Its counters and times are those of the last
-one, `loss`, `step_s` and `values` are means, and `counts` of a merged one tells in how many of the `n` rounds each
-learner was. So sums over the file stay exact. When the old part takes more than half of the bound, `every` doubles.
-The first step of an incarnation stays alone, and no step is summed up over an incarnation or a note that names its
-learner. Other records than PERIODIC are kept until they fill a quarter of the bound; then the oldest of them go. If
-nothing of this makes the old part short enough, as with a new learner at every step, its oldest half goes.
+Every periodic record of the old part has `n`, the number of records that it stands for. Its counters and times are
+those of the last of them; `loss`, `step_s` and `values` are means; `counts` of a "merged" record has the number of
+rounds of each learner. So sums over the file stay exact. When the old part takes more than half of the bound, `every`
+doubles. The first step of an incarnation stays a separate record. Steps of two incarnations are never summed up
+together, nor steps before and after a note that names their learner. Records of other kinds are kept until they fill a
+quarter of the bound; then the oldest of them are dropped. If the old part is still too long, as with a new learner at
+every step, its oldest half is dropped.
 """
 
 import contextlib
@@ -27,10 +27,13 @@ from typing import Any, BinaryIO
 
 from diloco_jax.runtime.records.tape_file import LINE_BYTES_MAX, LineFile
 
-BYTES_MAX = 32 << 20  # of metrics.jsonl, before it is thinned
+# metrics.jsonl is thinned above this size.
+BYTES_MAX = 32 << 20
 PERIODIC = ("step", "metrics", "merged_metrics", "closed", "merged", "abandoned", "round", "wire")
-THINNED = "thinned"  # kind of the first line of a thinned file
-SHRINKS = 0.95  # by which a greater `every` must make the old part shorter, or there is nothing to sum up
+# Kind of the first line of a thinned file.
+THINNED = "thinned"
+# A greater `every` must shrink the old part to this share, or there is nothing to sum up.
+SHRINKS = 0.95
 _HEAD_BYTES = 160
 _COPIED = 1 << 20
 
@@ -38,18 +41,18 @@ log = logging.getLogger(__name__)
 
 
 def stands_for(record: Mapping[str, Any]) -> int:
-    """Return how many records a record of metrics.jsonl stands for."""
+    """Return the number of records that a record of metrics.jsonl stands for."""
     count = record.get("n", 1)
     return count if isinstance(count, int) and count > 0 else 1
 
 
 def merged_counts(record: Mapping[str, Any]) -> dict[str, int]:
-    """Return in how many rounds of a "merged" record each learner was merged."""
+    """Return the number of rounds of a "merged" record that merged each learner."""
     return dict(record["counts"] if "counts" in record else dict.fromkeys(record["members"], 1))
 
 
 def _mean(one: Any, other: Any, weight: float) -> Any:
-    """Return the mean of two values, the second with a weight in [0, 1]; the one that is known, the second if any."""
+    """Return the mean of two values, the second with a weight in [0, 1]; without two numbers, one of the values."""
     if not isinstance(one, int | float) or not isinstance(other, int | float):
         return one if other is None else other
     return float(f"{one + (other - one) * weight:.6g}")
@@ -60,7 +63,7 @@ def combine(one: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     count, more = stands_for(one), stands_for(later)
     weight = more / (count + more)
     found = {**later, "n": count + more}
-    # only the newest rounds are shown with the times of their broadcasts
+    # Only the newest rounds are shown with the times of their broadcasts.
     found.pop("arrived", None)
     for key in found.keys() & {"loss", "step_s"}:
         found[key] = _mean(one.get(key), found[key], weight)
@@ -75,7 +78,7 @@ def combine(one: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Combiner:
-    """Sums up a run's records, given as lines in their order, so that one stands for `every`."""
+    """Sums of a run's records, given as lines in order; one record stands for `every`."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -83,9 +86,10 @@ class Combiner:
         self._lives: dict[str, int] = {}
 
     def take(self, line: bytes) -> Iterator[tuple[bytes, bool]]:
-        """Yield the lines that are complete now, each with whether it is of a periodic record."""
+        """Add a line; yield the lines that are complete now, each with whether its record is periodic."""
         record: Any = None
-        with contextlib.suppress(ValueError):  # another program's line stays as it is
+        # Lines of other programs stay as they are.
+        with contextlib.suppress(ValueError):
             record = json.loads(line)
         if not isinstance(record, dict) or record.get("kind") not in PERIODIC:
             members = record.get("members", ()) if isinstance(record, dict) else ()
@@ -103,7 +107,7 @@ class Combiner:
             yield from self._close([key])
             yield line, True
             return
-        # readers count an incarnation's time from its first step
+        # Readers count an incarnation's time from its first step.
         begins = record["kind"] == "step" and self._lives.get(key[1]) != record.get("incarnation")
         if begins:
             self._lives[key[1]] = record.get("incarnation", 0)
@@ -111,7 +115,7 @@ class Combiner:
             yield from self._close([key])
 
     def rest(self) -> Iterator[tuple[bytes, bool]]:
-        """Yield the lines that are left at the end."""
+        """Yield the remaining lines at the end."""
         yield from self._close(list(self._open))
 
     def _close(self, keys: list[tuple[str, str]]) -> Iterator[tuple[bytes, bool]]:
@@ -133,7 +137,7 @@ def read_head(line: bytes) -> dict[str, Any] | None:
 
 
 def _line_after(file: BinaryIO, position: int) -> int:
-    """Return where the first line starts that starts at a position or later."""
+    """Return the start of the first line that starts at a position or later."""
     if position <= 0:
         return 0
     file.seek(position - 1)
@@ -142,7 +146,7 @@ def _line_after(file: BinaryIO, position: int) -> int:
 
 
 class _Thinning:
-    """One rewriting of the first `end` bytes of a file, in a thread; `error` says why it failed, if it did."""
+    """One rewriting of the first `end` bytes of a file, in a thread; `error` is set if it failed."""
 
     def __init__(self, path: Path, draft: Path, end: int, bound: int) -> None:
         self.path, self.draft, self.end, self._bound = path, draft, end, bound
@@ -155,9 +159,9 @@ class _Thinning:
             with self.path.open("rb") as file, self.draft.open("w+b") as draft:
                 self._write(file, draft)
                 draft.flush()
-                # a machine that is lost right after the replacement must find the records
+                # The records must survive if the machine is lost right after the replacement.
                 os.fsync(draft.fileno())
-        # a run does not end because its records cannot be shortened
+        # A run must not end because its records cannot be shortened.
         except Exception as error:
             self.error = error
 
@@ -176,7 +180,8 @@ class _Thinning:
             size, most = draft.tell(), self._bound // 2
             if size <= most:
                 break
-            if known > start:  # all of the old part, not only what has become old since
+            if known > start:
+                # Sum up all of the old part, instead of only the lines that became old since.
                 known, every = start, 2 * every
             elif rare > self._bound // 4:
                 rare_skipped += rare - self._bound // 8
@@ -190,9 +195,10 @@ class _Thinning:
         draft.write(json.dumps(told | {"every": every}, separators=(",", ":")).encode().ljust(_HEAD_BYTES - 1) + b"\n")
 
     def _combine(self, file: BinaryIO, draft: BinaryIO, start: int, cut: int, every: int, skip: int) -> int:
-        """Write the lines between two positions summed up, but leave out `skip` bytes that are not periodic.
+        """Write the sums of the lines between two positions, without the first `skip` bytes that are not periodic.
 
-        Returns how many bytes of those were written.
+        Returns:
+            The number of written bytes that are not periodic.
         """
         combiner, rare, left = Combiner(every), 0, cut - start
         file.seek(start)
@@ -218,19 +224,19 @@ def _copy(file: BinaryIO, draft: BinaryIO, start: int, end: int) -> None:
 
 
 class ThinnedFile:
-    """Appends lines to a file of records, and has it thinned when it is longer than its bound. One thread."""
+    """A file of records that is thinned when it exceeds its bound; for one thread."""
 
     def __init__(self, path: Path, bound: int = BYTES_MAX) -> None:
         self._path, self._bound = path, bound
         self._draft = path.with_name(f".{path.name}.thinned")
-        # a process that was killed may have left it
+        # A process that was killed may have left it.
         self._draft.unlink(missing_ok=True)
         self._file = LineFile(path)
         self._next = bound
         self._job: _Thinning | None = None
 
     def append(self, data: bytes) -> None:
-        """Append whole lines; OSError if the disk did not take them."""
+        """Append whole lines; OSError if the disk refused them."""
         self._file.append(data)
         if self._job is None and self._file.position > self._next:
             self._job = _Thinning(self._path, self._draft, self._file.position, self._bound)
@@ -238,7 +244,7 @@ class ThinnedFile:
             self.settle()
 
     def settle(self) -> None:
-        """Put the thinned file in place once it is written, if one is under way."""
+        """Wait for the thinned file, if one is being written, and put it in place."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -265,11 +271,11 @@ class ThinnedFile:
 
 
 class RecordTail:
-    """A reader that follows a file of records while others append to it, thin it, or start another run in its place.
+    """A reader that follows a file of records while it grows, is thinned, or is replaced by another run's.
 
     Attributes:
-        position: bytes of the present file that have been read, or lie before what is read.
-        lost: whether records were missed, because they were summed up before they were read or the run is another one.
+        position: Bytes of the present file before the next line.
+        lost: Whether records were missed, because they were summed up before they were read, or the run is another.
     """
 
     def __init__(self, path: Path) -> None:
@@ -280,7 +286,7 @@ class RecordTail:
         self._removed = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that have become whole since the last call, each of them once."""
+        """Yield the lines that were completed since the last call, each once."""
         try:
             with self._path.open("rb") as file:
                 self._find(file)
@@ -292,7 +298,7 @@ class RecordTail:
             return
 
     def _find(self, file: BinaryIO) -> None:
-        """Find where to read on in a file that may have replaced the one before."""
+        """Find the next line in a file that may have replaced the previous one."""
         first, size = file.readline(LINE_BYTES_MAX), os.fstat(file.fileno()).st_size
         if not first.endswith(b"\n"):
             first = b""

@@ -1,9 +1,9 @@
-"""The beginning of a syncer's process: a new run, one whose syncer died, or one of which only the folder is left.
+"""The start of a syncer's process: a new run, a run whose syncer failed, or a run that has only its folder left.
 
-fresh     no tape: the initial model, a new machine
-failover  a tape: the newest readable snapshot, then every decision after it from the tape; what values the snapshot
-          lacks comes from the learners, who are alive and hold them (protocol/syncer/comeback.py)
-rewind    a tape, and nobody is alive: the newest readable snapshot alone; what came after it is void
+fresh     There is no tape: the initial model and a new machine.
+failover  There is a tape: the newest readable snapshot, then every later decision from the tape. Learners, which are
+          alive, send the values that the snapshot lacks (protocol/syncer/comeback.py).
+rewind    There is a tape, and no learner is alive: the newest readable snapshot alone. Later rounds are void.
 """
 
 import json
@@ -18,33 +18,36 @@ from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, limits_before, lives, replay, returns
 from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
-from diloco_jax.runtime.records.history import check_history, has_begun, how_to_use
+from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE, check_history, has_begun, how_to_use
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, set_others_aside
 
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
-# Of snapshots that were refused: those that an error names, and characters of each reason.
+# The refused snapshots that an error names, and the characters of each reason.
 NAMED_MAX, REASON_MAX = 4, 160
 
 log = logging.getLogger(__name__)
 
 
 def mode_of(run_dir: Path, *, rewind: bool) -> str:
-    """Return how a syncer begins in a folder; ValueError if the folder lacks the history that this needs."""
+    """Return how a syncer starts in a folder; ValueError if the folder lacks the history for it."""
     check_history(run_dir, rewinds=rewind)
     if has_begun(run_dir):
-        # A damaged end is named before anything is changed.
+        # A damaged end of the tape is reported before anything changes.
         last_time_s(run_dir / TAPE_FILE)
         return REWIND if rewind else FAILOVER
     return FRESH
 
 
 def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
-    """Bring machine, model and statistics to where they go on; returns the effects of the first input.
+    """Restore machine, model and statistics, and return the effects of the first input.
 
-    ValueError, with what to do, if the tape or the snapshots do not allow it. `initial` makes the initial values again.
+    Args:
+        initial: draws the initial values again.
+
+    Raises:
+        ValueError: the tape or the snapshots do not allow it; the message has the remedy.
     """
     if mode == FRESH:
         return parts.taped.on_begin(parts.model.digests, now_s)
@@ -55,7 +58,8 @@ def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: flo
     read = partial(read_snapshot, model=parts.model, tape=tape)
     loaded = checkpoint.newest_readable(folder, read, lambda *each: refused.append(each))
     if loaded is None and refused:
-        parts.model.begin(initial())  # one that is damaged may have been read in part
+        # A damaged snapshot may have replaced some of the values.
+        parts.model.begin(initial())
     if mode == REWIND:
         return _rewind(parts, loaded, refused, now_s)
     set_others_aside(folder, tape)
@@ -63,12 +67,12 @@ def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: flo
 
 
 def _check_weights(parts: Parts) -> None:
-    """Compare the initial values with those that the run began with: their folder may have moved, or changed."""
+    """Compare the initial values with those at the start of the run: their folder may have changed."""
     kind, _, digests, *_ = json.loads(next(read_lines(parts.run_dir / TAPE_FILE)))
     if kind == "begin" and digests != parts.model.digests:
         raise ValueError(
-            f"model.weights {parts.config.model.weights} holds other values than this run began with; name the folder "
-            "with the old ones, or start a new run"
+            f"model.weights {parts.config.model.weights} holds other values than this run started with; name the "
+            "folder with the old values, or start a new run"
         )
 
 
@@ -100,9 +104,9 @@ def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Ef
 
 
 def _counted(lines: Iterator[str], parts: Parts, counted: Moments[dict[str, Any]]) -> Iterator[str]:
-    """Pass lines on; each report is counted just before the machine gets it, as it was when it was written.
+    """Yield the lines of a tape, and count each report just before the machine gets it, as when it was written.
 
-    What had been counted is kept for each snapshot that the run goes back to.
+    The counts at each snapshot that the run returns to are kept.
     """
     for line in lines:
         if line.startswith('["StepReport"'):
@@ -112,9 +116,11 @@ def _counted(lines: Iterator[str], parts: Parts, counted: Moments[dict[str, Any]
             counted.keep(Moment(*json.loads(line)[2:]), parts.stats.state)
         elif line.startswith('["rewind"'):
             fields = json.loads(line)[2:]
-            del fields[2:3]  # the stamp
+            # The third field is the stamp of the release.
+            del fields[2:3]
             moment = back_to("rewind", fields)
-            if moment is not None and moment in counted:  # else the machine's replay says that it is not on the tape
+            # The replay of the machine reports a moment that is not on the tape.
+            if moment is not None and moment in counted:
                 parts.stats.restore(counted.at(moment))
         yield line
 
@@ -137,13 +143,15 @@ def _rewind(
         )
     path, snapshot = loaded
     set_others_aside(folder, TapeExtent(parts.run_dir / TAPE_FILE, parts.tape.position))
-    for other in checkpoint.complete(folder):  # of the void future: nobody may take it for the newest later
+    # A snapshot of the void rounds must not count as the newest later.
+    for other in checkpoint.complete(folder):
         if checkpoint.global_step_of(other) > snapshot.global_step:
             checkpoint.set_aside(other)
-    state = _restored(parts, snapshot)  # before the tape says that it was
-    # Counted from the snapshot on: a long tape need not be read whole.
+    # The state is restored before the tape records it.
+    state = _restored(parts, snapshot)
+    # Lives are counted from the snapshot on, so that a long tape is not read whole.
     epoch = state["epoch"][0] + lives(read_lines(parts.run_dir / TAPE_FILE, snapshot.tape_bytes))
-    log.info(f"the run goes on from {path.name}; what came after it is void")
+    log.info(f"the run continues from {path.name}; later rounds are void")
     return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
 
 
@@ -156,6 +164,6 @@ def _restored(parts: Parts, snapshot: Snapshot) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"the snapshot of global step {snapshot.global_step} was written by another version of this program "
-            f"({type(error).__name__}: {error}); go on with that version, or start a new run"
+            f"({type(error).__name__}: {error}); continue with that version, or start a new run"
         ) from error
     return state

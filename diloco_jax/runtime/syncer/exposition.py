@@ -1,8 +1,11 @@
-"""Metrics of a run for Prometheus, over HTTP; docs/metrics.md has the table.
+"""The metrics of a run for Prometheus, over HTTP; docs/metrics.md lists them.
 
-The syncer's loop hands over what its status says, and durations as they end. A scrape makes its text of that in a
-thread of its own, so the loop never waits for one. Labels are bounded: islands are those that the config names.
+The syncer's loop passes its newest status, and durations as they end. A scrape turns these into text in a separate
+thread, so the loop never waits for a scrape. Labels are bounded: islands are those that the config names. The table of
+figures (runtime/figures) has the series of the run and of its islands; those of the syncer's process are here.
 """
+
+from __future__ import annotations
 
 import logging
 import shutil
@@ -10,9 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIServer
 
 import prometheus_client as prometheus
@@ -23,252 +26,199 @@ from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.watch.alarms import REMEDIES
 from diloco_jax.protocol.watch.health import CONDITIONS
+from diloco_jax.runtime.figures import table
+from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
+from diloco_jax.runtime.figures.table import Series
 from diloco_jax.runtime.records.status import EVALUATING
 from diloco_jax.runtime.syncer.host_alarms import expiries, newest_snapshot
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import patiently
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
-from diloco_jax.transport.calls import cannot_listen
 from diloco_jax.transport.link import split_address
+from diloco_jax.transport.session.calls import cannot_listen
 
-ISLANDS_MAX = 256  # that have metrics of their own
+# Number of islands that have separate metrics.
+ISLANDS_MAX = 256
 STATES = ("starting", "running", EVALUATING, "complete", "stopped")
-ABSENT = "absent"  # condition of an island that nobody has seen yet
+# Condition of an island that has not connected yet.
+ABSENT = "absent"
 PHASES = ("quorum", "grace", "pull", "merge")
-BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)  # in seconds
+BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)  # seconds
 ROUND = ("diloco_round_phase_seconds", "a round's wait for its quorum, its grace window, and its pull and merge")
 BROADCAST = ("diloco_broadcast_seconds", "from a merge until an island has read the new version")
 
 log = logging.getLogger(__name__)
 
 
-class MetricRow(NamedTuple):
-    """A metric: how it is described to Prometheus, and the function that reads its value."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """Facts about the syncer's process and its machine, which only Prometheus gets.
 
-    name: str
-    kind: Literal["counter", "gauge"]
-    unit: str
-    help: str
-    value: Callable[[Mapping[str, Any]], Any]
-    # Label of several values; "" for a metric with one value.
-    label: str = ""
+    Attributes:
+        unix_s: time of the status, in seconds since 1970.
+        states: 1 for the state of the run, 0 for the others.
+        samples: samples that were leased, and their fates.
+        rejected: values that merges of this process left out, by island.
+        alarms: number of standing alarms, by kind.
+        unlisted: islands that have no separate metrics.
+        snapshot_took_s: how long the newest snapshot took to write.
+        expiries: ends of certificates, in seconds since 1970, by certificate.
+    """
+
+    unix_s: float
+    states: Mapping[str, float]
+    overlap_steps: int
+    abandoned: int
+    samples: Mapping[str, float]
+    rejected: Mapping[str, float]
+    alarms: Mapping[str, float]
+    unlisted: int
+    snapshot_every: int
+    snapshot_step: int | None
+    snapshot_unix_s: float | None
+    snapshot_took_s: float | None
+    snapshot_failures: int
+    disk_free: int
+    disk_size: int
+    expiries: Mapping[str, float]
 
 
-def _if_known(key: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda row: row.get(key)
+class ProcessRow(NamedTuple):
+    """A series about the syncer's process, and the function that computes its value, or its values by label."""
+
+    series: Series
+    value: Callable[[ProcessFacts], float | Mapping[str, float] | None]
 
 
-# Each reads what the loop reported and what `Exposition._found` adds to it.
-RUN_METRICS = (
-    MetricRow(
-        "diloco_run_state", "gauge", "", "1 for the state that the run is in, else 0", itemgetter("states"), "state"
+PROCESS_ROWS = (
+    ProcessRow(
+        Series("diloco_run_state", "gauge", "", "1 for the state that the run is in, else 0", "state"),
+        lambda facts: facts.states,
     ),
-    MetricRow(
-        "diloco_status_timestamp_seconds",
-        "gauge",
-        "seconds",
-        "when the syncer's loop last told of the run, since 1970",
-        itemgetter("unix_s"),
+    ProcessRow(
+        Series(
+            "diloco_status_timestamp_seconds",
+            "gauge",
+            "seconds",
+            "when the syncer's loop last told of the run, since 1970",
+        ),
+        lambda facts: facts.unix_s,
     ),
-    MetricRow("diloco_global_step", "gauge", "", "rounds that have closed", itemgetter("global_step")),
-    MetricRow("diloco_expected_global_steps", "gauge", "steps", "rounds of the whole run", itemgetter("total_steps")),
-    MetricRow(
-        "diloco_overlap_steps", "gauge", "steps", "inner steps that a round may take", itemgetter("overlap_steps")
+    ProcessRow(
+        Series("diloco_overlap_steps", "gauge", "steps", "inner steps that a round may take"),
+        lambda facts: facts.overlap_steps,
     ),
-    MetricRow(
-        "diloco_rounds_merged_total",
-        "counter",
-        "rounds",
-        "rounds that made a new version of a fragment",
-        itemgetter("merged_rounds"),
+    ProcessRow(
+        Series("diloco_rounds_abandoned_total", "counter", "rounds", "rounds without a usable value, in this process"),
+        lambda facts: facts.abandoned,
     ),
-    MetricRow(
-        "diloco_rounds_abandoned_total",
-        "counter",
-        "rounds",
-        "rounds without a usable value, in this process",
-        itemgetter("abandoned"),
+    ProcessRow(
+        Series("diloco_samples", "gauge", "samples", "samples that were leased, and their fates", "fate"),
+        lambda facts: facts.samples,
     ),
-    MetricRow(
-        "diloco_values_merged_total",
-        "counter",
-        "",
-        "values in merged rounds: per round, its contributors",
-        itemgetter("merged_parts"),
+    ProcessRow(
+        Series("diloco_values_rejected_total", "counter", "", "values that merges left out, in this process", "island"),
+        lambda facts: facts.rejected,
     ),
-    MetricRow(
-        "diloco_values_rejected_total",
-        "counter",
-        "",
-        "values that merges left out, in this process",
-        itemgetter("rejected"),
-        "island",
+    ProcessRow(Series("diloco_alarms", "gauge", "", "alarms of this moment", "kind"), lambda facts: facts.alarms),
+    ProcessRow(
+        Series(
+            "diloco_unlisted_islands",
+            "gauge",
+            "islands",
+            "islands of other names than the config's first 256",
+        ),
+        lambda facts: facts.unlisted,
     ),
-    MetricRow("diloco_tokens_total", "counter", "tokens", "tokens trained on", itemgetter("tokens")),
-    MetricRow(
-        "diloco_tokens_merged_total", "counter", "tokens", "tokens merged, each once", itemgetter("merged_tokens")
+    ProcessRow(
+        Series(
+            "diloco_snapshot_interval_rounds",
+            "gauge",
+            "rounds",
+            "rounds between two snapshots; 0: only the last is saved",
+        ),
+        lambda facts: facts.snapshot_every,
     ),
-    MetricRow(
-        "diloco_samples", "gauge", "samples", "samples that were leased, and their fates", itemgetter("samples"), "fate"
+    ProcessRow(
+        Series("diloco_snapshot_global_step", "gauge", "", "global step of the newest snapshot"),
+        lambda facts: facts.snapshot_step,
     ),
-    MetricRow("diloco_received_bytes_total", "counter", "bytes", "bytes from islands", itemgetter("up_bytes")),
-    MetricRow("diloco_sent_bytes_total", "counter", "bytes", "bytes to islands", itemgetter("down_bytes")),
-    MetricRow("diloco_evaluation_loss", "gauge", "", "loss of the newest evaluation", itemgetter("eval_loss")),
-    MetricRow("diloco_goodput_ratio", "gauge", "ratio", "goodput since the run began", itemgetter("goodput")),
-    MetricRow("diloco_uptime_ratio", "gauge", "ratio", "uptime since the run began", itemgetter("uptime")),
-    MetricRow("diloco_alarms", "gauge", "", "alarms of this moment", itemgetter("alarms_by_kind"), "kind"),
-    MetricRow(
-        "diloco_unlisted_islands",
-        "gauge",
-        "islands",
-        "islands of other names than the config's first 256",
-        itemgetter("unlisted"),
+    ProcessRow(
+        Series(
+            "diloco_snapshot_timestamp_seconds",
+            "gauge",
+            "seconds",
+            "when the newest snapshot was written, since 1970",
+        ),
+        lambda facts: facts.snapshot_unix_s,
     ),
-    MetricRow(
-        "diloco_snapshot_interval_rounds",
-        "gauge",
-        "rounds",
-        "rounds between two snapshots; 0: only the last is saved",
-        itemgetter("snapshot_every"),
+    ProcessRow(
+        Series(
+            "diloco_snapshot_duration_seconds",
+            "gauge",
+            "seconds",
+            "how long writing the newest snapshot took",
+        ),
+        lambda facts: facts.snapshot_took_s,
     ),
-    MetricRow(
-        "diloco_snapshot_global_step", "gauge", "", "global step of the newest snapshot", itemgetter("snapshot_step")
+    ProcessRow(
+        Series("diloco_snapshot_failures_total", "counter", "", "snapshots that this process could not write"),
+        lambda facts: facts.snapshot_failures,
     ),
-    MetricRow(
-        "diloco_snapshot_timestamp_seconds",
-        "gauge",
-        "seconds",
-        "when the newest snapshot was written, since 1970",
-        itemgetter("snapshot_unix_s"),
+    ProcessRow(
+        Series("diloco_disk_free_bytes", "gauge", "bytes", "free space where the run's folder is"),
+        lambda facts: facts.disk_free,
     ),
-    MetricRow(
-        "diloco_snapshot_duration_seconds",
-        "gauge",
-        "seconds",
-        "how long writing the newest snapshot took",
-        itemgetter("snapshot_took_s"),
+    ProcessRow(
+        Series("diloco_disk_size_bytes", "gauge", "bytes", "size of the disk with the run's folder"),
+        lambda facts: facts.disk_size,
     ),
-    MetricRow(
-        "diloco_snapshot_failures_total",
-        "counter",
-        "",
-        "snapshots that this process could not write",
-        itemgetter("snapshot_failures"),
-    ),
-    MetricRow(
-        "diloco_disk_free_bytes", "gauge", "bytes", "free space where the run's folder is", itemgetter("disk_free")
-    ),
-    MetricRow(
-        "diloco_disk_size_bytes", "gauge", "bytes", "size of the disk with the run's folder", itemgetter("disk_size")
-    ),
-    MetricRow(
-        "diloco_certificate_expiry_timestamp_seconds",
-        "gauge",
-        "seconds",
-        "when the syncer's certificates expire, since 1970",
-        itemgetter("expiries"),
-        "certificate",
+    ProcessRow(
+        Series(
+            "diloco_certificate_expiry_timestamp_seconds",
+            "gauge",
+            "seconds",
+            "when the syncer's certificates expire, since 1970",
+            "certificate",
+        ),
+        lambda facts: facts.expiries,
     ),
 )
-# Each reads an island's row of the status, with what the island measures. The label `island` is added to all of them.
-ISLAND_METRICS = (
-    MetricRow(
-        "diloco_island_condition",
-        "gauge",
-        "",
-        "1 for the condition that the island is in, else 0",
-        _if_known("condition"),
-        "condition",
-    ),
-    MetricRow("diloco_island_steps_total", "counter", "steps", "inner steps", _if_known("local_step")),
-    MetricRow("diloco_island_tokens_total", "counter", "tokens", "tokens trained on", _if_known("tokens")),
-    MetricRow("diloco_island_restarts_total", "counter", "", "starts after the first one", _if_known("restarts")),
-    MetricRow(
-        "diloco_island_step_seconds",
-        "gauge",
-        "seconds",
-        "seconds of an inner step, moving average",
-        _if_known("step_s"),
-    ),
-    MetricRow(
-        "diloco_island_loss", "gauge", "", "training loss of the newest step; may be NaN or infinite", _if_known("loss")
-    ),
-    MetricRow(
-        "diloco_island_participation_ratio",
-        "gauge",
-        "ratio",
-        "rounds in which it was merged, over rounds merged",
-        _if_known("participation"),
-    ),
-    MetricRow(
-        "diloco_island_last_merged_round",
-        "gauge",
-        "",
-        "global step of the newest round that merged it",
-        _if_known("last_merged_round"),
-    ),
-    MetricRow(
-        "diloco_island_staleness_rounds",
-        "gauge",
-        "rounds",
-        "rounds closed since the newest that it had heard of",
-        _if_known("staleness"),
-    ),
-    MetricRow(
-        "diloco_island_broadcast_seconds",
-        "gauge",
-        "seconds",
-        "way of a new version to it, moving average, at most tau steps",
-        _if_known("broadcast_s"),
-    ),
-    MetricRow(
-        "diloco_island_gradient_norm", "gauge", "", "norm of its gradient before clipping", _if_known("grad_norm")
-    ),
-    MetricRow(
-        "diloco_island_learning_rate", "gauge", "", "learning rate of its inner optimizer", _if_known("learning_rate")
-    ),
-    MetricRow(
-        "diloco_island_data_wait_ratio",
-        "gauge",
-        "ratio",
-        "share of the time in steps for which it waited for data",
-        _if_known("waiting_for_data"),
-    ),
-    MetricRow(
-        "diloco_island_mfu_ratio",
-        "gauge",
-        "ratio",
-        "model FLOPs utilisation, if the peak of its devices is known",
-        _if_known("mfu"),
-    ),
-    MetricRow(
-        "diloco_island_device_memory_bytes",
-        "gauge",
-        "bytes",
-        "memory in use on its fullest device",
-        _if_known("device_bytes"),
-    ),
-    MetricRow(
-        "diloco_island_host_memory_bytes",
-        "gauge",
-        "bytes",
-        "memory of its process; of several, the leader's",
-        _if_known("host_bytes"),
-    ),
+CONDITION = Series(
+    "diloco_island_condition", "gauge", "", "1 for the condition that the island is in, else 0", "condition"
 )
+
+
+def all_series() -> Iterator[Series]:
+    """Yield every series but the two histograms."""
+    yield from (row.series for row in PROCESS_ROWS)
+    yield CONDITION
+    shown = [figure.series for figure in table.RUN_FIGURES] + [figure.series for figure in table.ISLAND_FIGURES]
+    yield from (series for series in shown if series is not None)
+
+
+class _Told(NamedTuple):
+    """The newest status with what was counted until then."""
+
+    status: Mapping[str, Any]
+    facts: RunFacts
+    unix_s: float
+    abandoned: int
+    rejected: Counter[str]
 
 
 class Exposition(Collector):
-    """Metrics of one process of a syncer, and the server that tells them at `url`; empty if nowhere."""
+    """The metrics of a syncer's process, and the server that answers scrapes at `url`; "" if there is no server."""
 
     def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
         self._parts = parts
         self._writer = writer
         self._names = parts.config.islands.names[:ISLANDS_MAX]
-        self._told: dict[str, Any] = {}  # what the loop said last
+        self._told: _Told | None = None
         self._abandoned = 0
         self._rejected: Counter[str] = Counter()
-        prometheus.disable_created_metrics()  # series that nobody asks for
+        # Nobody scrapes the times when series were created.
+        prometheus.disable_created_metrics()
         self._registry = registry = prometheus.CollectorRegistry()
         for collector in (prometheus.ProcessCollector, prometheus.PlatformCollector, prometheus.GCCollector):
             collector(registry=registry)
@@ -280,9 +230,10 @@ class Exposition(Collector):
         self.url = ""
 
     def open(self, patience_s: float, stop: threading.Event) -> None:
-        """Listen at `syncer.metrics`, if it is set, once a process before this one has left the port.
+        """Listen at `syncer.metrics` if it is set, as soon as an earlier process has released the port.
 
-        ValueError if that takes longer than `patience_s`, or this machine has no such address.
+        Raises:
+            ValueError: the port stays taken for longer than `patience_s`, or this machine has no such address.
         """
         if address := self._parts.config.syncer.metrics:
             self._server = patiently(lambda: self._listen(address), patience_s, stop)
@@ -297,12 +248,13 @@ class Exposition(Collector):
             raise cannot_listen(address, error.strerror, "syncer.metrics") from None
 
     def close(self) -> None:
+        """Stop the server."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
     def on_report(self, report: StepReport, now_s: float) -> list[tuple[int, float]]:
-        """Take the durations of broadcasts from a report that its member is about to get; return versions with them."""
+        """Observe the broadcasts that a report confirms, before the machine takes it; return versions and seconds."""
         took = []
         sent = self._parts.machine.membership.members[report.learner_id].down.sent
         for fragment_id, version, ago_s in report.arrived:
@@ -313,13 +265,14 @@ class Exposition(Collector):
         return took
 
     def on_note(self, note: Note) -> None:
+        """Observe how long a round waited when it closes, and count abandoned rounds."""
         this = self._parts.machine.rounds.flying.get(note.global_step)
         if note.kind == "closed" and this is not None:
             self._observe(0, this.opened_s, this.met_s, this.closed_s)
         self._abandoned += note.kind == "abandoned"
 
     def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
-        """Take what came out of a merge that the machine is about to hear of."""
+        """Observe a merge and count the values that it left out, before the machine takes its result."""
         this = self._parts.machine.rounds.flying[global_step]
         self._observe(2, this.closed_s, this.pulled_s, now_s)
         self._rejected.update(list(left_out))
@@ -329,61 +282,64 @@ class Exposition(Collector):
             phase.observe(max(0.0, end_s - start_s))
 
     def tell(self, status: Mapping[str, Any], now_s: float) -> None:
+        """Take the newest status for the scrapes that follow."""
         if self._server is not None:
             progress = self._parts.machine.progress
-            self._told = {
-                **self._parts.stats.summary(status["wire"], now_s),
-                **status,
-                "unix_s": time.time(),
-                "merged_rounds": progress.merged_rounds,
-                "merged_parts": progress.merged_parts,
-                "abandoned": self._abandoned,
-                "rejected": {name: self._rejected[name] for name in self._names},
-            }
+            merged = {"merged_rounds": progress.merged_rounds, "merged_parts": progress.merged_parts}
+            facts = RunFacts.of(self._parts.stats.summary(status["wire"], now_s), status, merged)
+            self._told = _Told(status, facts, time.time(), self._abandoned, Counter(self._rejected))
 
     def collect(self) -> Iterator[Metric]:
-        if not self._told:
+        """Yield the metrics of one scrape."""
+        if self._told is None:
             return
-        told = self._told | self._found(self._told)
-        for row in RUN_METRICS:
-            value = row.value(told)
+        process = self._process_facts(self._told)
+        for row in PROCESS_ROWS:
+            value = row.value(process)
             values = {(key,): each for key, each in value.items()} if isinstance(value, Mapping) else {(): value}
-            yield _metric(row, [row.label] if row.label else [], values)
-        rows = {each["learner"]: {**each["metrics"], **each} for each in told["learners"]}
-        for row in ISLAND_METRICS:
-            found = {each: row.value(rows.get(each, {"condition": ABSENT})) for each in self._names}
-            if row.label:
-                several = {(each, one): float(one == found[each]) for each in found for one in (*CONDITIONS, ABSENT)}
-                yield _metric(row, ["island", row.label], several)
-            else:
-                yield _metric(row, ["island"], {(each,): value for each, value in found.items()})
+            yield _metric(row.series, [row.series.label] * bool(row.series.label), values)
+        run = self._told.facts
+        for figure in table.RUN_FIGURES:
+            if figure.series is not None:
+                yield _metric(figure.series, [], {(): figure.value(run)})
+        islands = {island.learner: island for island in run.islands}
+        listed = [islands.get(name, IslandFacts(learner=name, condition=ABSENT)) for name in self._names]
+        conditions = (*CONDITIONS, ABSENT)
+        several = {(each.learner, one): float(one == each.condition) for each in listed for one in conditions}
+        yield _metric(CONDITION, ["island", CONDITION.label], several)
+        for each in table.ISLAND_FIGURES:
+            if each.series is not None:
+                yield _metric(each.series, ["island"], {(island.learner,): each.value(island) for island in listed})
 
-    def _found(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the loop need not tell: from its words, the settings, the disk, and who writes snapshots."""
-        config, writer = self._parts.config, self._writer
+    def _process_facts(self, told: _Told) -> ProcessFacts:
+        """Return the facts that the status, the settings, the disk and the writer of snapshots give at this moment."""
+        config, writer, status = self._parts.config, self._writer, told.status
         disk, snapshot = shutil.disk_usage(self._parts.run_dir), newest_snapshot(self._parts.run_dir)
         newest, newest_s = snapshot[:2] if snapshot is not None else (None, None)
-        return {
-            **told["wire"],
-            "states": {each: float(each == told["state"]) for each in STATES},
-            "alarms_by_kind": {kind: sum(each["kind"] == kind for each in told["alarms"]) for kind in REMEDIES},
-            "unlisted": sum(each["learner"] not in self._names for each in told["learners"]),
-            "overlap_steps": config.protocol.overlap_steps,
-            "snapshot_every": config.protocol.snapshot_every,
-            "snapshot_step": newest,
-            "snapshot_unix_s": newest_s,
-            "snapshot_took_s": writer.took_s,
-            "snapshot_failures": writer.failures,
-            "disk_free": disk.free,
-            "disk_size": disk.total,
-            "expiries": expiries(config.transport),
-        }
+        return ProcessFacts(
+            unix_s=told.unix_s,
+            states={each: float(each == status["state"]) for each in STATES},
+            overlap_steps=config.protocol.overlap_steps,
+            abandoned=told.abandoned,
+            samples=status["samples"],
+            rejected={name: told.rejected[name] for name in self._names},
+            alarms={kind: sum(each["kind"] == kind for each in status["alarms"]) for kind in REMEDIES},
+            unlisted=sum(each["learner"] not in self._names for each in status["learners"]),
+            snapshot_every=config.protocol.snapshot_every,
+            snapshot_step=newest,
+            snapshot_unix_s=newest_s,
+            snapshot_took_s=writer.took_s,
+            snapshot_failures=writer.failures,
+            disk_free=disk.free,
+            disk_size=disk.total,
+            expiries=expiries(config.transport),
+        )
 
 
-def _metric(row: MetricRow, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:
+def _metric(series: Series, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:
     """Return a metric with a sample for each value that is known; the keys are tuples of the labels' values."""
-    metric = Metric(row.name.removesuffix("_total"), row.help, row.kind)
+    metric = Metric(series.name.removesuffix("_total"), series.help, series.kind)
     for key, value in values.items():
         if value is not None:
-            metric.add_sample(row.name, dict(zip(labels, key, strict=True)), value)
+            metric.add_sample(series.name, dict(zip(labels, key, strict=True)), value)
     return metric

@@ -1,4 +1,4 @@
-"""Alarms that only the syncer's machine shows: its disk, its snapshots, its certificates, and clocks of islands."""
+"""Alarms about the syncer's machine: tape, disk, snapshots, certificates, and clocks of islands that differ."""
 
 import contextlib
 import shutil
@@ -15,11 +15,16 @@ from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust.certificates import parse_certificates
 
-LOOK_EVERY_S = 2.0  # at files; memory is looked at every time
-DISK_SPARE_BYTES = 64 << 20  # for tapes, records and logs, beside the next two snapshots
-DAYS_LEFT = 7.0  # of a certificate, at the least
-CLOCK_S, CLOCKS = 5.0, 5  # that clocks may differ; words of an island that are looked at together
-OVERDUE = 2  # intervals without a snapshot
+# Files are examined so often, values in memory every time.
+LOOK_EVERY_S = 2.0
+# Free space for tapes, records and logs, beside the next two snapshots.
+DISK_SPARE_BYTES = 64 << 20
+# A certificate that expires within so many days raises an alarm.
+DAYS_LEFT = 7.0
+# Clocks may differ by CLOCK_S. The last CLOCKS reports of an island are compared together.
+CLOCK_S, CLOCKS = 5.0, 5
+# So many intervals without a snapshot raise an alarm, after at least so many seconds.
+OVERDUE = 2
 OVERDUE_LEAST_S = 60.0
 DAY = 86_400.0
 
@@ -28,7 +33,8 @@ def expiries(transport: TransportConfig) -> dict[str, float]:
     """Return when the certificates in the syncer's files expire, in seconds since 1970."""
     found = {}
     for name, path in (("authority", transport.tls_ca), ("syncer", transport.tls_certificate)):
-        with contextlib.suppress(OSError, ValueError):  # handshakes tell of it
+        # Handshakes report a file that cannot be read.
+        with contextlib.suppress(OSError, ValueError):
             chain = parse_certificates(Path(path.replace("{name}", SYNCER)).read_bytes())
             found[name] = min(each.not_valid_after_utc.timestamp() for each in chain)
     return found
@@ -36,31 +42,34 @@ def expiries(transport: TransportConfig) -> dict[str, float]:
 
 def newest_snapshot(run_dir: Path) -> tuple[int, float, Path] | None:
     """Return global step, time since 1970 and folder of the newest snapshot; None if there is none."""
-    with contextlib.suppress(OSError):  # it is being replaced
+    # The snapshot may just be replaced.
+    with contextlib.suppress(OSError):
         for path in checkpoint.complete(run_dir / CHECKPOINTS)[:1]:
             return checkpoint.global_step_of(path), path.stat().st_mtime, path
     return None
 
 
 class HostAlarms:
-    """Looks at what the syncer's process and its machine tell of themselves."""
+    """Finds what is wrong with the syncer's process and its machine."""
 
     def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
         self._parts, self._writer = parts, writer
         self._began_unix_s = time.time()
         self._first_step = parts.machine.global_step
-        self._ahead_s: dict[str, deque[float]] = {}  # by how much an island's clock seemed ahead of ours, lately
+        # By island: how far its clock seemed ahead of ours in its last reports, in seconds.
+        self._ahead_s: dict[str, deque[float]] = {}
         self._looked_s = 0.0
         self._of_files: list[Alarm] = []
-        self._sized: tuple[Path | None, int] = (None, 0)  # the newest snapshot with its bytes
+        # The newest snapshot and its bytes.
+        self._sized: tuple[Path | None, int] = (None, 0)
 
     def on_clock(self, learner_id: str, unix_s: float) -> None:
-        """Compare an island's clock, at the time when it sent it, with ours."""
+        """Compare an island's clock at the time of sending with ours."""
         self._ahead_s.setdefault(learner_id, deque(maxlen=CLOCKS)).append(unix_s - time.time())
 
     @property
     def blocked(self) -> str:
-        """Say what of this process everybody waits for; "" if nothing."""
+        """Return what everybody waits for in this process; "" if nothing."""
         return self._parts.tape.condition or self._writer.condition
 
     def found(self, now_s: float) -> list[Alarm]:
@@ -68,7 +77,8 @@ class HostAlarms:
         if self._writer.condition:
             found.append(Alarm("snapshot", "", self._writer.condition))
         for name, lately_s in self._ahead_s.items():
-            ahead_s = max(lately_s)  # what was longest under way makes a clock seem late
+            # A report that travelled long makes a clock seem late. The quickest report is the most accurate.
+            ahead_s = max(lately_s)
             if abs(ahead_s) > CLOCK_S and self._parts.machine.membership.members[name].state == "active":
                 way = "ahead of" if ahead_s > 0 else "behind"
                 found.append(Alarm("clock", name, f"the clock of {name} is {abs(ahead_s):.0f} s {way} the syncer's"))

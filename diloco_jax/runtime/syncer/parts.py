@@ -1,4 +1,4 @@
-"""The objects of a syncer's process that whoever begins, drives, watches and saves it shares: clock, queue, merges."""
+"""The objects that the modules of a syncer's process share: clock, queue of results, merges."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RunClock:
-    """Seconds since the run began, over all its processes: never before `last_s`, and on while no syncer runs."""
+    """Seconds since the run started, over all its processes and the time between them; never less than `last_s`."""
 
     def __init__(self, run_dir: Path, last_s: float) -> None:
         path, wall_s = run_dir / CLOCK_FILE, time.time()
@@ -39,47 +39,50 @@ class RunClock:
                 write_json(path, {"began_unix_s": began_s})
             except OSError as error:
                 what = f"{path} cannot be written ({error})"
-                log.warning(f"{what}: after a restart the run's clock goes on from its tape")
-        # the wall clock of another machine, or one that was set back, must not turn time round
+                log.warning(f"{what}: after a restart the run's clock continues from its tape")
+        # The wall clock of another machine, or one that was set back, must not turn time back.
         self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
 
     def now_s(self) -> float:
-        """Return the time in whole microseconds: machine and tape get the same number, and a shorter one."""
+        """Return the time in whole microseconds, so that machine and tape get the same short number."""
         return round(time.monotonic() - self._zero_s, 6)
 
 
 class Parts(NamedTuple):
     """The objects of one process of a syncer."""
 
+    # Resolved for the model.
     config: RunConfig
     run_dir: Path
     stop: threading.Event
     clock: RunClock
     tape: TapeFile
     machine: Syncer
-    taped: TapedSyncer  # the machine behind its tape
-    model: GlobalModel  # whose values it merges
-    stats: RunStats  # counts what the machine does not
+    # It puts every input on the tape before the machine gets it.
+    taped: TapedSyncer
+    model: GlobalModel
+    # It counts what the machine does not.
+    stats: RunStats
 
 
 class Results:
-    """A queue of what other threads have for the driver's thread, which is woken for it."""
+    """A queue of results from other threads for the driver's thread, which it wakes."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call `wake` for every result from now on: the driver waits from now on."""
+        """Call `wake` for every result from now on."""
         self._wake = wake
 
     def put(self, result: Any) -> None:
-        """Hand over a result, or the exception that the driver is to raise; any thread."""
+        """Queue a result, or an exception that the driver raises; any thread."""
         self._queue.put(result)
         self._wake()
 
     def take(self) -> Iterator[Any]:
-        """Yield the results that are there, and raise those that are exceptions."""
+        """Yield the queued results, and raise those that are exceptions."""
         while not self._queue.empty():
             result = self._queue.get_nowait()
             if isinstance(result, Exception):
@@ -92,12 +95,15 @@ class Merges:
     """The learners' values of rounds that are not merged yet, and the thread that merges them."""
 
     model: GlobalModel
-    report: Callable[[tuple[Merge, Merged] | Exception], None]  # gets each order with its result, on that thread
-    pulse: Pulse  # signs of life of that thread
+    # The merging thread calls it with each order and its result.
+    report: Callable[[tuple[Merge, Merged] | Exception], None]
+    # Signs of life of the merging thread.
+    pulse: Pulse
 
     def __post_init__(self) -> None:
         self.pulse.rest()
-        self._values: dict[int, dict[str, Any]] = {}  # round -> learner -> outer gradient, or shards' names of it
+        # Round -> learner -> outer gradient, or the shards' names of it.
+        self._values: dict[int, dict[str, Any]] = {}
         self._thread = ThreadPoolExecutor(1, "merge")
 
     def keep(self, message: FragmentValue, value: Any) -> None:
@@ -111,7 +117,8 @@ class Merges:
         self._thread.submit(self._merge, order, self._values.pop(order.global_step))
 
     def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:
-        self.pulse.patient()  # it may wait for fragments of a snapshot, each for as long as HeldStates says
+        # A merge may wait for each fragment of a snapshot, up to the limit of HeldStates.
+        self.pulse.patient()
         try:
             self.report((order, self.model.merge(order, values)))
         except Exception as error:

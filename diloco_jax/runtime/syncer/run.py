@@ -1,30 +1,30 @@
-"""One process of a run's syncer: made from its config, begun, driven, and concluded with a summary.
+"""One process of a run's syncer, from its config to the summary.
 
-The driver gives messages, merges and time to the machine, which asks for sends and merges. The caller's thread owns
-machine, tape, model, statistics and listener, takes one input after the other, and never computes. What the others make
-(docs/architecture.md) comes by a queue that wakes the listener, where it waits.
+The driver gives messages, finished merges and the time to the machine, and executes the machine's effects. The caller's
+thread owns machine, tape, model, statistics and listener, handles one input after another, and never computes. Results
+of other threads (docs/architecture.md) arrive in a queue that wakes the listener, where the caller's thread waits.
 
-Every input is on the tape before any of its effects is executed, so a process that takes this one's place does the same
-and goes on (begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
+Every input is on the tape before any of its effects is executed, so that a process that replaces this one makes the
+same decisions (begin.py). A disk that cannot be written delays inputs, snapshots and telemetry, but does not end the
+run.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.protocol import effects as asked
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import effects, messages
 from diloco_jax.protocol.member import GONE
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
@@ -42,18 +42,21 @@ from diloco_jax.runtime.syncer.parts import Merges, Parts, Results, RunClock
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Listener, control_of, open_listener
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
-from diloco_jax.settings.cutting import cut, settle
-from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.link import Delivery
 
-if TYPE_CHECKING:  # which reads data: a syncer whose islands bring the model starts without
+# The evaluator reads data, which a syncer does not need when islands bring the model.
+if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
 
 STATUS_EVERY_S = 0.5
-BACKLOG_MAX = 10_000  # deliveries that are taken before time passes
-FAREWELL_S = 5.0  # how long learners have to hear Stop and say goodbye
-ADRIFT_S = 60.0  # whose link broke so lately may be on its way back; nobody else can tell it that the run is over
+# Deliveries that are handled before the machine gets the time.
+BACKLOG_MAX = 10_000
+# Learners have so long to receive Stop and answer.
+FAREWELL_S = 5.0
+# A learner whose link broke within this time may reconnect. Only this process can tell it that the run is over.
+ADRIFT_S = 60.0
 
 _NOTHING_SENT: tuple[Any, bytes] = (None, b"")
 
@@ -62,11 +65,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SyncerDriver:
-    """The loop around a machine that has begun and a listener that is open."""
+    """The loop around a started machine and an open listener."""
 
     parts: Parts
     listener: Listener
-    results: Results  # of other threads
+    # Results of other threads.
+    results: Results
     merges: Merges
     snapshots: SnapshotWriter
     watch: Watch
@@ -77,18 +81,20 @@ class SyncerDriver:
         self._model = self.parts.model
         self._now_s = self.parts.clock.now_s
         self._sent: tuple[Any, bytes | memoryview] = _NOTHING_SENT
-        self._adrift: dict[str, float] = {}  # when a learner's link broke without a goodbye
-        # a process before this one may have died at the very end
+        # Learner -> time when its link broke without a goodbye.
+        self._adrift: dict[str, float] = {}
+        # An earlier process may have failed after the last global step.
         self._finished = self._machine.over
         control_of(self.listener).on_drain = self._drain
         self.results.wake_with(control_of(self.listener).wake)
 
-    def serve(self, effects: list[asked.Effect]) -> None:
-        """Execute the effects of the machine's first input, then serve until the last global step, or until stopped.
+    def serve(self, requests: list[effects.Effect]) -> None:
+        """Execute the effects of the machine's first input, then serve until the last global step or until stopped.
 
-        It raises TapeStopped if the run was stopped while the tape could not be written.
+        Raises:
+            TapeStopped: the run was stopped while the tape could not be written.
         """
-        self._execute(effects)
+        self._execute(requests)
         status_at_s = 0.0
         while not self._finished and not self.parts.stop.is_set():
             now_s = self._now_s()
@@ -100,16 +106,18 @@ class SyncerDriver:
             self._take(max(0.0, wake_s - now_s))
             now_s = self._now_s()
             if deadline_s is not None and now_s >= deadline_s:
-                for _ in range(BACKLOG_MAX):  # what has come counts before what has not: a disk may have held us up
+                # A slow disk may have delayed this thread. Messages that have arrived come before the deadline.
+                for _ in range(BACKLOG_MAX):
                     if not self._take(0.0):
                         break
                 self._execute(self._taped.on_tick(self._now_s()))
 
     def bid_farewell(self, *, lingers: bool) -> None:
-        """Let learners hear Stop until all are gone; the whole time if some may be on their way back (`lingers`)."""
-        if not self._finished:  # stopped from outside: they would train on for nobody
+        """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`)."""
+        # After a stop from outside, learners would train without a syncer.
+        if not self._finished:
             stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
-            self._execute([asked.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
+            self._execute([effects.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
         self.watch.tell()
         ends_s = self._now_s() + FAREWELL_S
         lately_s = self._now_s() - ADRIFT_S
@@ -120,10 +128,11 @@ class SyncerDriver:
             self._take(0.1)
 
     def _take(self, timeout_s: float) -> bool:
-        """Handle one delivery, if one comes in time, and all results of the workers; False if none came."""
+        """Handle all results of other threads, and one delivery if it arrives in time; False without a delivery."""
         delivery = self.listener.receive(0.0)
         if delivery is None and timeout_s:
-            self.parts.tape.flush()  # nothing follows for a while
+            # Nothing more arrives soon, so the tape is written now.
+            self.parts.tape.flush()
             delivery = self.listener.receive(timeout_s)
         if delivery is not None:
             self._on_delivery(delivery, self._now_s())
@@ -157,78 +166,84 @@ class SyncerDriver:
             brought = (fragment_id, message.version, delivery.payload)
             if self._machine.restoring and (problem := self._model.anchor_problem(*brought)):
                 log.warning(f"{delivery.peer} brought version {message.version} of fragment {fragment_id}: {problem}")
-                message = message._replace(version=messages.NO_VERSION)  # another holder is asked
-        effects = self._taped.on_message(message, now_s)
-        dropped = any(isinstance(e, asked.Drop) and e.peer == delivery.peer for e in effects)
+                # The machine then asks another holder.
+                message = message._replace(version=messages.NO_VERSION)
+        requests = self._taped.on_message(message, now_s)
+        dropped = any(isinstance(e, effects.Drop) and e.peer == delivery.peer for e in requests)
         if isinstance(message, messages.FragmentValue) and not dropped:
             self.merges.keep(message, delivery.payload)
             self.watch.on_value(message, now_s)
-        self._execute(effects, delivery.payload)
+        self._execute(requests, delivery.payload)
 
-    def _on_merged(self, order: asked.Merge, merged: Merged) -> None:
+    def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.left_out.items()):
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
-        effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        left_out = tuple(sorted(merged.left_out))
+        requests = self._taped.on_merged(order.global_step, digest, left_out, self._now_s(), merged.evidence)
         self.parts.tape.flush()
-        self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
-        self._execute(effects)
+        # The decision is on the tape, and no learner has got it yet.
+        self._model.publish(merged)
+        self._execute(requests)
 
     def _drain(self, learner_id: str) -> str:
-        """Ask a learner to leave, for `diloco drain`; on the caller's thread."""
+        """Ask a learner to leave for `diloco drain`, on the caller's thread."""
         self._execute(self._taped.on_drain(learner_id, self._now_s()))
         log.info(f"{learner_id} was asked to leave")
         return f"{learner_id} leaves after its current step; others get its unfinished data"
 
-    def _execute(self, effects: list[asked.Effect], payload: bytes | memoryview = b"") -> None:
-        """Do what the machine asks for; `payload` is that of the message that it was given."""
-        if effects:
+    def _execute(self, requests: list[effects.Effect], payload: bytes | memoryview = b"") -> None:
+        """Execute effects; `payload` belongs to the message that caused them."""
+        if requests:
             self.parts.tape.flush()
-        for effect in effects:
+        for effect in requests:
             match effect:
-                case asked.Send(peer, message):
+                case effects.Send(peer, message):
                     self._send(peer, message, payload)
-                case asked.Merge():
+                case effects.Merge():
                     self.merges.start(effect)
-                case asked.Discard(global_step):
+                case effects.Discard(global_step):
                     self.merges.discard(global_step)
-                case asked.Restore(fragment_id, version):
+                case effects.Restore(fragment_id, version):
                     self._model.restore(fragment_id, version, payload)
-                case asked.SaveSnapshot():
+                case effects.SaveSnapshot():
                     self.snapshots.save()
-                case asked.Evaluated(score):
+                case effects.Evaluated(score):
                     self.watch.on_score(score, self._now_s())
-                case asked.Note():
+                case effects.Note():
                     self.watch.on_note(effect)
-                case asked.Drop(peer, reason):
+                case effects.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
-                case asked.Finish():
+                case effects.Finish():
                     self._finished = True
                 case _:
                     raise AssertionError(f"the syncer has no effect {effect}")
-        self._sent = _NOTHING_SENT  # a payload is not kept longer than its senders need it
+        # The payload is released as soon as its senders do not need it.
+        self._sent = _NOTHING_SENT
 
     def _send(self, peer: str, message: Any, payload: bytes | memoryview) -> None:
         evaluates = isinstance(message, messages.Evaluate)
         if evaluates:
             self.watch.asked_tokens = self.parts.stats.tokens
-            self.listener.send(peer, message)  # it evaluates the final model while that is saved
+            # The island evaluates the final model while this process saves it.
+            self.listener.send(peer, message)
         ends = self._machine.finished and (evaluates or isinstance(message, messages.Stop))
         if ends and not self.snapshots.saved:
-            # before anybody leaves: until then learners hold what this process may lose
+            # Learners hold the newest values until they leave, so the snapshot comes first.
             self.snapshots.save_last(self.watch.tell)
             self.watch.tell()
         if evaluates:
             return
         if isinstance(message, messages.GlobalFragment):
             payload = self._version(message)
-        elif not isinstance(message, messages.StatePart):  # which is passed on as it came
+        elif not isinstance(message, messages.StatePart):
+            # Only chunks of a state are passed on with their payload.
             payload = b""
         self.listener.send(peer, message, payload)
 
     def _version(self, message: messages.GlobalFragment) -> bytes | memoryview:
-        """Return the payload of a version; that of a broadcast is the same for all who hold its base."""
+        """Return the payload of a version; it is the same for all learners that hold the same base."""
         key = message.fragment_id, message.version, message.base, message.epoch
         if key != self._sent[0]:
             self._sent = key, self._model.payload(message.fragment_id, message.base)
@@ -238,11 +253,11 @@ class SyncerDriver:
 class SyncerRun:
     """One process of a run's syncer, from the listening socket to the summary.
 
-    In a folder with a tape it goes on where the process before it died.
+    In a folder with a tape it resumes where the process before it ended.
 
     Args:
-        model: of the run: `Evaluator(config)`, or the one that an island brought.
-        rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.
+        model: the run's model: `Evaluator(config)`, or the model that an island brought.
+        rewind: no learner is alive; resume from the newest snapshot, so that later rounds are void.
     """
 
     def __init__(
@@ -256,24 +271,25 @@ class SyncerRun:
     ) -> None:
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("drawing the initial model")
-        plan = cut(config, model.shapes, model.kinds)
-        self._config = config = settle(config, plan)
+        resolved = resolve(config, model.shapes, model.kinds)
+        self._config = config = resolved.config
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
         threads = config.syncer.merge_threads or os.cpu_count() or 1
-        setup = make_setup(config, plan)
+        setup = make_setup(resolved)
         self._shards = None
         if setup.shares.count > 1:
             path, death = run_dir / CONFIG_FILE, self._results.put
-            self._shards = MergeShards(setup, plan, path, threads, self._events.put, death)
+            self._shards = MergeShards(setup, resolved, path, threads, self._events.put, death)
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
         self._initial = model.initial_parameters
-        self._model = make_model(config, plan, self._initial(), arithmetic)
-        corpus = "" if config.data.remote else model.corpus  # what has to be fetched only islands need
-        self._fingerprint = fingerprint(config, plan.fingerprint, corpus)
-        numbers = range(len(plan.fragments))
+        self._model = make_model(resolved, self._initial(), arithmetic)
+        # Only islands download remote data.
+        corpus = "" if config.data.remote else model.corpus
+        self._fingerprint = resolved.fingerprint(corpus)
+        numbers = range(len(resolved.fragments))
         self._machine = Syncer(
             config.protocol,
             config.train.steps,
@@ -283,16 +299,16 @@ class SyncerRun:
             budget=config.budget,
             plan=config.evaluations,
         )
-        self._num_parameters = sum(map(math.prod, model.shapes.values()))
+        self._num_parameters = resolved.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
         self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
 
     def run(self) -> dict[str, Any]:
-        """Serve until the last global step, or until stopped; returns the summary.
+        """Serve until the last global step or until stopped, and return the summary.
 
         Raises:
-            ValueError: the address is in use or not allowed, the tape belongs to another process, or there is nothing
-                from which the run could go on.
+            ValueError: the address is in use or not allowed, the tape belongs to another process, or the folder has
+                nothing to resume from.
         """
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
         mode = mode_of(run_dir, rewind=self._rewind)
@@ -307,7 +323,7 @@ class SyncerRun:
         try:
             self._pulse.phase("opening its port" if mode == FRESH else "recovering from its folder")
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
-            effects = begin(parts, self._initial, mode, clock.now_s())
+            requests = begin(parts, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
@@ -315,14 +331,15 @@ class SyncerRun:
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(parts, listener, self._results, merges, writer, watch)
-            driver.serve(effects)
+            driver.serve(requests)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)
         except TapeStopped as error:
             log.warning(str(error))
             ended_s = ended_s or clock.now_s()
         except Exception:
-            if listener is not None:  # before it listens, nothing has begun that could end early
+            # Before it listens, no training could have started.
+            if listener is not None:
                 log.exception("the run ends early")
                 self._pulse.patient()
                 writer.rescue()
@@ -347,19 +364,21 @@ class SyncerRun:
         if not writer.saved:
             writer.save_last(watch.tell)
             if writer.condition:
-                watch.tell()  # so that the summary has the alarm
+                # The summary then has the alarm.
+                watch.tell()
         found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
         alarms = watch.alarms()
         final = self._machine.evaluations
         if self._machine.finished and (reason := "stopped before it was" if final.open else final.reason):
             found = dict.fromkeys(found, None) | {"eval_scores": {}}
-            alarms.append(Alarm("evaluation", "", f"the final model is not evaluated ({reason})").told())
+            alarms.append(Alarm("evaluation", "", f"the final model is not evaluated ({reason})").as_dict())
         if warning := self._stats.unmerged:
-            alarms.append(Alarm("unmerged-fragments", "", warning).told())
+            alarms.append(Alarm("unmerged-fragments", "", warning).as_dict())
         summary = {**found, **summary, "alarms": alarms}
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
+        summary = with_figures("summary", summary)
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning:
             log.warning(warning)

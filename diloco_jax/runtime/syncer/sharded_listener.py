@@ -1,8 +1,8 @@
-"""The syncer's listener, or it and those of its merge shards as one.
+"""The syncer's listener, alone or together with the listeners of its merge shards.
 
-A learner has a session with each of them, all of one number. The driver gets a learner's value when all shards that
-work on the fragment have their part of it, and its hello when all shards have heard it too: from then on they can
-answer. Until then what else the learner says is not passed on; the protocol bears the loss of any message.
+A learner has a session with each listener, all with the same number. The driver gets a learner's value once all shards
+of the fragment have their part of it. It gets a hello once all shards have received it too, so that all can answer.
+Other messages of the learner before that are dropped; the protocol tolerates the loss of any message.
 
 Everything that waits here is bounded, and belongs to one session of one learner.
 """
@@ -25,15 +25,18 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.syncer.begin import FAILOVER
 from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.greeting import Description
-from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Payload, Traffic, split_address
 
-LISTEN_PATIENCE_S = 30.0  # how long a restarted syncer waits for the ports of the one before it
+# A restarted syncer waits so long until the process before it has freed its ports.
+LISTEN_PATIENCE_S = 30.0
 LISTEN_RETRY_S = 0.5
-REPEATS_MAX = 2  # of the same value that wait for their other parts
+# Repetitions of the same value that may wait for their other parts.
+REPEATS_MAX = 2
 
-Waiting = dict[FragmentValue, dict[int, deque[HeldPart]]]  # parts by shard, oldest value first
+# Parts of incomplete values by shard, oldest value first.
+Waiting = dict[FragmentValue, dict[int, deque[HeldPart]]]
 ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
@@ -41,26 +44,33 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ShardedListener:
-    """A listener for the driver, made of several; what it does is as in transport/link.py."""
+    """A listener for the driver that combines several; its methods are those of transport/link.py."""
 
-    control: GrpcListener  # the syncer's own, which people ask
+    # The syncer's own listener, which also answers `diloco status`.
+    control: GrpcListener
     shards: MergeShards
-    events: Results  # what these say unasked, each with the number of its shard
-    fingerprint: tuple[tuple[str, str], ...]  # what a learner must agree on to be one that shards will hear
-    rounds_max: int  # rounds in flight, so values of one learner that may wait for their parts
+    # Events of the shards, each with the number of its shard.
+    events: Results
+    # Shards serve a learner only if it agrees on this.
+    fingerprint: tuple[tuple[str, str], ...]
+    # Rounds in flight. So many values of one learner may wait for their parts.
+    rounds_max: int
 
     def __post_init__(self) -> None:
         self._dealt = self.shards.setup.shares
         self._ready: deque[Delivery] = deque()
-        self._heard: list[dict[str, int]] = [{} for _ in self.shards.shares]  # by shard: learner -> session
-        self._hellos: dict[str, Delivery] = {}  # learner -> its hello that some shard has not heard yet
-        self._values: dict[tuple[str, int], Waiting] = {}  # learner and session -> incomplete values
+        # For each shard: learner -> session of the hello that the shard received.
+        self._heard: list[dict[str, int]] = [{} for _ in self.shards.shares]
+        # Learner -> hello that some shard has not received yet.
+        self._hellos: dict[str, Delivery] = {}
+        # Learner and session -> incomplete values.
+        self._values: dict[tuple[str, int], Waiting] = {}
         self._moved = [Traffic(0, 0) for _ in self.shards.shares]
         self.events.wake_with(self.control.wake)
 
     @property
     def traffic(self) -> Traffic:
-        """Return the bytes received from, and sent to, all learners so far, by the shards too."""
+        """Return the bytes from and to all learners so far, including those of the shards."""
         moved = (self.control.traffic, *self._moved)
         return Traffic(sum(each.received_bytes for each in moved), sum(each.sent_bytes for each in moved))
 
@@ -75,7 +85,7 @@ class ShardedListener:
         return self._ready.popleft() if self._ready else None
 
     def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
-        """Queue a message to a learner; a version goes out from the shards. See GrpcListener.send."""
+        """Queue a message to a learner; the shards send versions. See GrpcListener.send."""
         if isinstance(message, GlobalFragment):
             for shard in self._dealt.holders(message.fragment_id):
                 self.shards.shares[shard].tell(ShardRun.send, peer, message)
@@ -118,14 +128,14 @@ class ShardedListener:
                     self._on_part(shard, event)
 
     def _greet(self, peer: str) -> None:
-        """Pass a hello on when all shards have heard its session."""
+        """Deliver a hello once all shards have received one of the same session."""
         hello = self._hellos.get(peer)
         if hello is not None and all(heard.get(peer) == hello.session for heard in self._heard):
             self._ready.append(self._hellos.pop(peer))
 
     def _on_part(self, shard: int, said: ShardHolds) -> None:
         part = HeldPart(self.shards.shares[shard], said.part, said.size)
-        # A learner of several hosts names the size of its value to nobody: each shard finds that of its own part.
+        # A learner of several hosts does not send the size of its value. Each shard knows the size of its part.
         message = said.message._replace(payload_bytes=0)
         peer, session, fragment_id = message.learner_id, said.session, message.fragment_id
         if self._heard[shard].get(peer) != session or not 0 <= fragment_id < len(self._dealt.wholes):
@@ -149,37 +159,41 @@ Listener = GrpcListener | ShardedListener
 
 
 def control_of(listener: Listener) -> GrpcListener:
-    """Return the listener whom people ask."""
+    """Return the listener that answers `diloco status` and `diloco drain`."""
     return listener.control if isinstance(listener, ShardedListener) else listener
 
 
 class Life(NamedTuple):
-    """One process of the syncer, from its beginning to its end."""
+    """One process of the syncer: how it starts, and what it announces."""
 
-    mode: str  # how it begins
+    mode: str
     epoch: int
     stop: threading.Event
-    fingerprint: tuple[tuple[str, str], ...]  # what a learner must agree on
-    description: Description  # of the run, for whoever asks
+    # Learners must agree on it.
+    fingerprint: tuple[tuple[str, str], ...]
+    # A loop of a user asks for this before it joins.
+    description: Description
 
 
 def open_listener(
     config: RunConfig, run_dir: Path, life: Life, shards: MergeShards | None, events: Results
 ) -> Listener:
-    """Listen, the merge shards first; after a failover where the process before it did: learners look for it there.
+    """Open the listeners, merge shards first. After a failover they use the old address, where learners look for them.
 
-    ValueError if an address is in use, or not allowed.
+    ValueError if an address is in use or not allowed.
     """
     others = _open_shards(config.transport.address, shards, life) if shards is not None else ()
     transport, file = config.transport, run_dir / ADDRESS_FILE
-    known = life.mode == FAILOVER or config.model.own  # learners were here before
+    # Learners know the address of a process before this one.
+    known = life.mode == FAILOVER or config.model.own
     if known and file.exists() and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
     listener = patiently(
         lambda: listen(transport, run_id=config.name, epoch=life.epoch, shards=others), patience_s, life.stop
     )
-    if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
+    # An unchanged file is not written again, since the disk may be full.
+    if not file.exists() or file.read_text(encoding="utf-8") != listener.address:
         file.write_text(listener.address, encoding="utf-8")
     log.info(f"listening at {listener.address}")
     listener.desk.settings = dict(life.fingerprint)
@@ -190,7 +204,7 @@ def open_listener(
 
 
 def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ...]:
-    """Let the shards listen, at the ports after the syncer's if it has one of its own; returns ":port" of each."""
+    """Let the shards listen at the ports after the syncer's, or at free ports; return ":port" of each."""
     host, _, port = address.rpartition(":")
     found = []
     for number, share in enumerate(shards.shares, 1):
@@ -201,7 +215,7 @@ def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ..
 
 
 def patiently(begin: Callable[[], ResultT], patience_s: float, stop: threading.Event) -> ResultT:
-    """Return what `begin` returns, once the process before has left its port; ValueError after `patience_s`."""
+    """Call `begin` until an earlier process has freed its port; return the result. ValueError after `patience_s`."""
     until_s = time.monotonic() + patience_s
     while True:
         try:

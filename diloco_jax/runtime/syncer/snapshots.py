@@ -1,14 +1,14 @@
-"""Snapshots of the whole run: the global model and the machine at one moment, written while the run goes on.
+"""Snapshots of the whole run: the global model and the machine at one moment, written while the run continues.
 
-A snapshot is captured on the thread that owns model and machine, which costs nothing, and written on a thread of its
-own, fragment by fragment: there is no second copy of the model (HeldStates). It holds everything that a
-syncer needs to go on as if nothing had happened:
+The thread that owns model and machine captures a snapshot, which costs nothing. A separate thread writes it, fragment
+by fragment, without a second copy of the model (HeldStates). A snapshot holds everything that a syncer needs to
+continue as if nothing had happened:
 
-    parameters, outer   arrays; what versions they are, their digests and medians are in `meta`
-    machine             the state of the machine after the input that asked for the snapshot
-    tape_bytes          where on the tape the inputs begin that came later, behind the line of this snapshot
-    tape_head           head of the tape's hash chain before that line, which holds it too; "" of an older release
-    stats               what the machine does not count (stats.py)
+    parameters, outer   arrays; `meta` has their versions, digests and medians
+    machine             state of the machine after the input that asked for the snapshot
+    tape_bytes          end of this snapshot's line on the tape, where later inputs start
+    tape_head           head of the tape's hash chain before that line, which also has it; "" in older releases
+    stats               counts that the machine does not keep (stats.py)
 """
 
 import json
@@ -35,10 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class TapeExtent(NamedTuple):
-    """The tape of a run, as far as it is written."""
+    """The tape of a run up to its present end."""
 
     path: Path
-    size: int  # bytes, of its closed segments too
+    # In bytes, with the closed segments.
+    size: int
 
 
 class OtherHistory(ValueError):
@@ -49,11 +50,13 @@ class Snapshot(NamedTuple):
     """The run at one moment, without the values of its model."""
 
     global_step: int
-    machine: str  # JSON of the machine's state
+    # State of the machine as JSON.
+    machine: str
     tape_bytes: int
     tokens: int
     stats: Mapping[str, Any]
-    kept_s: float  # on the run's clock
+    # Time on the run's clock.
+    kept_s: float
     tape_head: str = ""
 
 
@@ -66,7 +69,7 @@ def write_snapshot(
     keep: int,
     on_piece: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write a snapshot, piece by piece, let go of its capture, and delete all but the newest `keep`."""
+    """Write a snapshot piece by piece, release its capture, and delete all but the newest `keep` snapshots."""
     state = json.loads(snapshot.machine)
     meta = {"run": run, "stamp": STAMP, "epoch": state["epoch"][0], **model.plain(capture)}
     meta |= {**snapshot._asdict(), "machine": state}
@@ -81,14 +84,17 @@ def write_snapshot(
         return checkpoint.save_pieces(folder, (checkpoint.PARAMETERS, OUTER), pieces(), meta)
     finally:
         capture.release()
-        checkpoint.prune(folder, keep)  # what a failed one left too, which may be most of a disk
+        # A failed snapshot may have filled most of a disk, so its files go too.
+        checkpoint.prune(folder, keep)
 
 
 def read_snapshot(path: Path, model: GlobalModel, tape: TapeExtent) -> Snapshot:
-    """Read a snapshot back into a model of the same config; OtherRelease if this release does not read such ones.
+    """Read a snapshot into a model of the same config.
 
-    ValueError if it cannot be read, is damaged, is of another model, or was not taken of this tape; the model may be
-    half of it then.
+    Raises:
+        OtherRelease: this release does not read such snapshots.
+        ValueError: the snapshot is unreadable or damaged, or belongs to another model or tape. Some values of `model`
+            may be replaced then.
     """
     reader = checkpoint.CheckpointReader(path)
     meta = reader.meta
@@ -100,7 +106,7 @@ def read_snapshot(path: Path, model: GlobalModel, tape: TapeExtent) -> Snapshot:
         check_of_history(meta, tape)
         model.load_saved(reader.piece, meta)
     except (KeyError, IndexError) as error:
-        raise ValueError(f"checkpoint {path} holds a model, but no {error}: a run cannot go on from it") from error
+        raise ValueError(f"checkpoint {path} holds a model, but no {error}: a run cannot continue from it") from error
     except ValueError as error:
         raise type(error)(f"snapshot {path} cannot be used: {error}") from error
     return snapshot
@@ -109,7 +115,7 @@ def read_snapshot(path: Path, model: GlobalModel, tape: TapeExtent) -> Snapshot:
 def check_of_history(meta: Mapping[str, Any], tape: TapeExtent) -> None:
     """Check that a snapshot with this description was taken in the history on a tape; OtherHistory if it was not.
 
-    What a tape cannot tell of a checkpoint, such as one that holds values alone, counts as its own.
+    A checkpoint without a position on the tape, such as one with values alone, passes.
     """
     if not isinstance(end := meta.get("tape_bytes", 0), int) or end <= 0:
         return
@@ -123,7 +129,7 @@ def check_of_history(meta: Mapping[str, Any], tape: TapeExtent) -> None:
 
 
 def set_others_aside(folder: Path, tape: TapeExtent) -> None:
-    """Rename the snapshots of other histories: they would be taken for the newest, and be deleted as the oldest."""
+    """Rename the snapshots of other histories, which would count as the newest, or be deleted as the oldest."""
     for path in checkpoint.complete(folder):
         try:
             check_of_history(checkpoint.CheckpointReader(path).meta, tape)
@@ -131,14 +137,14 @@ def set_others_aside(folder: Path, tape: TapeExtent) -> None:
             log.warning(f"{path.name} is set aside: {error}")
             checkpoint.set_aside(path, checkpoint.OTHER_HISTORY)
         except ValueError:
-            # It cannot be read, so nobody takes it for the newest; it is deleted in its turn.
+            # An unreadable snapshot is never the newest, and is deleted later.
             continue
 
 
 class SnapshotWriter:
-    """Takes the snapshots of a run, while it goes on and at its end; writes one at a time, on a thread of its own.
+    """Takes the snapshots of a run, during it and at its end, and writes one at a time on a separate thread.
 
-    A disk that fails costs a snapshot, never the run.
+    A disk failure costs a snapshot, never the run.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -146,20 +152,26 @@ class SnapshotWriter:
         self._folder = parts.run_dir / CHECKPOINTS
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._writing: Future[None] | None = None
-        self._pieces = 0  # written so far
-        self.saved = False  # the last snapshot of the run
-        self.condition = ""  # why the newest attempt failed; "" when it did not
+        # Pieces written so far.
+        self._pieces = 0
+        # Whether the last snapshot of the run is written.
+        self.saved = False
+        # Why the newest attempt failed; "" if it did not.
+        self.condition = ""
         self.failures = 0
-        self._lost: ConnectionError | None = None  # says that a merge shard is gone
-        self.took_s: float | None = None  # to write the newest one
-        self._line = (-1, "")  # where the newest snapshot's line ends on the tape, and the head in it
+        # The error of a lost merge shard.
+        self._lost: ConnectionError | None = None
+        # Seconds that the newest snapshot took.
+        self.took_s: float | None = None
+        # Where the line of the newest snapshot ends on the tape, and the head in it.
+        self._line = (-1, "")
 
     @property
     def busy(self) -> bool:
         return self._writing is not None and not self._writing.done()
 
     def save(self) -> None:
-        """Capture this moment, and begin to write it in the background, unless the one before is still written."""
+        """Capture this moment and write it in the background, unless a snapshot is still being written."""
         if self.busy:
             step = self._parts.machine.global_step
             log.info(f"no snapshot at global step {step}: the one before is still being written")
@@ -170,7 +182,7 @@ class SnapshotWriter:
             log.warning(f"no snapshot of this moment: {error}")
 
     def _capture(self) -> tuple[Capture, Snapshot]:
-        """Write on the tape that this moment is captured, and capture it; a second time without another line."""
+        """Record a snapshot on the tape and capture it; a second capture of the same moment adds no line."""
         parts, machine, tape = self._parts, self._parts.machine, self._parts.tape
         tape.flush()
         if self._line[0] != tape.position:
@@ -187,19 +199,21 @@ class SnapshotWriter:
         self._writing = self._thread.submit(self.write, capture, snapshot)
 
     def write(self, capture: Capture, snapshot: Snapshot) -> None:
-        """Write now, on this thread; what goes wrong is in `condition` and in the log."""
+        """Write a snapshot on this thread; a failure is reported in `condition` and the log."""
         began_s, config = time.monotonic(), self._parts.config
         keep = config.checkpoints.keep
         try:
             path = write_snapshot(
                 self._folder, config.name, self._parts.model, capture, snapshot, keep, self._count_piece
             )
-        except ConnectionError as error:  # a merge shard is gone, and with it what was to be written
+        except ConnectionError as error:
+            # A merge shard is lost, and its part of the snapshot with it.
             self._lost, self.failures = error, self.failures + 1
             self.condition = f"the snapshot of global step {snapshot.global_step} cannot be written: {error}"
             log.warning(self.condition)
             return
-        except Exception as error:  # Orbax and TensorStore raise what they like for a disk that takes nothing
+        except Exception as error:
+            # Orbax and TensorStore raise various errors for a disk that cannot be written.
             reason = " ".join(str(error).split())[:300]
             self.condition = (
                 f"the snapshot of global step {snapshot.global_step} cannot be written ({type(error).__name__}: "
@@ -215,7 +229,7 @@ class SnapshotWriter:
         self._pieces += 1
 
     def rescue(self) -> None:
-        """Keep the model after an error that nobody thought of, but not the machine, which may be in between."""
+        """Save the model after an unexpected error, without the machine, whose state may be inconsistent."""
         self.wait()
         parts, global_step = self._parts, self._parts.machine.global_step
         if global_step in map(checkpoint.global_step_of, checkpoint.complete(self._folder)):
@@ -224,11 +238,12 @@ class SnapshotWriter:
         pieces = parts.model.pieces(parts.model.capture(), value_only=True)
         try:
             checkpoint.save_pieces(self._folder, (checkpoint.PARAMETERS,), pieces, meta)
-        except Exception as error:  # as above; the reason why the run ends is the one to tell
+        except Exception as error:
+            # The error that ends the run is more important than this one.
             log.warning(f"the model of global step {global_step} cannot be saved: {error}")
 
     def wait(self, tell: Callable[[], None] = lambda: None) -> None:
-        """Wait until the snapshot that is being written is written; `tell` is called while it makes progress."""
+        """Wait for the snapshot that is being written, and call `tell` while it makes progress."""
         seen = -1
         while self._writing is not None and self.busy:
             if self._pieces != seen:
@@ -237,10 +252,15 @@ class SnapshotWriter:
             wait([self._writing], POLL_S)
 
     def save_last(self, tell: Callable[[], None]) -> None:
-        """Save the end of the run, or where it was stopped; written before this returns, if that can be.
+        """Save the final state of the run, or its state when it was stopped, before this returns.
 
-        `tell` says that the run is alive meanwhile. Stopping the run ends attempts on a disk that takes nothing.
-        ConnectionError if a merge shard is gone and the run was not stopped.
+        Failed attempts are repeated until one succeeds or the run is stopped.
+
+        Args:
+            tell: reports that the run is alive; called during the wait.
+
+        Raises:
+            ConnectionError: a merge shard is lost and the run was not stopped.
         """
         if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
@@ -255,7 +275,8 @@ class SnapshotWriter:
             log.warning(f"no snapshot of this moment: {error}")
             return
         if self._lost is not None and not self._parts.stop.is_set():
-            raise self._lost  # no attempt of this process can succeed, but one of its successor
+            # Only another process with new merge shards can write this snapshot.
+            raise self._lost
         self.saved = not self.condition
 
     def _write_now(self, tell: Callable[[], None]) -> None:

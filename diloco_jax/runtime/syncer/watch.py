@@ -1,4 +1,4 @@
-"""The syncer's words about its run: telemetry, log, and the status that people ask for."""
+"""The reports of a syncer about its run: telemetry, log, status and alarms."""
 
 import json
 import logging
@@ -14,6 +14,8 @@ from diloco_jax.protocol.messages import OWN_TIME, FragmentValue, MetricsReport,
 from diloco_jax.protocol.watch.alarms import CALM, Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
+from diloco_jax.runtime.figures import table
+from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
@@ -24,9 +26,10 @@ from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import Listener, control_of
 from diloco_jax.runtime.trackers.outlets import Outlets
-from diloco_jax.transport.probe import versions
+from diloco_jax.transport.endpoints.probe import versions
 
-SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
+# Metrics of islands that are summed for all islands together; the others are averaged.
+SUMMED = ("tokens_per_s", "model_flops_per_s")
 
 EVAL_ALARMS_MAX = 8
 LIVES = {FRESH: "the run begins", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
@@ -35,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def merged_metrics(islands: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return what islands measured as one: sums of SUMMED, of all else the mean over those that have it."""
+    """Return the metrics of all islands together: sums of SUMMED, and means of the others."""
     found: dict[str, list[float]] = {}
     for values in islands:
         for name, value in values.items():
@@ -45,30 +48,41 @@ def merged_metrics(islands: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(eq=False)
 class Watch:
-    """The counts of a run, and everything that is told of it."""
+    """The counts of a run, and every report about it.
+
+    Attributes:
+        host: alarms of the syncer itself, such as a full disk.
+        pulse: pulse of the reporting thread, which beats at every report, however long the thread waits for a disk.
+        exposed: metrics for Prometheus, which get the same events.
+    """
 
     parts: Parts
     earlier: Earlier
-    host: HostAlarms  # what is wrong with the syncer itself, such as a full disk
-    pulse: Pulse  # of the thread that tells; it does so at every turn, however long it waits for a disk
-    exposed: Exposition  # hears the same, for Prometheus
+    host: HostAlarms
+    pulse: Pulse
+    exposed: Exposition
 
     def __post_init__(self) -> None:
         self._told_s: float | None = None
-        self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()  # newest evaluation
+        # Results of the newest evaluation.
+        self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()
         self.eval_bits: float | None = None
-        self.eval_alarms: list[str] = []  # what was wrong with evaluations since the last good one, each once
-        self.asked_tokens: int | None = None  # trained on when this process last asked for an evaluation
+        # Failures of evaluations since the last good one, each once.
+        self.eval_alarms: list[str] = []
+        # Tokens of the run when this process last asked for an evaluation.
+        self.asked_tokens: int | None = None
         self._book = AlarmBook(self.earlier.episodes)
         self._listener: Listener | None = None
-        self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
-        self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
+        # Newest metrics of each island.
+        self._metrics: dict[str, Mapping[str, float]] = {}
+        # Seconds from the end of each round in flight until the value of each learner.
+        self._came: dict[int, dict[str, float]] = {}
         self._news = False
         self._time_left = TimeLeft()
         self._telemetry = Telemetry(self.parts.run_dir, Outlets(self.parts.config, self.parts.run_dir))
 
     def begins(self, how: str) -> None:
-        """Write down that a process of the syncer begins, how (begin.py) and on what: a run may have several."""
+        """Record that a process of the syncer starts, how it starts (begin.py), and on what machine."""
         machine = self.parts.machine
         record = {"kind": "life", "t": self.parts.clock.now_s(), "global_step": machine.global_step, "members": []}
         record |= {"epoch": machine.epoch, "reason": f"of the syncer, number {machine.epoch}: {LIVES[how]}"}
@@ -76,11 +90,12 @@ class Watch:
         self._telemetry.write(record | {"versions": versions(), "host": host})
 
     def listens(self, listener: Listener) -> None:
-        """Tell whoever asks this listener too from now on, and count its traffic."""
+        """Answer requests at this listener from now on, and count its traffic."""
         self._listener = listener
         self.pulse.ready(True)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
+        """Count and record a report that the machine is about to take."""
         stats = self.parts.stats
         if not stats.on_report(report, now_s):
             return
@@ -94,12 +109,12 @@ class Watch:
         self._telemetry.write(record)
 
     def on_value(self, value: FragmentValue, now_s: float) -> None:
-        """Remember when a learner's value for a round came."""
+        """Count a learner's value for a round, and keep the time of its arrival."""
         if (took_s := self.parts.stats.on_value(value, now_s)) is not None:
             self._came.setdefault(value.global_step, {})[value.learner_id] = round(took_s, 4)
 
     def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
-        """Tell how long a round took that the machine is about to end."""
+        """Record the times of a round that the machine is about to end."""
         self.exposed.on_merged(global_step, left_out, now_s)
         this = self.parts.machine.rounds.flying[global_step]
         record = {"kind": "round", "t": now_s, "global_step": global_step, "fragment_id": this.fragment_id}
@@ -107,7 +122,7 @@ class Watch:
         self._telemetry.write(record | {"pulled_s": this.pulled_s, "values": self._came.pop(global_step, {})})
 
     def on_metrics(self, report: MetricsReport, now_s: float) -> None:
-        """Tell what an island measured, unless another process of it has taken its place."""
+        """Record the metrics of an island, unless another process has replaced the one that sent them."""
         machine = self.parts.machine
         if machine.membership.get(report.learner_id, report.incarnation) is None:
             return
@@ -122,7 +137,7 @@ class Watch:
         self._telemetry.write(record)
 
     def on_note(self, note: Note) -> None:
-        """Count and tell what the machine says of a round or a learner."""
+        """Count and record a note of the machine about a round or a learner."""
         now_s = self.parts.clock.now_s()
         record = {"kind": note.kind, "t": now_s, "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
@@ -139,6 +154,7 @@ class Watch:
             log.info(f"{', '.join(note.members) or 'round ' + str(note.global_step)} {note.kind}: {note.reason}")
 
     def on_score(self, score: Score, now_s: float) -> None:
+        """Record the result of an evaluation."""
         finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
         bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
         tokens = self.parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
@@ -157,7 +173,7 @@ class Watch:
             self.eval_alarms.append(words)
 
     def _look(self, now_s: float) -> list[dict[str, Any]]:
-        """Find what is wrong, tell what is new of it, and return what stands."""
+        """Look for alarms, record those that start or end, and return those that stand."""
         machine = self.parts.machine
         active = [name for name, member in machine.membership.members.items() if member.state == "active"]
         found = [*self.host.found(now_s), *alarms_of(machine, self.parts.stats, now_s)]
@@ -169,29 +185,30 @@ class Watch:
         for stands, alarms in zip(("begins", "ends"), changes, strict=True):
             for alarm in alarms:
                 if stands == "begins":
-                    log.warning(f"alarm: {alarm.text}; {alarm.told()['remedy']}")
+                    log.warning(f"alarm: {alarm.text}; {alarm.as_dict()['remedy']}")
                 else:
                     log.info(f"alarm over: {alarm.text}")
                 record = {"kind": "alarm", "t": now_s, "global_step": machine.global_step, "alarm": alarm.kind}
                 record |= {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
                 self._telemetry.write(record)
-        return [alarm.told() for alarm in self._book.standing]
+        return [alarm.as_dict() for alarm in self._book.standing]
 
     def alarms(self) -> list[dict[str, Any]]:
-        """Return every alarm of the run; that of islands which outran rounds tells the longest time."""
-        found = self._book.told()
+        """Return every alarm of the run; the alarm of islands that outran rounds has the text of the longest time."""
+        found = self._book.as_dicts()
         for each in found:
             if each["kind"] == "outrun" and (outruns := self.parts.stats.outruns):
                 each["text"] = str(max(outruns, key=lambda episode: episode.steps))
         return found
 
     def wire(self) -> dict[str, int]:
+        """Return the bytes from and to islands over all processes of the syncer."""
         received, sent = self._listener.traffic if self._listener is not None else (0, 0)
         before = self.earlier.wire
         return {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
 
     def tell(self) -> None:
-        """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
+        """Publish the status: on the listener, for Prometheus, and in the folder, where a write may fail."""
         parts = self.parts
         now_s = parts.clock.now_s()
         self.pulse.beat(None if self._told_s is None else now_s - self._told_s)
@@ -204,7 +221,7 @@ class Watch:
             stopped=parts.stop.is_set(),
             blocked=self.host.blocked,
             alarms=self._look(now_s),
-            episodes=self._book.told(),
+            episodes=self._book.as_dicts(),
             eval_loss=self.eval_loss,
             eval_scores=self.eval_scores,
             wire=self.wire(),
@@ -212,7 +229,8 @@ class Watch:
             left_s=self._time_left.left_s(now_s, parts.machine.progress.expected_steps),
             num_parameters=parts.stats.num_parameters,
         )
-        text = json.dumps(finite(status), allow_nan=False)  # one line: with line breaks it takes ten times as long
+        # With line breaks, json takes ten times as long.
+        text = json.dumps(finite(status), allow_nan=False)
         if self._listener is not None:
             control_of(self._listener).status_json = text
         self.exposed.tell(status, now_s)
@@ -226,9 +244,12 @@ class Watch:
             values = merged_metrics(self._metrics[name] for name in together)
             self._telemetry.write({"kind": "merged_metrics", **when, "islands": sorted(together), "values": values})
         self._news = False
-        self._telemetry.write({"kind": "wire", **when, **status["wire"]})
+        facts = RunFacts.of(status)
+        tracked = {figure.name: figure.value(facts) for figure in table.RUN_FIGURES if figure.tracked}
+        self._telemetry.write({"kind": "wire", **when, **tracked})
         self._telemetry.flush()
 
     def close(self) -> None:
+        """Close telemetry and metrics."""
         self._telemetry.close()
         self.exposed.close()

@@ -1,1 +1,1 @@
-"""Outlets of a run for people: trackers such as TensorBoard, and callbacks of the user's own."""
+"""Outlets of a run for people: trackers such as TensorBoard, and your own callbacks."""

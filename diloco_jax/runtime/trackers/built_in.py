@@ -1,8 +1,8 @@
-"""The trackers that come along: TensorBoard, Weights & Biases, trackio, MLflow, and OpenTelemetry for rounds.
+"""The built-in trackers: TensorBoard, Weights & Biases, trackio, MLflow, and OpenTelemetry for rounds.
 
-TensorBoard has a folder per group, so that islands share a chart; the others see one run, with groups before names.
-A syncer that starts again goes on in the same run: its id is kept in the run's folder. Where they send it, and as whom,
-is said by their own environment variables; without any, trackio and MLflow write to disk.
+TensorBoard has a folder per group, so that islands share a chart. The other trackers have one run, and groups before
+names. A syncer that restarts continues the same run, because the run's folder keeps the tracker's id of it. Environment
+variables of each tracker set the address and the account; without them, trackio and MLflow write to disk.
 """
 
 import importlib
@@ -17,29 +17,31 @@ from typing import Any, Protocol
 from diloco_jax.settings.text import flat
 
 PROJECT = "diloco"
-PARAMS_MAX, PARAM_LENGTH_MAX = 100, 500  # of MLflow: in one call; characters
-PARTS = ("quorum", "grace", "pull", "merge")  # of a round, as spans of OpenTelemetry
+# Limits of MLflow: parameters in one call, and characters of one parameter.
+PARAMS_MAX, PARAM_LENGTH_MAX = 100, 500
+# The parts of a round, each a span of OpenTelemetry.
+PARTS = ("quorum", "grace", "pull", "merge")
 NANOSECONDS = 1_000_000_000
 
 
 class Tracker(Protocol):
-    """The interface of a tracker: one object per process of the syncer, called from one thread."""
+    """The interface of a tracker; each process of the syncer has one object, and calls it from one thread."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
-        """Begin, or go on after a restart, with the run's name, settings and folder: files belong there."""
+        """Start, or continue after a restart, with the run's name, settings, and folder for files."""
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:
-        """Take finite values at a global step, of "islands/NAME" or, for the run as a whole, "merged"."""
+        """Take finite values at a global step; the group is "islands/NAME", or "merged" for the run as a whole."""
 
     def close(self) -> None:
-        """End; nothing comes after. A method `round`, if there is one, gets each record of that kind (telemetry.py)."""
+        """End. A tracker may also have a method `round`, which gets each record of that kind (telemetry.py)."""
 
 
 class TensorboardTracker:
-    """TensorBoard files without TensorFlow, over the global step: an island's local steps begin again at zero."""
+    """TensorBoard files over the global step, because local steps of a restarted island start at zero."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
-        # here, since it imports PyTorch where that is installed, which takes seconds
+        # The import is late because tensorboardX imports PyTorch if that is installed, which takes seconds.
         self._files = importlib.import_module("tensorboardX.event_file_writer")
         self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         self._folder = folder / "tensorboard"
@@ -53,7 +55,7 @@ class TensorboardTracker:
         scalars = [self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         summary = self._summaries.Summary(value=scalars)
         writer.write_event(self._files.event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-        writer.flush()  # to the operating system
+        writer.flush()
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -67,7 +69,8 @@ class WandbTracker:
         name, _ = _kept(folder / "wandb" / "run_id", lambda: uuid.uuid4().hex)
         where = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run, "dir": folder}
         self._run = importlib.import_module("wandb").init(**where, config=dict(config), id=name, resume="allow")
-        self._run.define_metric("*", step_metric="global_step")  # islands differ in it, and its own step may only grow
+        # Islands are at different global steps, and the step of wandb itself may only grow.
+        self._run.define_metric("*", step_metric="global_step")
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:
         self._run.log({**_named(values, group), "global_step": step})
@@ -95,7 +98,8 @@ class MlflowTracker:
     """A run of MLflow: experiment MLFLOW_EXPERIMENT_NAME, else "diloco", at MLFLOW_TRACKING_URI or in its folder."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it asks for a database
+        # Without this variable, MLflow requires a database.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = importlib.import_module("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow" / "store").resolve().as_uri()
         self._entities, self._client = mlflow.entities, mlflow.MlflowClient(tracking_uri=uri)
@@ -121,7 +125,7 @@ class MlflowTracker:
 
 
 class OpenTelemetryTracker:
-    """Traces of rounds by OTLP over HTTP, in wall-clock time, to where the standard variables OTEL_... say."""
+    """Traces of rounds by OTLP over HTTP, in wall-clock time, to the address in the variables OTEL_..."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
         trace, resources = (importlib.import_module(f"opentelemetry.sdk.{name}") for name in ("trace", "resources"))
@@ -131,19 +135,21 @@ class OpenTelemetryTracker:
         self._provider.add_span_processor(export.BatchSpanProcessor(self.exporter()))
         self._tracer = self._provider.get_tracer("diloco")
         self._within = importlib.import_module("opentelemetry.trace").set_span_in_context
-        self._began_s: float | None = None  # of the run, since 1970
+        # Start of the run in seconds since 1970.
+        self._began_s: float | None = None
 
     def exporter(self) -> Any:
         return importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:
-        """Drop them: they are metrics."""
+        """Drop the values, because traces have none."""
 
     def round(self, record: Mapping[str, Any]) -> None:
-        """Trace a round: the wait for its quorum, its grace window, its pull and its merge, and each island's value."""
+        """Trace a round: its wait for a quorum, its grace window, its pull, its merge, and each island's value."""
         closed_s, ends_s = record["closed_s"], record["t"]
         if self._began_s is None:
-            self._began_s = time.time() - ends_s  # a record is of this moment
+            # The record was written just now.
+            self._began_s = time.time() - ends_s
         times_s = [record[name] for name in ("opened_s", "met_s", "closed_s", "pulled_s")] + [ends_s]
         told = {"diloco.global_step": record["global_step"], "diloco.fragment": record["fragment_id"]}
         whole = self._tracer.start_span("round", attributes=told, start_time=self._ns(times_s[0]))
@@ -171,7 +177,7 @@ def _named(values: Mapping[str, float], group: str) -> dict[str, float]:
 
 
 def _kept(path: Path, make: Callable[[], str]) -> tuple[str, bool]:
-    """Return the id in a file, and whether it was made just now."""
+    """Return the id in a file, and whether this call made it."""
     if path.exists():
         return path.read_text(encoding="utf-8").strip(), False
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The trackers and callbacks of a run, fed with its records. Neither can delay or end the run (`Aside`)."""
+"""The trackers and callbacks of a run, which get its records; none of them can delay or end the run (`Aside`)."""
 
 import contextlib
 import importlib
@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.releases import install_hint
+from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.trackers import built_in
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.named import load_named
 
-WAITING_MAX = 4096  # calls that wait for one object
+# Calls that may wait for one object.
+WAITING_MAX = 4096
 
 log = logging.getLogger(__name__)
-BUILT_IN: dict[str, tuple[type, str]] = {  # name -> class, and the package that it needs
+# Class of each tracker by name, and the package that it needs.
+BUILT_IN: dict[str, tuple[type, str]] = {
     "tensorboard": (built_in.TensorboardTracker, "tensorboardX"),
     "wandb": (built_in.WandbTracker, "wandb"),
     "trackio": (built_in.TrackioTracker, "trackio"),
@@ -30,13 +33,16 @@ BUILT_IN: dict[str, tuple[type, str]] = {  # name -> class, and the package that
 }
 TRACKER_METHODS = ("begin", "log", "close")
 CALLBACK_METHODS = ("on_step", "on_round", "on_eval", "on_event")
-CLOSE_S = 30.0  # at the end: some trackers send what is left
-MERGED = "merged"  # group of what belongs to no single island
-QUIET = ("step", "closed")  # records that are neither values nor events
+# Time to close at the end of a run; some trackers send their last values then.
+CLOSE_S = 30.0
+# Group of the values of the run as a whole.
+MERGED = "merged"
+# Kinds of records that neither trackers nor callbacks get.
+QUIET = ("step", "closed")
 
 
 class Aside:
-    """An object made in a thread of its own. What raises there is told once, and it is not called any more."""
+    """An object that is made and called in a separate thread; after its first exception, it is not called any more."""
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self._name = name
@@ -46,14 +52,14 @@ class Aside:
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method soon, in the order of the calls; one that the object does not have is not called."""
+        """Call a method soon, in the order of the calls; a method that the object lacks is not called."""
         if not self._thread.is_alive():
             return
         try:
             self._waiting.put_nowait((method, arguments))
         except queue.Full:
             if not self._lost:
-                log.warning(f"{self._name} is too slow: {WAITING_MAX} calls wait, what comes now is lost")
+                log.warning(f"{self._name} is too slow: {WAITING_MAX} calls wait, later ones are lost")
             self._lost += 1
 
     def _run(self, make: Callable[[], Any]) -> None:
@@ -65,10 +71,10 @@ class Aside:
                 getattr(target, method, lambda *_: None)(*arguments)
         except (Exception, SystemExit) as error:
             told = f"{type(error).__name__}: {error}"
-            log.warning(f"{self._name} failed in {method} and is not called any more, the run goes on: {told}")
+            log.warning(f"{self._name} failed in {method} and is not called any more; the run continues: {told}")
 
     def close(self, ends_s: float) -> None:
-        """Let it do what waits until then (`time.monotonic`); a thread that hangs ends with the process."""
+        """Let the object take the waiting calls until `ends_s` (`time.monotonic`); leave a thread that hangs."""
         while self._thread.is_alive() and time.monotonic() < ends_s:
             with contextlib.suppress(queue.Full):
                 self._waiting.put(None, timeout=0.1)
@@ -76,18 +82,22 @@ class Aside:
         self._thread.join(max(0.0, ends_s - time.monotonic()))
         waiting = self._waiting.qsize() if self._thread.is_alive() else 0
         if self._lost or waiting:
-            log.warning(f"{self._name} did not get all: {self._lost} calls were lost, {waiting} still waited")
+            log.warning(f"{self._name} did not get every call: {self._lost} were lost, {waiting} still waited")
 
 
 def close_all(asides: Iterable[Aside], within_s: float) -> None:
-    """Close all of them; those that wait for something have this long together."""
+    """Close all objects within this time together."""
     ends_s = time.monotonic() + within_s
     for aside in asides:
         aside.close(ends_s)
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, type]:
-    """Return the classes of these trackers; ValueError if one is not installed, cannot be loaded, or lacks a method."""
+    """Return the classes of trackers by name.
+
+    Raises:
+        ValueError: a tracker is not installed, cannot be loaded, or lacks a method.
+    """
     found = {}
     for name in names:
         found[name], package = BUILT_IN[name] if name in BUILT_IN else (_class_of("trackers", name), "")
@@ -99,15 +109,20 @@ def find_trackers(names: Sequence[str]) -> dict[str, type]:
 
 
 def _installed(package: str) -> bool:
-    """Import a package here: in the threads of trackers, two at once, Python 3.11 may fail."""
+    """Import a package before the threads of trackers do, because two imports at once may fail in Python 3.11."""
     try:
-        return importlib.import_module(package).__file__ is not None  # a folder of that name is no package
+        # A folder of that name can be imported too, but it has no file.
+        return importlib.import_module(package).__file__ is not None
     except ImportError:
         return False
 
 
 def find_callbacks(names: Sequence[str], methods: Sequence[str] = CALLBACK_METHODS) -> dict[str, type]:
-    """Return the classes of callbacks with one of the methods; ValueError if one cannot be loaded, or has no method."""
+    """Return the classes of callbacks that have one of the methods, by name.
+
+    Raises:
+        ValueError: a class cannot be loaded, or has none of the methods of a callback.
+    """
     found = {name: _class_of("callbacks", name) for name in names}
     for name, each in found.items():
         if not any(hasattr(each, method) for method in CALLBACK_METHODS):
@@ -124,12 +139,12 @@ def _class_of(setting: str, name: str) -> type:
         raise ValueError(f"{setting} has '{name}'; write package.module:Class{known}")
     found = load_named(setting, name)
     if not isinstance(found, type):
-        raise ValueError(f"{setting}: '{name}' is no class; name one that is called without arguments")
+        raise ValueError(f"{setting}: '{name}' is not a class; name one that is called without arguments")
     return found
 
 
 class Outlets:
-    """All of a run's trackers and callbacks; `on_step` is called in the learners' processes."""
+    """All trackers and callbacks of a run, except `on_step`, which learners call in their processes."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         trackers, callbacks = find_trackers(config.trackers), find_callbacks(config.callbacks, CALLBACK_METHODS[1:])
@@ -139,13 +154,15 @@ class Outlets:
             tracker.call("begin", config.name, asdict(config), folder)
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Pass a record of telemetry to the trackers and callbacks that it is for."""
         kind, step = record["kind"], record["global_step"]
         if kind == "metrics":
             self._log(step, record["values"], f"islands/{record['learner']}")
         elif kind == "merged_metrics":
             self._log(step, record["values"], MERGED)
         elif kind == "wire":
-            self._log(step, {key: record[key] for key in ("up_bytes", "down_bytes")}, MERGED)
+            names = [figure.name for figure in table.RUN_FIGURES if figure.tracked]
+            self._log(step, {name: record[name] for name in names if name in record}, MERGED)
         elif kind == "eval":
             values = {f"eval_{key}": record[key] for key in ("loss", "bits_per_byte")} | {"tokens": record["tokens"]}
             values |= {f"eval_{name}": value for name, value in record.get("scores", {}).items()}
@@ -171,6 +188,7 @@ class Outlets:
             callback.call(method, *arguments)
 
     def close(self) -> None:
+        """Close all trackers and callbacks."""
         for tracker in self._trackers:
             tracker.call("close")
         close_all([*self._trackers, *self._callbacks], CLOSE_S)

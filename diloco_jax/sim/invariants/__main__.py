@@ -9,7 +9,7 @@ from pathlib import Path
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.invariants.draw import random_scenario
+from diloco_jax.sim.invariants.draw import random_scenario, with_norms
 from diloco_jax.sim.invariants.verdict import Timeline, judge
 from diloco_jax.sim.scenario import Scenario
 
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="random settings and faults are drawn from it")
     parser.add_argument("--count", type=int, default=1, help="so many seeds from --seed on, one line each")
     parser.add_argument("--hostile", action="store_true", help="each run has a learner that says anything")
+    parser.add_argument("--norms", action="store_true", help="draw norms of the learners' values, and outliers")
     parser.add_argument("--tapes", type=Path, metavar="DIR", help="write the run's tapes there, for `diloco replay`")
     parser.add_argument("--quiet", action="store_true", help="print the verdict only")
     parser.add_argument("--bench", action="store_true", help="measure events per second without faults and checkers")
@@ -31,15 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.bench:
         return _bench(options.learners, options.steps)
     if options.count > 1:
-        return _sweep(range(options.seed, options.seed + options.count), hostile=options.hostile)
+        return _sweep(range(options.seed, options.seed + options.count), options.hostile, options.norms)
     try:
-        return _show(options.seed, quiet=options.quiet, tapes=options.tapes, hostile=options.hostile)
+        scenario = _drawn(options.seed, options.hostile, options.norms)
+        return _show(scenario, quiet=options.quiet, tapes=options.tapes)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
-def _show(seed: int, *, quiet: bool, tapes: Path | None, hostile: bool) -> int:
+def _drawn(seed: int, hostile: bool, norms: bool) -> Scenario:
     scenario = random_scenario(seed, hostile=hostile)
+    return with_norms(scenario) if norms else scenario
+
+
+def _show(scenario: Scenario, *, quiet: bool, tapes: Path | None) -> int:
     timeline = Timeline()
     verdict = judge(scenario, observers=[timeline], tapes=tapes)
     if not quiet:
@@ -51,10 +57,10 @@ def _show(seed: int, *, quiet: bool, tapes: Path | None, hostile: bool) -> int:
     return 1 if verdict.problem else 0
 
 
-def _sweep(seeds: range, *, hostile: bool) -> int:
+def _sweep(seeds: range, hostile: bool, norms: bool) -> int:
     failed = 0
     for seed in seeds:
-        verdict = judge(random_scenario(seed, hostile=hostile))
+        verdict = judge(_drawn(seed, hostile, norms))
         failed += bool(verdict.problem)
         print(verdict, flush=True)
     print(f"{len(seeds)} seeds, {failed} failed")

@@ -3,6 +3,7 @@
 from diloco_jax.sim.invariants.budget import BudgetHolds
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.invariants.evaluations import ScoresAreOfTheModel
+from diloco_jax.sim.invariants.exclusions import ExclusionsHold
 from diloco_jax.sim.invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
 from diloco_jax.sim.invariants.hostile import HostileIsHarmless
 from diloco_jax.sim.invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
@@ -26,6 +27,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     SharesAreTold,
     QuorumHolds,
     QuarantineHolds,
+    ExclusionsHold,
     RoundsBounded,
     TurnsAreKept,
     NeverWaits,

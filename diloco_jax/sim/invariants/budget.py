@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from diloco_jax.protocol.effects import Drop, Finish, Note, SaveSnapshot
 from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -18,26 +18,31 @@ class Counted:
     """The tokens of a run that rounds have merged, and who gave them."""
 
     tokens: int = 0
-    present: dict[str, int] = field(default_factory=dict)  # learner -> incarnation
-    merged: dict[Life, int] = field(default_factory=dict)  # up to which of its tokens
+    # Learner -> its connected incarnation.
+    present: dict[str, int] = field(default_factory=dict)
+    # Number of each process's tokens that are merged.
+    merged: dict[Life, int] = field(default_factory=dict)
 
     def news(self, life: Life, told: int) -> int:
-        """Tokens of a life up to these that are not merged; none of one that was replaced."""
+        """Return the unmerged tokens of a process up to these; 0 for a process that was replaced."""
         return max(0, told - self.merged.get(life, 0)) if self.present[life[0]] == life[1] else 0
 
 
 class BudgetHolds(Checker):
     """No token counts twice, the end is where they reach the budget, and no schedule is further than they are."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._budget, self._step_tokens = cluster.scenario.budget
         # in lockstep a learner counts on by itself
         self._reach = 2 * self.config.groups.gap_max + self.config.overlap_steps
         self._counted = Counted()
-        self._kept: dict[int, Counted] = {}  # global step of a snapshot -> what was counted then
-        self._asked: dict[tuple[int, str], int] = {}  # round and learner -> its tokens up to the step asked for
-        self._values: dict[int, dict[Life, int]] = {}  # round -> tokens of each value
+        # Global step of a snapshot -> the counts at that time.
+        self._kept: dict[int, Counted] = {}
+        # Round and learner -> its tokens up to the requested step.
+        self._asked: dict[tuple[int, str], int] = {}
+        # Round -> tokens of each value.
+        self._values: dict[int, dict[Life, int]] = {}
         self._clocks: dict[Life, int] = {}
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
@@ -47,7 +52,8 @@ class BudgetHolds(Checker):
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if self.hostile:
-            return  # it tells how many tokens it trained on, and hostile.py bounds what counts of them
+            # It reports its own token count; hostile.py bounds how much of it counts.
+            return
         machine, dropped = self.cluster.syncer, {effect.peer for effect in effects if isinstance(effect, Drop)}
         if isinstance(given, FragmentValue) and given.learner_id not in dropped:
             self._values.setdefault(given.global_step, {})[given.learner_id, given.incarnation] = given.tokens
@@ -63,7 +69,7 @@ class BudgetHolds(Checker):
                         self._counted.tokens += min(tokens, self._counted.news(life, told))
                         self._counted.merged[life] = max(told, self._counted.merged.get(life, 0))
             elif isinstance(effect, Finish):
-                ahead = self.config.groups.gap_max if self.config.lockstep else 1  # to the next round
+                ahead = self.config.groups.gap_max if self.config.lockstep else 1
                 done = machine.global_step + ahead > self.cluster.scenario.total_steps
                 told_so = f"the run ends at global step {machine.global_step} with {self._counted.tokens} merged tokens"
                 self.check(done or 0 < self._budget <= self._counted.tokens, f"{told_so}, not {self._budget}")
@@ -72,13 +78,15 @@ class BudgetHolds(Checker):
         self._kept |= {e.global_step: deepcopy(self._counted) for e in effects if isinstance(e, SaveSnapshot)}
 
     def _close(self, note: Note) -> None:
-        due: dict[Life, int] = {}  # of values that wait to be merged
+        # Tokens of the values that wait to be merged.
+        due: dict[Life, int] = {}
         for global_step in self._values.keys() & self.cluster.syncer.rounds.flying.keys():
             for life in self._values[global_step]:
                 due[life] = max(due.get(life, 0), self._counted.news(life, self._asked[global_step, life[0]]))
         tokens = self._counted.tokens + sum(due.values())
         self.check(not self._budget or tokens < self._budget, f"round {note.global_step} closes with {tokens} tokens")
-        for name in note.members:  # by the number of the step, not by what it reported
+        # The number of the step decides, not the report.
+        for name in note.members:
             step_tokens = self.cluster.nodes[name].step_samples * self.cluster.scenario.sample_tokens
             self._asked[note.global_step, name] = self.cluster.syncer.membership.members[name].local_step * step_tokens
 

@@ -6,10 +6,11 @@ machine and its own state agree on is still found. The numbers of the rules are 
 
 from diloco_jax.protocol.syncer.comeback import REPETITIONS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
+from diloco_jax.sim.network import LinkFaults
 from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.scenario import Scenario
 
 
 class Violation(AssertionError):
@@ -19,14 +20,18 @@ class Violation(AssertionError):
 class Checker(Observer):
     """An observer of one cluster that raises Violation."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.config = cluster.scenario.config
         hostile = [fault for fault in cluster.scenario.faults if fault.kind == "hostile"]
-        self.hostile = {name for fault in hostile for name in fault.learners}  # whose own account is worth nothing
-        self.lives = 1  # of the syncer's process
-        self.lineage = 0  # times that the run went back to a snapshot
-        self.lineages = {1: 0}  # life -> lineage
+        # The reports of these learners prove nothing.
+        self.hostile = {name for fault in hostile for name in fault.learners}
+        # Number of the syncer's current process.
+        self.lives = 1
+        # Number of rewinds to a snapshot.
+        self.lineage = 0
+        # Number of the syncer's process -> lineage.
+        self.lineages = {1: 0}
 
     @property
     def values(self) -> list[Value]:
@@ -43,7 +48,7 @@ class Checker(Observer):
         self.lineages[self.lives] = self.lineage
 
 
-def longest_step_s(scenario: FaultyScenario) -> float:
+def longest_step_s(scenario: Scenario) -> float:
     """Return the upper bound of a healthy learner's step."""
     return scenario.step_s * (1 + scenario.speed_spread) * (1 + scenario.step_noise)
 
@@ -55,17 +60,23 @@ class HealthyChecker(Checker):
     timeout of the protocol; way_s the longest way of a message.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         scenario, network, config = cluster.scenario, cluster.scenario.network, self.config
-        self.healed_s = max([network.heals_s, *(fault.over_s for fault in scenario.faults)])
-        self.lossless = not network.loss or network.heals_s > 0
+        link_faults = network.faults or LinkFaults()
+        self.messages_heal_s = link_faults.heals_s
+        self.healed_s = max([link_faults.heals_s, *(fault.over_s for fault in scenario.faults)])
+        if scenario.norms is not None:
+            self.healed_s = max(self.healed_s, scenario.norms.ends_s)
+        self.lossless = not link_faults.loss or link_faults.heals_s > 0
         steps = config.groups.gap_max + 2 if config.lockstep else config.overlap_steps + 3
         transfer_s = 0.0
-        if network.bandwidth_bytes_per_s:  # everything may be under way at once
+        # All payloads may be under way at once.
+        if network.bandwidth_bytes_per_s:
             payloads = 3 * config.num_fragments + scenario.state_parts
             transfer_s = payloads * scenario.payload_bytes / network.bandwidth_bytes_per_s
-        self.way_s = network.delay_s + network.jitter_s + (network.reorder_s if network.reorder else 0.0) + transfer_s
+        reorder_s = link_faults.reorder_s if link_faults.reorder else 0.0
+        self.way_s = network.delay_s + network.jitter_s + reorder_s + transfer_s
         pace_s = (steps + config.grace_steps_max) * longest_step_s(scenario) + 2 * scenario.merge_s
         timeouts_s = 3 * config.lease_s + config.heartbeat_s + config.pull_timeout_s + 2 * config.resend_s
         if any(fault.kind in ("syncer_crash", "rewind") for fault in scenario.faults):
@@ -75,6 +86,7 @@ class HealthyChecker(Checker):
         self.bound_s = (pace_s + 10 * self.way_s + timeouts_s) * (1 if self.lossless else 4)
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        if began and process.node.factor > 1:  # a slow step goes on when the slow phase is over
+        # A slow step continues after the end of the slow phase.
+        if began and process.node.factor > 1:
             ends_s = now_s + longest_step_s(self.cluster.scenario) * process.node.factor
             self.healed_s = max(self.healed_s, ends_s)

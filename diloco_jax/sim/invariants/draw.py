@@ -9,12 +9,14 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.faults import ARMED, ARMED_S, Fault
-from diloco_jax.sim.faults.network import TroubledOptions
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.fault import ARMED, ARMED_S, Fault
+from diloco_jax.sim.network import LinkFaults, NetworkOptions
+from diloco_jax.sim.norms import SPREAD, NormEvent, NormSettings
+from diloco_jax.sim.scenario import Scenario
 
 LEARNERS_MAX = 8
-WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
+# Kinds that random_faults draws, with their weights. Other kinds happen only if a scenario names them.
+WEIGHTS = {
     "crash": 3,
     "disconnect": 3,
     "pause": 2,
@@ -27,27 +29,32 @@ WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when 
     "rewind": 2,
 }
 KINDS = tuple(WEIGHTS)
-HOSTILE_SHARE = 0.15  # of seeds: a learner says anything for a while
-PERIODS_SHARE = 0.3  # of seeds: fragments differ in their periods, or these change on the way
+# Share of seeds in which a learner is hostile for a while.
+HOSTILE_SHARE = 0.15
+# Share of seeds in which fragments have different periods, or periods change during the run.
+PERIODS_SHARE = 0.3
 
 
-def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
+def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     """Draw a scenario with random settings and faults, the same for equal seeds; hostile: with a hostile learner."""
     random = Random(seed)
     learners = random.randint(1, LEARNERS_MAX)
-    names = FaultyScenario(learners=learners).names
-    joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]  # fewer than half come late
+    names = Scenario(learners=learners).names
+    # Fewer than half of the learners join late.
+    joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]
     stayers = [name for name in names if name not in joining]
-    leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
+    # The first learner always stays.
+    leaving = stayers[1:][: random.choice((0, 0, 1, 2))]
     config = _random_config(random, learners - len(leaving))
-    own = Random(f"periods of {seed}")  # so that other seeds draw what they always drew
+    # A separate generator leaves the draws of other seeds as they were.
+    own = Random(f"periods of {seed}")
     config = _with_periods(own, config) if own.random() < PERIODS_SHARE else config
     until_s = random.choice((10.0, 30.0, 60.0))
     faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
     faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]
     faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
     most_samples = random.choice((1, 1, 4, 8))
-    drawn = FaultyScenario(
+    drawn = Scenario(
         config=config,
         learners=learners,
         total_steps=random.choice((20, 50, 80)) + 2 * config.groups.gap_max,
@@ -59,7 +66,8 @@ def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
         step_samples=(random.choice((1, most_samples)), most_samples),
         reads_ahead=random.random() < 0.7,
         merge_s=random.choice((0.0, 0.05, 0.8)),
-        payload_bytes=random.choice((0, 1_000_000)),  # 0.1 s on the slowest link: pulls do not time out by themselves
+        # A payload takes 0.1 s on the slowest link, so pulls do not time out by themselves.
+        payload_bytes=random.choice((0, 1_000_000)),
         state_parts=random.randint(1, 6),
         load_s=random.choice((0.0, 0.1, 2.0)),
         save_s=random.choice((0.0, 0.2, 3.0)),
@@ -71,17 +79,49 @@ def random_scenario(seed: int, *, hostile: bool = False) -> FaultyScenario:
     plan = EvaluationPlan(random.choice((0.0, 5.0, 20.0, 60.0)), random.choice((0, 1, 7, 20)))
     eval_s, bad_scores = random.choice((0.0, 0.5, 3.0, 30.0)), random.choice((0.0, 0.0, 0.3))
     drawn = replace(drawn, plan=plan if plan.wait_s else NEVER, eval_s=eval_s, bad_scores=bad_scores)
-    share = random.choice(
-        (0.0, random.uniform(0.1, 0.9))
-    )  # of the tokens of all steps; half of the runs have no budget
+    # Share of the tokens of all steps; half of the runs have no budget.
+    share = random.choice((0.0, random.uniform(0.1, 0.9)))
     drawn = replace(drawn, tokens=int(share * drawn.total_steps * drawn.budget.step_tokens))
-    own = Random(f"hostile of {seed}")  # so that other seeds draw what they always drew
+    # A separate generator leaves the draws of other seeds as they were.
+    own = Random(f"hostile of {seed}")
     others = [name for name in stayers[1:] if name not in leaving]
     if not others or not (own.random() < HOSTILE_SHARE or hostile):
         return drawn
     at_s = own.uniform(0.0, 0.7 * until_s)
     fault = Fault(at_s, "hostile", (own.choice(others),), own.uniform(0.3, 1.0) * (until_s - at_s))
     return replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
+
+
+def with_norms(scenario: Scenario) -> Scenario:
+    """Draw norms for the learners' values of a scenario, with learners that diverge, are damaged or are hostile.
+
+    Half of the scenarios with one period get few fragments and many rounds, so that the rule remembers enough.
+    """
+    random, names, config = Random(f"norms of {scenario.seed}"), scenario.names, scenario.config
+    if not config.by_class and not config.sync_later and random.random() < 0.5:
+        config = replace(config, sync_every=random.choice((2, 4)), num_fragments=random.randint(1, 2))
+        scenario = replace(scenario, config=config, total_steps=scenario.total_steps + 100)
+    rate = random.choice((1e-5, 1e-4, 5e-3))
+    # No lasting change moves a fragment by its own length in one step.
+    louder = random.choice([factor for factor in (50.0, 110.0, 150.0, 1000.0) if SPREAD * factor * rate < 1.0])
+    events = [_norm_event(random, random.choice(names)) for _ in range(random.choice((0, 1, 2, 3)))]
+    if random.random() < 0.4:
+        first, steps = random.randint(10, 60), random.choice((20, 200))
+        events += [NormEvent(name, "louder", first, steps, louder) for name in random.choice((names, names[:1]))]
+    if random.random() < 0.2:
+        events.append(NormEvent(names[-1], "hostile", 1, 1))
+    return replace(scenario, norms=NormSettings(rate=rate, events=tuple(events), ends_s=random.uniform(20.0, 200.0)))
+
+
+def _norm_event(random: Random, name: str) -> NormEvent:
+    first = random.randint(1, 60)
+    return random.choice(
+        (
+            NormEvent(name, "damage", first, 1, 10.0 ** random.uniform(2.5, 44.0)),
+            NormEvent(name, "nan", first, random.choice((1, 10))),
+            NormEvent(name, "diverge", first, random.choice((20, 60)), random.choice((1.2, 2.0, 10.0))),
+        )
+    )
 
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:
@@ -121,7 +161,8 @@ def _with_periods(random: Random, config: ProtocolConfig) -> ProtocolConfig:
             periods[name], period = period, period * random.choice((2, 2, 3))
         return {name: periods[name] for name in names} if len(names) > 1 else period
 
-    while True:  # until every fragment of both phases has a step of its own
+    # Draw until every fragment of both phases has its own step.
+    while True:
         counts = tuple(random.randint(1, 6) for _ in names)
         settings: dict[str, Any] = {"sync_every": drawn(), "num_fragments": sum(counts)}
         settings["class_fragments"] = counts if len(counts) > 1 else ()
@@ -132,18 +173,20 @@ def _with_periods(random: Random, config: ProtocolConfig) -> ProtocolConfig:
             continue
 
 
-def _random_network(random: Random, until_s: float) -> TroubledOptions:
+def _random_network(random: Random, until_s: float) -> NetworkOptions:
     lossy = random.random() < 0.6
-    return TroubledOptions(
+    return NetworkOptions(
         delay_s=random.choice((0.001, 0.01, 0.1, 0.6)),
         jitter_s=random.choice((0.0, 0.01, 0.3)),
         bandwidth_bytes_per_s=random.choice((0.0, 1e7, 1e9)),
-        loss=random.uniform(0.0, 0.1) if lossy else 0.0,
-        duplication=random.uniform(0.0, 0.1) if lossy else 0.0,
-        reorder=random.uniform(0.0, 0.2) if lossy else 0.0,
-        reorder_s=random.choice((0.05, 0.5, 5.0)),
-        late=random.choice((0.0, 0.5)),
-        heals_s=random.choice((0.0, until_s)) if lossy else 0.0,
+        faults=LinkFaults(
+            loss=random.uniform(0.0, 0.1) if lossy else 0.0,
+            duplication=random.uniform(0.0, 0.1) if lossy else 0.0,
+            reorder=random.uniform(0.0, 0.2) if lossy else 0.0,
+            reorder_s=random.choice((0.05, 0.5, 5.0)),
+            late=random.choice((0.0, 0.5)),
+            heals_s=random.choice((0.0, until_s)) if lossy else 0.0,
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from diloco_jax.protocol.effects import Adopt, Evaluated, EvaluateModel, Finish, Note, Send
 from diloco_jax.protocol.messages import Evaluate, LearnerMessage, Score, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -16,13 +16,16 @@ class ScoresAreOfTheModel(Checker):
     At the end either the final model is told of, all of it, or that nobody could evaluate it.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._held: dict[tuple[str, int], dict[int, int]] = {}
-        self._busy: dict[tuple[str, int], tuple[int, ...]] = {}  # versions that are being evaluated
-        self._asked: dict[int, str] = {}  # number of a request -> whom
+        # Versions that a process is evaluating.
+        self._busy: dict[tuple[str, int], tuple[int, ...]] = {}
+        # Number of a request -> the learner that got it.
+        self._asked: dict[int, str] = {}
         self._finished = False
-        self._outcomes: list[str] = []  # since the end of the run, or since the syncer has lost it
+        # Outcomes since the end of the run, or since the syncer lost it.
+        self._outcomes: list[str] = []
         self._attempts = 0
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
@@ -39,7 +42,8 @@ class ScoresAreOfTheModel(Checker):
                 versions = self._busy.pop(key)
                 self.check(effect.message.versions == versions, f"{effect.message} is of {versions}")
         if key in self._busy and not process.machine.examination.running:
-            del self._busy[key]  # it ended without a link
+            # The evaluation ended without a link.
+            del self._busy[key]
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         self.check(process.key not in self._busy, f"{process.name} steps while it evaluates")

@@ -9,21 +9,23 @@ from diloco_jax.protocol.effects import Adopt, Effect, Note, Restore, Send
 from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants.checker import Checker, HealthyChecker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-SHADOW_EVERY = 300  # inputs, on the mean, after which another machine takes over the state
+# Mean number of inputs after which another machine loads the state.
+SHADOW_EVERY = 300
 
 
 class TapeReplays(Checker):
-    """A fresh syncer that is fed the tape takes the same decisions, input by input, over all lives."""
+    """A new syncer with the inputs of the tape takes the same decisions, over all processes of the syncer."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._effects: list[list[Effect]] = [[]]  # of the beginning, which nobody watched
+        # The first entry stands for the start of the run, which observers do not see.
+        self._effects: list[list[Effect]] = [[]]
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self._effects.append(effects)
@@ -47,13 +49,14 @@ class StateRoundTrip(Checker):
     what it was.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._random = Random(cluster.scenario.seed)
         self._shadow: Syncer | None = None
         self._fed: Iterator[list[Effect]] = iter(())
         self._queue: deque[str] = deque()
-        self._lines = 1  # of the tape, so far
+        # Number of lines on the tape so far.
+        self._lines = 1
         self._died = ""
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
@@ -85,7 +88,8 @@ class StateRoundTrip(Checker):
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
         if rewound_to >= 0:
-            self._shadow = None  # it does not know the snapshot
+            # The shadow does not have the snapshot.
+            self._shadow = None
             return
         back = json.dumps(machine.state())
         self.check(back == self._died, f"the machine died as {self._died} and is back as {back}")
@@ -96,16 +100,20 @@ class StateRoundTrip(Checker):
 
 
 class AnchorsAgree(HealthyChecker):
-    """A version of a fragment is one value, whoever holds it, and no value is lost that somebody can bring."""
+    """A version of a fragment has the same value everywhere, and no value is lost that a learner can bring."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         values = enumerate(cluster.host.process.values)
         self._digests = {(0, fragment_id, version): digest for fragment_id, (version, digest) in values}
-        self._offers: dict[str, list[tuple[float, tuple[int, ...]]]] = {}  # what greetings of this life told, and when
-        self._last: dict[str, tuple[int, dict[int, tuple[int, int]]]] = {}  # lineage and anchors of who has finished
-        self._troubled_s: dict[str, float] = {}  # until when what is said to a learner may be lost
-        self._forsaken: set[tuple[int, int, int]] = set()  # versions that the syncer gave up
+        # Versions that greetings to this process of the syncer offered, with their times.
+        self._offers: dict[str, list[tuple[float, tuple[int, ...]]]] = {}
+        # Lineage and anchors of each learner.
+        self._last: dict[str, tuple[int, dict[int, tuple[int, int]]]] = {}
+        # Learner -> time until which messages to it may be lost.
+        self._troubled_s: dict[str, float] = {}
+        # Versions that the syncer has given up.
+        self._forsaken: set[tuple[int, int, int]] = set()
 
     def _agree(self, lineage: int, fragment_id: int, version: int, digest: int, who: str) -> None:
         known = self._digests.setdefault((lineage, fragment_id, version), digest)
@@ -148,10 +156,11 @@ class AnchorsAgree(HealthyChecker):
                 self._last[process.name] = (lineage, process.holdings.anchors)
 
     def _sends(self, message: GlobalFragment) -> None:
-        """Check that the message says what the driver has: its payload is made of that."""
+        """Check that the message names the value that the driver holds, because its payload is made from it."""
         self.check(message.epoch == self.lives, f"{message} is sent in life {self.lives}")
         value = self.values[message.fragment_id]
-        dying = self.cluster.host.process.dies_after is not None  # then it may not have done what comes before
+        # A dying process may not have executed the effects before this one.
+        dying = self.cluster.host.process.dies_after is not None
         self.check(dying or (message.version, message.digest) == value, f"{message} is sent with the value {value}")
         self._agree(self.lineage, message.fragment_id, message.version, message.digest, "the syncer")
         if message.base != NO_VERSION:
@@ -161,11 +170,11 @@ class AnchorsAgree(HealthyChecker):
             )
 
     def _lost(self, note: Note, now_s: float) -> None:
-        """Check that nobody who could bring it holds the lost version, or any other newer one than what goes on."""
+        """Check that no learner that could bring it holds a newer version than the one that continues."""
         fragment_id, version = note.fragment_id, self.cluster.syncer.versions[note.fragment_id]
         made = max(v for (lineage, p, v) in self._digests if (lineage, p) == (self.lineage, fragment_id))
         self._forsaken |= {(self.lineage, fragment_id, v) for v in range(version + 1, made + 1)}
-        if not self.lossless or now_s < self.cluster.scenario.network.heals_s:
+        if not self.lossless or now_s < self.messages_heal_s:
             return
         for node in self.cluster.nodes.values():
             process = node.process
@@ -174,7 +183,8 @@ class AnchorsAgree(HealthyChecker):
             lineage, anchors = self._last.get(process.name, (-1, {}))
             if lineage != self.lineage or anchors is not process.holdings.anchors:
                 continue
-            calm_s = self._troubled_s.get(process.name, 0.0)  # what it offers later, it can bring
+            # The learner can bring a version that it offers later.
+            calm_s = self._troubled_s.get(process.name, 0.0)
             for told_s, versions in self._offers.get(process.name, []):
                 if calm_s < told_s < now_s - 3 * self.way_s:
                     offered = versions[fragment_id]

@@ -3,20 +3,21 @@
 from diloco_jax.protocol.claims import OVERTAKES_MAX
 from diloco_jax.protocol.effects import Merge, Note, Send
 from diloco_jax.protocol.messages import LearnerMessage
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects
 
-CARRIED_MAX = 1 << 62  # a message carries numbers of up to this, but for digests
+# Largest number in a message, except for digests.
+CARRIED_MAX = 1 << 62
 
 
 class HostileIsHarmless(Checker):
-    """Whatever a learner says, the syncer sends what can be sent, and no impossible counter shows in a merge.
+    """For any message of a learner, the syncer sends only valid messages, and no impossible counter shows in a merge.
 
-    Others' rounds close meanwhile, and the run ends where it should.
+    Rounds of the other learners close meanwhile, and the run ends at its last step.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         most = max(node.step_samples for node in cluster.nodes.values())
         self._step_tokens_max = self.config.tokens_per_step_factor_max * most * cluster.scenario.sample_tokens

@@ -15,11 +15,12 @@ from diloco_jax.protocol.effects import (
 )
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import AnchorRequest, FragmentValue, PullRequest, StatePull, StepReport, SyncerMessage
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-STAGED_COPIES_MAX = 3  # of one fragment, see protocol/learner/stager.py
+# Largest number of copies of one fragment, see protocol/learner/stager.py.
+STAGED_COPIES_MAX = 3
 
 
 class NeverWaits(Checker):
@@ -29,7 +30,7 @@ class NeverWaits(Checker):
     for an evaluation of the global model alone.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._ended: dict[tuple[str, int], float] = {}
 
@@ -58,9 +59,10 @@ class StepsUndisturbed(Checker):
     """While a step runs a machine gets only what its header allows, and nothing changes that the step depends on."""
 
     ANSWERED = (PullRequest, AnchorRequest, StatePull)
-    DONE = (Send, Drop, Unstage, UnstageState, Finish)  # the rest touches the training state, or is of a recovery
+    # All other effects change the training state or belong to a recovery.
+    DONE = (Send, Drop, Unstage, UnstageState, Finish)
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._began: dict[tuple[str, int], tuple[object, ...]] = {}
 
@@ -88,7 +90,7 @@ def _depended_on(machine: Learner) -> tuple[object, ...]:
 class FreshLearnersKeepQuiet(Checker):
     """A learner neither steps, reports nor contributes before it holds a global value of every fragment."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._held: dict[tuple[str, int], set[int]] = defaultdict(set)
 
@@ -111,7 +113,7 @@ class FreshLearnersKeepQuiet(Checker):
 class CopiesBounded(Checker):
     """Staged copies are few, each is freed once, and a value is sent only from a copy that is there."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._staged: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
 
@@ -134,5 +136,6 @@ class CopiesBounded(Checker):
                 self.check(value.local_step in steps, f"{source} sends {value}, but holds copies of steps {steps}")
         most = max(map(len, staged.values()), default=0)
         self.check(most <= STAGED_COPIES_MAX, f"{source} holds {most} copies of one fragment")
-        limit = 2 * max(1, self.config.overlap_steps)  # what is due next, and what was asked for before it was staged
+        # Copies for the next rounds, and copies that were requested before they were staged.
+        limit = 2 * max(1, self.config.overlap_steps)
         self.check(len(staged) <= limit, f"{source} holds copies of {len(staged)} fragments, limit {limit}")

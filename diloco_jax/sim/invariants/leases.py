@@ -7,23 +7,28 @@ from diloco_jax.protocol.leases import BOOK
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.protocol.watch.auditor import Auditor
 from diloco_jax.protocol.watch.sample_book import Life, RangeMap, joined
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-COMPARED_EVERY = 20  # inputs of the syncer
+# Number of the syncer's inputs between two comparisons.
+COMPARED_EVERY = 20
 
 
 class LeasesAccount(Checker):
-    """Every index that was handed out has exactly one fate, and nobody reads what was not leased to it."""
+    """Every index that was handed out has exactly one fate, and each learner reads only its own leases."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._auditor = Auditor(self.config.num_fragments)
-        self._lines = 1  # of the tape that were taken; the first one, of the beginning, leases nothing
-        self._granted: dict[Life, RangeMap[int | None]] = {}  # sample -> position less sample, of everything ever
-        self._read: dict[Life, RangeMap[bool]] = {}  # positions
-        self._ends: dict[Life, int] = {}  # samples used up
+        # Lines of the tape that were read. The first one is the start of the run and leases nothing.
+        self._lines = 1
+        # Sample -> position minus sample, of all leases so far.
+        self._granted: dict[Life, RangeMap[int | None]] = {}
+        # Positions that were read.
+        self._read: dict[Life, RangeMap[bool]] = {}
+        # Number of samples that were used.
+        self._ends: dict[Life, int] = {}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         line = json.loads(self.cluster.host.tape[self._lines])
@@ -64,7 +69,8 @@ class LeasesAccount(Checker):
         count = sum(last - first for first, last in ranges)
         self.check(count == size, f"{life[0]} reads {ranges} in a step of {size}")
         read = self._read.setdefault(life, RangeMap(False))
-        if stop == end or (stop > end and stop % BOOK == 0):  # again; of a new book nothing is read yet
+        # The range was leased again, or a new book has started, of which nothing is read yet.
+        if stop == end or (stop > end and stop % BOOK == 0):
             known = all(seen for first, last in ranges for _, _, seen in read.over(first, last))
             self.check(known, f"{life[0]} reads {ranges} again after sample {end}")
         else:

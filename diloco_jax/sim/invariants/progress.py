@@ -2,16 +2,16 @@
 
 from diloco_jax.protocol.effects import Adopt, Note
 from diloco_jax.protocol.messages import LearnerMessage, SyncerMessage
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S
-from diloco_jax.sim.faults.cluster import FaultyCluster
 from diloco_jax.sim.invariants.checker import HealthyChecker, longest_step_s
 from diloco_jax.sim.node import Effects, LearnerProcess
 
 
 class RoundsAdvance(HealthyChecker):
-    """Rounds close within a bound, the run completes, and every learner hears of it."""
+    """Rounds close within a bound, the run completes, and every learner gets to know it."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._progress_s = 0.0
 
@@ -36,9 +36,9 @@ class RoundsAdvance(HealthyChecker):
 
 
 class EverybodyTrains(HealthyChecker):
-    """Whoever is connected begins to train within a bound, with a state of somebody else or without."""
+    """A connected learner starts to train within a bound, with or without another learner's state."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._trained: set[tuple[str, int]] = set()
 
@@ -56,11 +56,12 @@ class EverybodyTrains(HealthyChecker):
 
 
 class VersionsConverge(HealthyChecker):
-    """Whoever is connected adopts every new version, or a newer one, within a bound."""
+    """A connected learner adopts every new version, or a newer one, within a bound."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._made: list[tuple[float, int, int, dict[str, int]]] = []  # when, fragment, version, who must get it
+        # Time, fragment, version, and the learners that must get it.
+        self._made: list[tuple[float, int, int, dict[str, int]]] = []
         self._held: dict[tuple[str, int, int], int] = {}
         self._stepped_s: dict[tuple[str, int], float] = {}
 
@@ -73,7 +74,8 @@ class VersionsConverge(HealthyChecker):
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "merged" and self.lossless:
                 if now_s < self.healed_s + self.bound_s:
-                    continue  # whoever was cut off may not be back yet
+                    # A learner that was disconnected may not be back yet.
+                    continue
                 running = [node.process for node in self.cluster.nodes.values() if node.process is not None]
                 who = dict(process.key for process in running if process.link is not None)
                 self._made.append((now_s, effect.fragment_id, effect.global_step, who))
@@ -85,12 +87,14 @@ class VersionsConverge(HealthyChecker):
     def end(self) -> None:
         network = self.cluster.scenario.network
         way_s = network.delay_s + network.jitter_s + longest_step_s(self.cluster.scenario)
-        if network.bandwidth_bytes_per_s:  # what is sent before it has the same way
+        # Payloads that were sent before take the same link.
+        if network.bandwidth_bytes_per_s:
             payloads = 2 * max(1, self.config.overlap_steps)
             way_s += payloads * self.cluster.scenario.payload_bytes / network.bandwidth_bytes_per_s
         for made_s, fragment_id, version, who in self._made:
             for name, incarnation in who.items():
                 if self._stepped_s.get((name, incarnation), 0.0) <= made_s + way_s:
-                    continue  # it stopped before the fragment can have arrived
+                    # The learner stopped before the fragment can have arrived.
+                    continue
                 held = self._held.get((name, incarnation, fragment_id), -1)
                 self.check(held >= version, f"{name} ends with version {held} of {fragment_id}, {version} was sent")

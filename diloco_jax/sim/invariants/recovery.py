@@ -6,18 +6,20 @@ from typing import NamedTuple
 from diloco_jax.protocol.effects import AdoptState, Finish, Send, StageState, UnstageState
 from diloco_jax.protocol.messages import Advance, GlobalFragment, StateRequest, Stop, SyncerMessage, Welcome
 from diloco_jax.protocol.watch.sample_book import Life
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-STATES_MAX = 2  # copies of a donor, see protocol/recovery.py
+# Largest number of copies of a donor, see protocol/recovery.py.
+STATES_MAX = 2
 
 
 class Staged(NamedTuple):
     """A whole state, when it was copied."""
 
-    clock: int  # newest global step of which its learner had heard
+    # Newest global step that its learner knew.
+    clock: int
     anchors: dict[int, Value]
 
 
@@ -27,13 +29,18 @@ class RecoveryIsWhole(Checker):
     The donor had heard of everything that its receiver had, keeps few copies, and frees each.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._heard: dict[Life, int] = defaultdict(int)  # newest global step
-        self._decided: dict[Life, int] = {}  # the clock when a state was chosen
-        self._welcomed: dict[Life, int] = {}  # global step of the first welcome
-        self._asked: dict[Life, int] = {}  # receiver -> clock of its newest attempt
-        self._staged: dict[Life, dict[int, Staged]] = defaultdict(dict)  # local step -> copy; also those that are freed
+        # Newest global step that each process knows.
+        self._heard: dict[Life, int] = defaultdict(int)
+        # The clock when a state was chosen.
+        self._decided: dict[Life, int] = {}
+        # Global step of the first welcome.
+        self._welcomed: dict[Life, int] = {}
+        # Receiver -> clock of its newest attempt.
+        self._asked: dict[Life, int] = {}
+        # Local step -> copy, including freed copies.
+        self._staged: dict[Life, dict[int, Staged]] = defaultdict(dict)
         self._held: dict[Life, set[int]] = defaultdict(set)
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
@@ -57,7 +64,8 @@ class RecoveryIsWhole(Checker):
                 self.check(not self._held[life], f"{name} ends with copies of steps {self._held[life]}")
 
     def _clock(self, process: LearnerProcess) -> int:
-        lockstep = self.config.lockstep  # it counts steps of its own
+        # In lockstep a learner counts its own steps.
+        lockstep = self.config.lockstep
         return process.machine.global_step if lockstep else self._heard[process.key]
 
     def _stage(self, process: LearnerProcess, local_step: int) -> None:

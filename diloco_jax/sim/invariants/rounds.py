@@ -16,18 +16,20 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.sample_book import Life
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
 
 class VersionsGrow(Checker):
-    """Adopted versions grow with the syncer's lives, per incarnation and fragment, and some life has made each."""
+    """Each incarnation adopts growing versions of a fragment, and some process of the syncer has made each of them."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._held: dict[tuple[str, int, int], tuple[int, int]] = {}  # newest (life, version)
-        self._made = {(0, fragment_id, 0) for fragment_id in range(self.config.num_fragments)}  # with the lineage
+        # Newest (process of the syncer, version) that was adopted.
+        self._held: dict[tuple[str, int, int], tuple[int, int]] = {}
+        # Lineage, fragment and version of everything that was made.
+        self._made = {(0, fragment_id, 0) for fragment_id in range(self.config.num_fragments)}
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
@@ -63,18 +65,22 @@ class MergedOnce(Checker):
     That holds over all lives of the syncer: none merges a round again, but one that the run went back from.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._payloads: dict[int, dict[str, FragmentValue]] = defaultdict(dict)  # as a driver holds them
+        # Payloads as a driver holds them.
+        self._payloads: dict[int, dict[str, FragmentValue]] = defaultdict(dict)
         self._merged: set[tuple[str, int, int, int]] = set()
-        self._merging: dict[tuple[int, str], tuple[str, int, int, int]] = {}  # round, learner -> what of it
-        self._rounds: set[tuple[int, int]] = set()  # lineage and number
+        # Round and learner -> the value that is being merged.
+        self._merging: dict[tuple[int, str], tuple[str, int, int, int]] = {}
+        # Lineage and number of each merged round.
+        self._rounds: set[tuple[int, int]] = set()
 
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
         self._payloads.clear()
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        for name in left_out:  # not merged after all
+        # The merge excluded these values.
+        for name in left_out:
             self._merged.discard(self._merging.get((global_step, name), ("", 0, 0, 0)))
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
@@ -99,7 +105,8 @@ class MergedOnce(Checker):
             value = held[part.learner_id]
             self.check(part.steps >= 1 and part.tokens >= 1, f"{part} has no step in round {merge.global_step}")
             if part.learner_id in self.hostile:
-                continue  # hostile.py has the rule
+                # hostile.py has the rule for hostile learners.
+                continue
             self.check(
                 (part.local_step, part.steps, part.tokens, part.base_version, part.samples)
                 == (value.local_step, value.steps, value.tokens, value.base_version, value.samples),
@@ -116,17 +123,21 @@ class MergedOnce(Checker):
 
 
 class SharesAreTold(Checker):
-    """Whoever adopts a version is told whether it holds a value of its own, and never of a round that has none.
+    """A learner that adopts a version gets to know whether its own value is merged there.
 
-    Of a version that goes on for a lost one the syncer does not know any more whose values it holds.
+    The rule excludes a version that replaces a lost one, because the syncer has lost which values it holds.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._given: dict[tuple[int, str], Life] = {}  # round, learner -> whose value the syncer keeps
-        self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}  # round -> fragment, learners
-        self._merged: set[tuple[int, int, int, Life]] = set()  # lineage, fragment, round, whose value is in it
-        self._goes_on: set[tuple[int, int, int]] = set()  # lineage, fragment, version
+        # Round and learner -> the process whose value the syncer keeps.
+        self._given: dict[tuple[int, str], Life] = {}
+        # Round -> fragment and learners.
+        self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}
+        # Lineage, fragment, round, and each process whose value is merged there.
+        self._merged: set[tuple[int, int, int, Life]] = set()
+        # Lineage, fragment and version of each value with which a fragment continues after a loss.
+        self._goes_on: set[tuple[int, int, int]] = set()
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         fragment_id, names = self._merging.pop(global_step)
@@ -161,9 +172,10 @@ class SharesAreTold(Checker):
 class QuorumHolds(Checker):
     """A round closes with at least K learners, each with a step that no round has counted, and merges only them."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._reported: dict[str, tuple[int, int]] = {}  # learner -> newest (incarnation, local_step)
+        # Learner -> newest (incarnation, local_step).
+        self._reported: dict[str, tuple[int, int]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._closed: dict[int, tuple[str, ...]] = {}
 
@@ -200,10 +212,12 @@ class QuorumHolds(Checker):
 class RoundsBounded(Checker):
     """At most max(1, tau) rounds are in flight, never two of one fragment, and every one ends."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._flying: dict[int, int] = {}  # round -> fragment
-        self._cut_short: set[int] = set()  # those of a life before, of which there may be an end to tell
+        # Round -> fragment.
+        self._flying: dict[int, int] = {}
+        # Rounds of an earlier process of the syncer, whose end may still be reported.
+        self._cut_short: set[int] = set()
 
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
         self._cut_short |= set(self._flying)
@@ -239,12 +253,15 @@ class RoundsBounded(Checker):
 class QuarantineHolds(Checker):
     """A value that could not be used never counts; strikes_max of them in a row end its incarnation for good."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._connected: dict[str, int] = {}  # learner -> incarnation that the syncer knows
-        self._values: dict[tuple[str, int], int] = {}  # learner and round -> incarnation of the value
+        # Learner -> incarnation that the syncer knows.
+        self._connected: dict[str, int] = {}
+        # Learner and round -> incarnation of the value.
+        self._values: dict[tuple[str, int], int] = {}
         self._left_out: dict[int, tuple[str, ...]] = {}
-        self._ending: int | None = None  # the round of which the syncer is being told
+        # The round whose end the syncer is getting.
+        self._ending: int | None = None
         self._strikes: dict[Life, int] = defaultdict(int)
         self._expelled: set[Life] = set()
 
@@ -286,7 +303,8 @@ class QuarantineHolds(Checker):
             self._strikes[name, self._values[name, global_step]] = 0
         for life in [(name, self._values[name, global_step]) for name in left_out]:
             if self._connected.get(life[0]) != life[1]:
-                continue  # it is gone
+                # The learner is not connected.
+                continue
             self._strikes[life] += 1
             if self._strikes[life] >= self.config.strikes_max:
                 told = any(isinstance(e, Send) and e.peer == life[0] and isinstance(e.message, Expel) for e in effects)

@@ -12,25 +12,29 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
     Welcome,
 )
-from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.protocol.syncer.progress import STEPS_MAX
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-Fragment = tuple[str, int, int]  # a learner's name and incarnation, and the number of the fragment
+# A learner's name and incarnation, and the number of the fragment.
+Fragment = tuple[str, int, int]
 
 
 class StepsApply(Checker):
     """A step is applied to its base only and leads to the value that the syncer made; nothing else is ever adopted."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._values = list(self.values)  # before the newest merge
+        # Values before the newest merge.
+        self._values = list(self.values)
         self._made = {(0, fragment_id, version): digest for fragment_id, (version, digest) in enumerate(self._values)}
-        self._bases: dict[tuple[int, int, int], Value] = {}  # life, fragment, version -> the value before
-        self._read: dict[Fragment, Value] = {}  # newest
+        # Process of the syncer, fragment and version -> the value before it.
+        self._bases: dict[tuple[int, int, int], Value] = {}
+        # Newest value that was decoded.
+        self._read: dict[Fragment, Value] = {}
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
@@ -69,19 +73,24 @@ class StepsApply(Checker):
 
 
 class WholeWhereNeeded(Checker):
-    """A member that will hold a version's base gets a step to it, nobody else does, and few of them.
+    """Only a member that will hold a version's base gets a step to it, and only a few steps.
 
     Where steps are used a value goes out whole only to those who lack its base, or had the step twice. A broadcast that
     has to be repeated is a step to whoever reports to hold its base.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._values = list(self.values)  # before the newest merge
-        self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer
-        self._will_hold: dict[str, list[Value]] = {}  # by learner, when it has taken all that was sent to it
-        self._reported: dict[str, StepReport] = {}  # newest of each learner
-        self._steps: dict[tuple[str, int, int, int], int] = defaultdict(int)  # learner, lineage, fragment, version
+        # Values before the newest merge.
+        self._values = list(self.values)
+        # Bases of the newest versions in this process of the syncer.
+        self._bases: dict[int, Value] = {}
+        # Learner -> the values that it holds after it has received everything sent to it.
+        self._will_hold: dict[str, list[Value]] = {}
+        # Newest report of each learner.
+        self._reported: dict[str, StepReport] = {}
+        # Number of steps by learner, lineage, fragment and version.
+        self._steps: dict[tuple[str, int, int, int], int] = defaultdict(int)
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)

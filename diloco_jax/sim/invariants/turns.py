@@ -4,7 +4,7 @@ from itertools import chain, repeat
 
 from diloco_jax.protocol.effects import Merge, Note, Send, Stage
 from diloco_jax.protocol.messages import FragmentValue, LearnerMessage, SyncerMessage
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
@@ -15,18 +15,21 @@ class TurnsAreKept(Checker):
     Rounds are of no other fragment than that, and learners copy none whose turn is not among the next rounds.
     """
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         config = self.config
         later = sorted(config.sync_later.items())
         counts = config.class_fragments or (config.num_fragments,)
-        self._phases = []  # first step, and the period of each fragment
+        # First step of each phase, and the period of each fragment.
+        self._phases = []
         for first_step, periods in [(0, config.sync_every), *later]:
-            by_class = [periods] * len(counts) if isinstance(periods, int) else periods.values()  # none are equal
+            by_class = [periods] * len(counts) if isinstance(periods, int) else periods.values()
             of_fragments = chain.from_iterable(map(repeat, by_class, counts))
             self._phases.append((first_step, tuple(of_fragments)))
-        self._turn: dict[tuple[int, int], int] = {}  # phase and fragment -> its turns modulo its period
-        self._closed = 0  # newest round of all lives of the syncer
+        # Phase and fragment -> its turns modulo its period.
+        self._turn: dict[tuple[int, int], int] = {}
+        # Newest closed round of all processes of the syncer.
+        self._closed = 0
 
     def _due(self, global_step: int) -> int | None:
         """The fragment of this round as far as its turns are known; None: they are not."""

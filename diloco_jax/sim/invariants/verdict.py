@@ -8,27 +8,30 @@ from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, No
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults.cluster import FaultyCluster
-from diloco_jax.sim.faults.faults import Fault
-from diloco_jax.sim.faults.scenario import FaultyScenario
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants.all import CHECKERS
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess, MakeLearner, MakeSyncer, Observer
+from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 
-UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
+# Limit of virtual time, far beyond the end of any healthy run.
+UNTIL_S = 10_000.0
 
 
 class Verdict(NamedTuple):
     """Outcome of a run."""
 
-    scenario: FaultyScenario
-    problem: str  # empty when every rule held
+    scenario: Scenario
+    # Empty if every rule held.
+    problem: str
     events: int
     simulated_s: float
     merged_rounds: int
     merged_parts: int
-    local_steps: int  # of all learners, their earlier incarnations included
+    # Steps of all learners, including earlier incarnations.
+    local_steps: int
 
     @property
     def contributors_per_round(self) -> float:
@@ -40,7 +43,8 @@ class Verdict(NamedTuple):
         return self.local_steps / self.scenario.learners / self.scenario.total_steps
 
     def __str__(self) -> str:
-        what = f"FAILED: {self.problem}; rerun with {command(self.scenario.seed)}" if self.problem else "ok"
+        norms = " --norms" if self.scenario.norms is not None else ""
+        what = f"FAILED: {self.problem}; rerun with {command(self.scenario.seed)}{norms}" if self.problem else "ok"
         return (
             f"seed {self.scenario.seed}: {self.events} events, {self.simulated_s:.1f} s, {self.merged_rounds} rounds "
             f"merged with {self.contributors_per_round:.2f} of {self.scenario.learners} learners: {what}"
@@ -90,7 +94,7 @@ def _text(effect: Effect) -> str:
 
 
 def judge(
-    scenario: FaultyScenario,
+    scenario: Scenario,
     *,
     checkers: Sequence[type[Checker]] = CHECKERS,
     observers: Sequence[Observer] = (),
@@ -112,13 +116,14 @@ def judge(
         ValueError: `tapes` holds some already.
         OSError: `tapes` cannot be written.
     """
-    cluster = FaultyCluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
+    cluster = Cluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
     recorder = LearnerTapes(cluster, list(map(str, scenario.faults))) if tapes is not None else None
     cluster.watch(*observers, *([recorder] if recorder is not None else []), *(make(cluster) for make in checkers))
     problem = ""
     try:
         cluster.run(UNTIL_S)
-    except Exception as error:  # an assertion of a machine, or anything that it raises where it must not
+    # A machine may raise an assertion or any other error.
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if recorder is not None and tapes is not None:
         recorder.save(tapes)

@@ -1,4 +1,4 @@
-"""The memory that a run needs, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
+"""The memory of a run, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
 
 import math
 from collections.abc import Sequence
@@ -8,46 +8,47 @@ import jax
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.settings.islands import IslandConfig
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
 
-# Python, JAX and its compiler.
+# Python, JAX and its compiler take this.
 PROCESS_BYTES = 1 << 30
-# The same without programs of a model.
+# A syncer compiles no program of a model.
 SYNCER_PROCESS_BYTES = 450e6
-# Buffers of gRPC and the system for one connection.
+# gRPC and the system buffer so much of each connection.
 CONNECTION_BYTES = 16 << 20
-# Copies of a fragment that is written to or read from disk: its chunks or its slices.
+# Copies of a fragment on its way to disk: its chunks, or the slices that form it.
 DISK_COPIES = 1
-# Copies of a fragment that arrives: the decoded payload, and its sum with the previous value.
+# Copies of a fragment that arrives: the decoded payload, and the sum with the value before.
 HOST_COPIES = 2
-# A merge shard's process beside its share of the model; docs/log.md, 2026-11-21.
+# Each merge shard takes this beside its share; measured in docs/log.md, 2026-11-21.
 SHARD_PROCESS_BYTES = 350e6
 
 
 class Hbm(NamedTuple):
     """The parts of a chip's memory while the inner step runs, bytes."""
 
-    # This chip's shards of the parameters.
+    # This chip's shards of them.
     parameters: float
-    # The inner optimizer's state.
+    # State of the inner optimizer.
     optimizer: float
-    # Float32 anchors and residuals of all fragments.
+    # Anchors of all fragments in float32.
     anchors: float
+    # Rounding errors of all fragments in float32.
     residuals: float
-    # Staged copies of fragments.
+    # Copies of fragments on their way out.
     staged: float
-    # Activations, the batch, the program's code, and other memory that the step needs while it runs.
+    # Activations and other values of a running step, the batch, and the program's code.
     temporaries: float
 
     @property
     def fixed(self) -> float:
-        """Return the bytes that are used all the time, independent of the batch."""
+        """Return the bytes that are held all the time, independent of the batch."""
         return sum(self) - self.temporaries
 
 
@@ -56,13 +57,13 @@ class HostMemory(NamedTuple):
 
     # Python, JAX and its compiler.
     process: float
-    # The newest global model in float32, whole on every host, and the fragments that arrive with a welcome.
+    # The whole newest global model in float32, and the fragments that arrive after a hello.
     global_model_and_arriving: float
-    # This host's share of encoded outgoing fragments.
+    # This host's share of encoded fragments on their way out.
     staged_copies: float
-    # This host's share of a state that is sent to a neighbour or received from one.
+    # This host's share of a state on its way to or from another island.
     state_while_given_away: float
-    # The memory of emulated chips on this host, without activations.
+    # The memory of emulated devices, without activations.
     emulated_devices: float
 
 
@@ -73,23 +74,23 @@ class SyncerMemory(NamedTuple):
     process: float
     # Connections to learners, without payloads.
     connections: float
-    # The newest version of every fragment, float32.
+    # Newest version of every fragment in float32.
     values: float
-    # The outer optimizer's state.
+    # State of the outer optimizer.
     outer_momentum: float
-    # The residuals of the error feedback of wire.down, float32.
+    # Rounding errors for the error feedback of wire.down in float32.
     left_out_by_rounding: float
-    # The newest encoded steps, which are sent to learners, and which correct late values.
+    # Newest encoded differences: learners get them, and late values are corrected by them.
     steps: float
-    # Older versions, which correct late values if no steps travel.
+    # Older values that correct late ones if whole values travel.
     older_values: float
-    # The next state of one fragment, and the correction of its late values.
+    # Next state of a fragment, and the correction of its late values.
     fragment_in_merge: float
-    # A fragment that is written to a snapshot or read from one.
+    # A fragment on its way to or from a snapshot.
     fragment_on_disk: float
-    # The learners' payloads that are arriving or waiting to be merged.
+    # Learners' payloads that arrive or wait for their merge.
     payloads: float
-    # The processes of merge shards, without their shares of the model.
+    # Merge shards beside their shares of all this.
     shard_processes: float
 
 
@@ -97,67 +98,60 @@ def num_parameters(blueprint: Blueprint) -> int:
     return sum(map(math.prod, blueprint.shapes.values()))
 
 
-def payload_bytes(plan: FragmentPlan, format: Format) -> tuple[int, ...]:
-    """Return the size of each fragment on the wire."""
-    return tuple(codec.encoded_size(fragment.shapes, format) for fragment in plan.fragments)
-
-
-def chip_memory(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> Hbm:
-    """Return a chip's memory in the inner step; the temporaries are only the gradients, without activations."""
+def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
+    """Add up a chip's memory in the inner step; the temporaries include the gradients, but not the activations."""
+    config = run.config
     shards = jax.tree.map(_shard_bytes, blueprint.state_shapes, blueprint.state_shardings)
     parameters = sum(jax.tree.leaves(shards.params))
     optimizer = sum(jax.tree.leaves((shards.opt_state, shards.other)))
     if config.algorithm != "decoupled":
         return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters)
-    windows = [windows_of(fragment, blueprint.tensors) for fragment in plan.fragments]
-    anchors = sum(anchor_bytes(blueprint, fragment) for fragment in plan.fragments)
+    windows = [windows_of(fragment, blueprint.tensors) for fragment in run.fragments]
+    anchors = sum(anchor_bytes(blueprint, fragment) for fragment in run.fragments)
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
     rebase = config.adopt.mode == "rebase"
     staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
-    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(config, plan, staged), parameters)
+    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(run, staged), parameters)
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
-    """Return the bytes on each chip of a fragment's anchor, or of a value that arrived."""
+    """Return the bytes of a fragment's anchor, or of an arrived value, on each chip."""
     windows = windows_of(fragment, blueprint.tensors)
     return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
 
 
-def host_memory(
-    config: RunConfig, island: IslandConfig, blueprint: Blueprint, plan: FragmentPlan, emulated: int
-) -> HostMemory:
-    """Return the memory of each host of an island.
-
-    Every host has the whole global model, for any number of hosts.
+def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int) -> HostMemory:
+    """Add up the memory of each host of an island; every host has the whole global model.
 
     Args:
-      emulated: the number of the island's devices that its hosts' processors emulate.
+        emulated: number of devices that the island's hosts emulate.
     """
-    sizes = [fragment.num_elements for fragment in plan.fragments]
+    sizes = [fragment.num_elements for fragment in run.fragments]
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(HOST_COPIES * max(sizes), sum(sizes))),
-        _staged_at_once(config, plan, payload_bytes(plan, config.wire.up)) / island.hosts,
+        _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / island.hosts,
         blueprint.state_layout.num_bytes / island.hosts,
-        sum(chip_memory(config, blueprint, plan)) * emulated / island.hosts if emulated else 0.0,
+        sum(chip_memory(run, blueprint)) * emulated / island.hosts if emulated else 0.0,
     )
 
 
-def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
-    """Return the memory of the syncer's host, including its merge shards."""
+def syncer_memory(run: ResolvedRun) -> SyncerMemory:
+    """Add up the memory of the syncer's host, its merge shards included."""
+    config = run.config
     protocol, shards = config.protocol, config.syncer.shards
-    model = 4.0 * sum(fragment.num_elements for fragment in plan.fragments)
-    largest = 4.0 * max(fragment.num_elements for fragment in plan.fragments)
+    model = 4.0 * sum(fragment.num_elements for fragment in run.fragments)
+    largest = 4.0 * max(fragment.num_elements for fragment in run.fragments)
     rounds, older = config.wire.down != "float32", protocol.anchor_history - 1
     arrays = 1 + int(rounds) + outer_arrays(config.outer)
-    payloads = max(1, protocol.overlap_steps) * max(payload_bytes(plan, config.wire.up)) * config.islands.count
+    payloads = max(1, protocol.overlap_steps) * max(run.payload_bytes(config.wire.up)) * config.islands.count
     return SyncerMemory(
         process=SYNCER_PROCESS_BYTES,
         connections=(config.transport.stripes + 1) * config.islands.count * CONNECTION_BYTES,
         values=model,
         outer_momentum=model * outer_arrays(config.outer),
         left_out_by_rounding=model if rounds else 0.0,
-        steps=max(1, older) * sum(payload_bytes(plan, config.wire.down)) if rounds else 0.0,
+        steps=max(1, older) * sum(run.payload_bytes(config.wire.down)) if rounds else 0.0,
         older_values=0.0 if rounds else older * model,
         fragment_in_merge=(arrays + min(older, 1)) * largest,
         fragment_on_disk=DISK_COPIES * largest,
@@ -167,17 +161,17 @@ def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
 
 
 def outer_arrays(config: OuterConfig) -> int:
-    """Return the numbers that an outer optimizer keeps per parameter; the user's own counts like Adam."""
+    """Count the numbers that an outer optimizer keeps per parameter; the user's optimizer counts as Adam."""
     if config.module or config.optimizer == "adam":
         return 2
     return int(config.optimizer == "nesterov" and config.momentum > 0)
 
 
-def _staged_at_once(config: RunConfig, plan: FragmentPlan, sizes: Sequence[float]) -> float:
-    """Return the size of the staged copies that exist at one time: those due within the overlap, and one more."""
-    protocol = config.protocol
+def _staged_at_once(run: ResolvedRun, sizes: Sequence[float]) -> float:
+    """Add up the copies on their way out at one time: those due within the overlap, and one more."""
+    protocol = run.config.protocol
     at_once = 1 + max(
-        protocol.overlap_steps * phase.turns(plan.counts) // phase.cycle for phase in protocol.groups.phases
+        protocol.overlap_steps * phase.turns(run.plan.counts) // phase.cycle for phase in protocol.groups.phases
     )
     return sum(sorted(sizes, reverse=True)[:at_once])
 
@@ -187,19 +181,19 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedShardin
 
 
 def _on_host(window: Window, format: Format) -> bool:
-    """Return whether the host encodes this slice, because shards cut the format's blocks."""
+    """Tell whether the host encodes this slice, because shards cut the blocks of the format."""
     return codec.is_integer(format) and window.block_dim is None
 
 
 def _residual_bytes(window: Window, format: Format) -> float:
-    """Return the bytes of a slice's residual on each chip."""
+    """Return the bytes of a slice's rounding error on each chip."""
     if format == "float32" or _on_host(window, format):
         return 0.0
     return 4.0 * share_of(window, format).units * (codec.BLOCK if codec.is_integer(format) else 1)
 
 
 def _staged_bytes(window: Window, format: Format, rebase: bool) -> float:
-    """Return the bytes on a chip of a staged slice: the payload, the next residual, and the value for `rebase`."""
+    """Add up a chip's bytes of a slice on its way: payload, next rounding error, and for `rebase` the value."""
     elements = math.prod(window.local_shape)
     if format == "float32" or _on_host(window, format):
         sent = 4.0 * elements

@@ -1,4 +1,4 @@
-"""The needs of a config, from the shapes of its model alone; doctor, preflight, plan and launch share them."""
+"""The needs of a config, from the shapes of its model alone, for doctor, preflight, plan and launch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,11 +7,10 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.island.saved_states import SAVED_MAX
 from diloco_jax.runtime.local.machine import EMULATED_DEVICES, look
-from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.sim.goodput.bandwidth import QUORUM_STEPS, TRIPS, Rounds
@@ -21,7 +20,6 @@ from diloco_jax.tools.budget.memory import (
     SyncerMemory,
     chip_memory,
     host_memory,
-    payload_bytes,
     syncer_memory,
 )
 from diloco_jax.training.blueprint import Blueprint
@@ -31,17 +29,17 @@ from diloco_jax.training.sharding import MESH_AXES
 class LinkNeeds(NamedTuple):
     """The bytes that one learner moves, and how often."""
 
-    # The encoded outer gradient of each fragment.
+    # Encoded outer gradient of each fragment.
     up_bytes: tuple[int, ...]
-    # The encoded step of each fragment.
+    # Encoded answer for each fragment.
     down_bytes: tuple[int, ...]
-    # The whole model, which a joining learner gets once.
+    # The whole model, once.
     joining_bytes: int
-    # The longest period, in global steps; the turns repeat after it.
+    # Turns repeat after so many global steps, the longest period.
     sync_every: int
-    # The inner steps that a round may take.
+    # Inner steps that a round may take.
     overlap_steps: int
-    # The turns of each fragment within `sync_every` steps; empty if each has one.
+    # Turns of each fragment in `sync_every` steps; empty if each has one.
     turns: tuple[int, ...] = ()
 
     @property
@@ -54,7 +52,7 @@ class LinkNeeds(NamedTuple):
         }
 
     def _cycle(self, sizes: Sequence[int]) -> int:
-        """Return the bytes of all turns within `sync_every` steps."""
+        """Add up the bytes of all turns until they repeat."""
         return sum(map(mul, sizes, self.turns or repeat(1)))
 
     def rounds(self, step_s: float, round_trip_s: float = 0.0, merge_s: float = 0.0) -> Rounds:
@@ -73,34 +71,33 @@ class LinkNeeds(NamedTuple):
         )
 
     def round_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:
-        """Return the seconds to move the largest fragment up and down; rates are in bytes per second."""
+        """Return the seconds of the largest fragment's way up and back; rates in bytes per second."""
         return max(self.up_bytes) / up_per_s + max(self.down_bytes) / down_per_s + TRIPS * rtt_s
 
     def step_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:
-        """Return the shortest inner step, in seconds, that the link can keep up with.
+        """Return the shortest inner step in seconds that the link can sustain.
 
-        The link must carry the average bytes of a step. It must also move a fragment up and down within
-        `overlap_steps`, minus the time until the quorum has reported.
+        The link must carry the bytes of an average step, and bring a fragment up and back within `overlap_steps`, less
+        the time until the quorum has reported.
         """
         carried_s = max(self._cycle(self.up_bytes) / up_per_s, self._cycle(self.down_bytes) / down_per_s)
         carried_s /= self.sync_every
         return max(carried_s, self.round_s(up_per_s, down_per_s, rtt_s) / (max(1, self.overlap_steps) - QUORUM_STEPS))
 
 
-def link_needs(
-    config: RunConfig, plan: FragmentPlan, up: Format | None = None, down: Format | None = None
-) -> LinkNeeds:
-    """Return the payloads of a run in the given formats, or the config's, for the phase of periods that moves most."""
-    sizes = [fragment.num_elements for fragment in plan.fragments]
+def link_needs(run: ResolvedRun, up: Format | None = None, down: Format | None = None) -> LinkNeeds:
+    """Size the payloads of a run in these formats or the config's, for the phase of periods that moves most."""
+    config = run.config
+    sizes = [fragment.num_elements for fragment in run.fragments]
     cycles = []
     for phase in config.protocol.groups.phases:
-        periods = [period for period, count in zip(phase.periods, plan.counts, strict=True) for _ in range(count)]
+        periods = [period for period, count in zip(phase.periods, run.plan.counts, strict=True) for _ in range(count)]
         turns = tuple(phase.cycle // period for period in periods)
         cycles.append((sum(map(mul, sizes, turns)) / phase.cycle, phase.cycle, turns))
     _, cycle, turns = max(cycles)
     return LinkNeeds(
-        payload_bytes(plan, up or config.wire.up),
-        payload_bytes(plan, down or config.wire.down),
+        run.payload_bytes(up or config.wire.up),
+        run.payload_bytes(down or config.wire.down),
         4 * sum(sizes),
         cycle,
         config.protocol.overlap_steps,
@@ -109,11 +106,11 @@ def link_needs(
 
 
 class IslandKind(NamedTuple):
-    """Islands that are alike, apart from name and zone."""
+    """Islands with equal settings."""
 
-    # The settings that they share.
+    # Their common settings.
     island: IslandConfig
-    # The names of the islands.
+    # Their names.
     names: tuple[str, ...]
 
     @property
@@ -123,7 +120,7 @@ class IslandKind(NamedTuple):
 
     @property
     def chips(self) -> int:
-        """Return the number of devices of each island; if the config has none, the least that the mesh allows."""
+        """Count the devices of each; the fewest that the mesh allows if the config has no number."""
         if self.topology or self.island.devices:
             return self.topology.devices if self.topology else self.island.devices
         sizes = [getattr(self.island.mesh, axis) for axis in MESH_AXES]
@@ -134,15 +131,15 @@ class IslandKind(NamedTuple):
 class IslandNeeds(NamedTuple):
     """The needs of each island of a kind."""
 
-    # The memory needed on each chip; the temporaries are only the gradients (`diloco preflight` is exact).
+    # Memory of each chip. The temporaries are only the gradients; `diloco preflight` computes them exactly.
     hbm: Hbm
-    # The memory of each chip; None if no slice is named.
+    # Memory of each chip; None if no slice is named.
     hbm_limit_bytes: float | None
-    # The memory needed on each host.
+    # Memory that each host needs.
     host: HostMemory
-    # The memory of each host; None if no slice is named.
+    # Memory of each host; None if no slice is named.
     host_limit_bytes: float | None
-    # The disk space needed in the run's folder on a host for saved states; 0 without snapshots.
+    # Saved states in the run's folder on each host; 0 without snapshots.
     disk_bytes: int
 
 
@@ -150,16 +147,15 @@ class IslandOutline(NamedTuple):
     """A kind of islands with the shapes of its model."""
 
     kind: IslandKind
-    # The blueprint of each island, without devices.
+    # Shapes and shardings without devices.
     blueprint: Blueprint
-    plan: FragmentPlan
-    # The needs of each learner's link, and of each island.
-    links: LinkNeeds
-    needs: IslandNeeds
+    run: ResolvedRun
+    links: LinkNeeds  # per learner
+    needs: IslandNeeds  # per island
 
     @property
     def chips(self) -> int:
-        """Return the chips of all islands of this kind: the units of price and failure, not JAX's devices."""
+        """Count the chips of all islands of this kind, which may each be several devices for JAX."""
         topology = self.kind.topology
         return (topology.chips if topology else self.kind.chips) * len(self.kind.names)
 
@@ -170,7 +166,7 @@ class IslandOutline(NamedTuple):
 
 
 def kinds_of(config: RunConfig) -> list[IslandKind]:
-    """Group the islands that are alike; groups are in the order of their first islands."""
+    """Group islands with equal settings, in the order of their first members."""
     found: dict[str, IslandKind] = {}
     for name in config.islands.names:
         island = config.island(name)
@@ -180,16 +176,11 @@ def kinds_of(config: RunConfig) -> list[IslandKind]:
     return list(found.values())
 
 
-def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
-    """Cut the model of a config into fragments; ValueError if it cannot be cut into that number."""
-    return cut(config, blueprint.shapes, blueprint.kinds)
-
-
 def outline(config: RunConfig, kind: IslandKind) -> IslandOutline:
-    """Return the needs of a kind of islands, from shapes; ValueError if model, mesh and fragments do not fit."""
+    """Compute the needs of a kind of islands from shapes; ValueError if model, mesh and fragments do not fit."""
     blueprint = Blueprint(config.model, config.optimizer, kind.island.mesh, kind.chips, seed=config.seed)
-    plan = plan_of(config, blueprint)
-    return IslandOutline(kind, blueprint, plan, link_needs(config, plan), island_needs(config, kind, blueprint, plan))
+    run = resolve(config, blueprint.shapes, blueprint.kinds)
+    return IslandOutline(kind, blueprint, run, link_needs(run), island_needs(run, kind, blueprint))
 
 
 def outlines(config: RunConfig) -> Iterator[IslandOutline]:
@@ -197,23 +188,23 @@ def outlines(config: RunConfig) -> Iterator[IslandOutline]:
     return (outline(config, kind) for kind in kinds_of(config))
 
 
-def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan: FragmentPlan) -> IslandNeeds:
-    """Return the needs of each island of a kind, on slices of TPUs or on this machine."""
+def island_needs(run: ResolvedRun, kind: IslandKind, blueprint: Blueprint) -> IslandNeeds:
+    """Add up the needs of each island of a kind, on slices of TPUs or on this machine."""
     topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
-    hbm = chip_memory(config, blueprint, plan)
-    # A host saves the shards of its chips, and shards that several of its chips hold only once.
+    hbm = chip_memory(run, blueprint)
+    # A host saves the arrays of its chips, and only one copy of replicated arrays.
     saved = min((hbm.parameters + hbm.optimizer) * kind.chips / kind.island.hosts, blueprint.state_layout.num_bytes)
     return IslandNeeds(
         hbm,
         topology.generation.hbm_bytes if topology else None,
-        host_memory(config, kind.island, blueprint, plan, emulated),
+        host_memory(run, kind.island, blueprint, emulated),
         topology.host_bytes if topology else None,
-        SAVED_MAX * round(saved) if config.protocol.snapshot_every else 0,
+        SAVED_MAX * round(saved) if run.config.protocol.snapshot_every else 0,
     )
 
 
-def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, int]:
-    """Return the memory of the syncer's host, and the bytes of its snapshots on disk, 0 without snapshots."""
-    memory = syncer_memory(config, plan)
-    kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
+def syncer_needs(run: ResolvedRun) -> tuple[SyncerMemory, int]:
+    """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
+    memory = syncer_memory(run)
+    kept = run.config.checkpoints.keep + 1 if run.config.protocol.snapshot_every else 0
     return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))

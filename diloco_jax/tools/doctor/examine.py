@@ -19,9 +19,9 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.doctor import host
 from diloco_jax.tools.doctor.host import Check, Status
 from diloco_jax.tools.doctor.link import check_link, dialled
-from diloco_jax.transport.grpc_link import listen
+from diloco_jax.transport.endpoints.grpc_link import listen
+from diloco_jax.transport.endpoints.probe import SECONDS_MAX
 from diloco_jax.transport.link import check_name, split_address
-from diloco_jax.transport.probe import SECONDS_MAX
 
 WORDS: dict[Status, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
 # The width of the table if the output is not a terminal.

@@ -12,8 +12,6 @@ from diloco_jax.runtime.local import check_input
 from diloco_jax.runtime.local.machine import chip_of
 from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.model_share import make_setup
-from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.figures import size
@@ -26,9 +24,9 @@ Status = Literal["ok", "warn", "fail"]
 MEMORY = Path("/proc/meminfo")
 TCP = Path("/proc/sys/net/ipv4")
 PCI = Path("/sys/bus/pci/devices")
-# Open files of a process besides connections.
+# Open files of a process besides its connections.
 FILES_OF_PROCESS = 256
-# A measured rate above this share of the windows' limit is limited by the windows.
+# TCP windows limit a link whose measured rate is above this share of what they allow.
 WINDOW_SHARE = 0.7
 # Shorter round trips do not limit a connection.
 FAR_S = 0.005
@@ -40,9 +38,8 @@ class Check(NamedTuple):
     name: str
     # fail: a run would not work, or not for long. warn: a run would work, but the user should know.
     status: Status
-    # A phrase that describes what the check found.
     found: str
-    # The remedy; empty if none is needed.
+    # The remedy; "" if there is nothing to do.
     fix: str = ""
 
 
@@ -68,7 +65,7 @@ def check_parts(config: RunConfig, island: str) -> Check:
         check_input.check_parts(replace(config, model=replace(config.model, weights="")) if island else config)
     except ValueError as error:
         return of_error("run", error)
-    return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights can be used")
+    return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights are usable")
 
 
 def check_data(config: RunConfig) -> Check:
@@ -105,9 +102,8 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
     """Compare the free space at the run's folder with the need of its snapshots, including one being written."""
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        wrong = "cannot be written" if there.is_dir() else "is not a folder"
-        fix = "correct its permissions, or choose another --run-dir or runs_dir"
-        return Check("disk", "fail", f"{there} {wrong}", fix)
+        wrong = "may not be written" if there.is_dir() else "is not a folder"
+        return Check("disk", "fail", f"{there} {wrong}", "correct its rights, or choose another --run-dir or runs_dir")
     free = shutil.disk_usage(there).free
     found = f"{size(free)} free at {there}, "
     found += f"snapshots take up to {size(need_bytes)}" if need_bytes else "and no snapshots (protocol.snapshot_every)"
@@ -124,7 +120,7 @@ def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Chec
     found = sorted(name for name in environment if name.startswith("MEGASCALE_"))
     if not found:
         return Check("environment", "ok", "no MEGASCALE_* variable")
-    fix = "unset them, and start each island as a separate slice, never as part of a multislice job"
+    fix = "unset them, and start each island as a separate slice: an island is never part of a multislice job"
     return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
 
 
@@ -177,32 +173,32 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
 class ProcessPart(NamedTuple):
     """The needs and settings of one process of a run."""
 
-    # The parameters of the model.
+    # Parameters of the model.
     parameters: int
-    # The settings that both sides must agree on, by name.
+    # The settings that learners and syncer must share.
     settings: Mapping[str, str]
-    # The bytes that one learner moves.
+    # The traffic of one learner.
     links: LinkNeeds
-    # The estimated memory of this process.
+    # Estimated memory of this process on its host.
     memory_bytes: float
-    # The disk space of the run's folder on this host; 0 without snapshots.
+    # Size of the run's folder on this host; 0 without snapshots.
     disk_bytes: int
 
 
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """Return the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     found = outline(config, IslandKind(config.island(island), (island,)))
-    settings = dict(fingerprint(settle(config, found.plan), found.plan.fingerprint, _corpus(config)))
+    settings = dict(found.run.fingerprint(_corpus(config)))
+    # Only the syncer runs the user's outer optimizer and evaluation.
     if not island:
-        # Only the syncer runs this code of the user: making it here shows errors.
-        make_setup(config, found.plan)
+        make_setup(found.run)
         Scorer(config.evaluation)
-    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(config, found.plan)
+    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(found.run)
     return ProcessPart(num_parameters(found.blueprint), settings, found.links, sum(own[0]), own[1])
 
 
 def _corpus(config: RunConfig) -> str:
-    """Return the description of this machine's corpus; "" if it cannot be read, which another check reports."""
+    """Name the corpus that this machine would read; "" if it cannot. `check_data` reports that."""
     try:
         return load_source(config.data, config.train.seq_len).corpus
     except (ValueError, OSError):

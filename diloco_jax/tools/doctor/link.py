@@ -16,8 +16,8 @@ from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.needs import LinkNeeds
 from diloco_jax.tools.doctor.host import Check, ProcessPart, Status, check_windows, mbit, of_error
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet, measure
+from diloco_jax.transport.endpoints.probe import RUN_BYTES_MAX, versions
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address
-from diloco_jax.transport.probe import RUN_BYTES_MAX, versions
 from diloco_jax.transport.trust.security import credentials, diagnose, is_loopback, valid_until
 
 REACH_TIMEOUT_S = 3.0

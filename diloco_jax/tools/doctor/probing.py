@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import grpc
 
 from diloco_jax.protocol.texts import clean_all
-from diloco_jax.transport.calls import SERVICE, failure, open_channel, read_shards
+from diloco_jax.transport.endpoints.probe import HANG_S, PROBE, SECONDS_MAX, noise
 from diloco_jax.transport.link import TransportConfig, TransportError
-from diloco_jax.transport.probe import HANG_S, PROBE, SECONDS_MAX, noise
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.calls import SERVICE, failure, open_channel, read_shards
 from diloco_jax.transport.trust.security import credentials
 
 PINGS = 8

@@ -1,4 +1,4 @@
-"""The needs of a run's machines, computed before the launch, and the smallest machine type for the syncer."""
+"""The needs of a run's machines before anything is paid for, and the smallest machine type for the syncer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from diloco_jax.tools.budget.needs import outlines, syncer_needs
 GB, GIB = 1e9, 2.0**30
 # The result of `needs_of`; None if the model cannot be loaded here.
 Needs: TypeAlias = Mapping[str, Any] | None
-# The forecast of a process's memory is right within 10 %.
+# The forecast of a process's memory is right to 10 %.
 MARGIN = 1.1
 
 # GiB of memory by machine type, ascending: docs.cloud.google.com/compute/docs/general-purpose-machines (N2, C3) and
@@ -25,7 +25,7 @@ MACHINE_GIB = {
 # Memory that GKE reserves: (up to this many GiB, share), from
 # docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes
 _KEPT = ((4, 0.25), (8, 0.20), (16, 0.10), (128, 0.06), (float("inf"), 0.02))
-# GKE's threshold for evictions, and its own pods.
+# The threshold of GKE for evictions, and its own pods.
 _OTHERS_GIB = 1.1
 
 
@@ -33,9 +33,9 @@ class SyncerMachine(NamedTuple):
     """The host of a syncer."""
 
     machine_type: str
-    # The memory that the process requests; 0 if unknown.
+    # Memory that its process requests; 0 if unknown.
     request_bytes: float
-    # The memory that the machine can give it; 0 if the machine is not in the list.
+    # Memory that the machine can give to it; 0 if the machine is not on the list.
     limit_bytes: float
 
 
@@ -51,7 +51,7 @@ def allocatable(gib: float) -> float:
 def needs_of(config: RunConfig) -> dict[str, Any]:
     """Return the needs of hosts, chips, disks and links; ValueError if the model cannot be loaded here."""
     found = list(outlines(config))
-    memory, disk_bytes = syncer_needs(config, found[0].plan)
+    memory, disk_bytes = syncer_needs(found[0].run)
     return {
         "islands": [each.as_dict() for each in found],
         "link": found[0].links.per_step,

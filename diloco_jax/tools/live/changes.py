@@ -1,61 +1,70 @@
-"""Changes of a run as lines for logs: one when something changes, at most one a second, none while nothing does."""
+"""The changes of a run as lines for logs: a line when something changes, and at most one line per second."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.watch.alarms import REMEDIES
-from diloco_jax.runtime.records.liveness import ENDED
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.figures import table
+from diloco_jax.runtime.figures.facts import RunFacts
+from diloco_jax.runtime.figures.forms import format_duration
+from diloco_jax.runtime.records.liveness import ENDED, StartPhase
 from diloco_jax.runtime.records.status import EVALUATING
-from diloco_jax.tools.live.words import (
-    alarm_line,
-    ended_line,
-    format_count,
-    format_duration,
-    share_done,
-    stands,
-    time_left,
-)
+from diloco_jax.tools.live.words import alarm_line, ended_line, share_done, stands, time_left
 
-LINE_EVERY_S = 1.0  # at most one line so often
-FLAP_S = 30.0  # what was said of something is not said of it again so soon
+# Least time between two lines.
+LINE_EVERY_S = 1.0
+# Least time between two lines that say the same of one subject.
+FLAP_S = 30.0
 TENTHS = 10
 
 Subject = tuple[str, ...]
-STANDS, OVER = "stands", "over"  # of alarms
+# The values of an alarm.
+STANDS, OVER = "stands", "over"
 
 
 class Fact(NamedTuple):
-    """One thing about a run at this moment."""
+    """One fact about a run at this moment.
+
+    Attributes:
+        value: compared with the value at the last look.
+        text: line about the fact.
+    """
 
     subject: Subject
-    value: str  # what is compared
+    value: str
     text: str
 
 
 @dataclass(slots=True)
 class _Topic:
-    """The newest value of one subject, and the lines that were about it."""
+    """The newest value of one subject, and the lines about it.
 
-    value: str = ""  # newest
+    Attributes:
+        changes: changes since the last line.
+        line_s: time of the last line.
+        said_s: time of the last line about each value.
+    """
+
+    value: str = ""
     text: str = ""
-    changes: int = 0  # since the last line about it
-    line_s: float = 0.0  # of that line
-    said_s: dict[str, float] = field(default_factory=dict[str, float])  # by value: when it was said last
+    changes: int = 0
+    line_s: float = 0.0
+    said_s: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Changes:
-    """The lines about one run; `began_s` is the first look, on the clock of the others."""
+    """The lines about one run; `began_s` is the time of the first look, on the same clock as later looks."""
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
         self._topics: dict[Subject, _Topic] = {}
-        self._alarms: dict[Subject, str] = {}  # what was said to stand
+        # Alarms that stood at an earlier look, each with the line that reports its end.
+        self._alarms: dict[Subject, str] = {}
         self._line_s = float("-inf")
 
     def look(self, status: Mapping[str, Any] | None, phases: Sequence[StartPhase], now_s: float) -> str:
-        """Compare with the last look; return the line that is due now, "" if there is none."""
+        """Compare a run with the last look, and return the line that is due now; "" if there is none."""
         facts = [*self._facts(status), *_of_phases(phases)]
         for fact in facts:
             topic = self._topics.setdefault(fact.subject, _Topic())
@@ -63,7 +72,8 @@ class Changes:
             topic.value, topic.text = fact.value, fact.text
         if now_s < self._line_s + LINE_EVERY_S:
             return ""
-        for fact in facts:  # the gravest first
+        # The gravest facts come first.
+        for fact in facts:
             topic = self._topics[fact.subject]
             last_s = topic.said_s.get(topic.value)
             if not topic.changes or (last_s is not None and now_s < last_s + FLAP_S):
@@ -85,12 +95,15 @@ class Changes:
         waiting = "" if calm else f", waiting for: {status['waiting_for']}"
         yield Fact(("run",), state, f"{status['run']} is {state}{waiting}")
         yield from self._of_alarms(status["alarms"], status.get("episodes", ()))
-        over = state in (*ENDED, EVALUATING)  # islands leave then
+        # Islands of a run that is over leave, which is not a change worth a line.
+        over = state in (*ENDED, EVALUATING)
         for row in () if over else status["learners"]:
             name, condition = row["learner"], row["condition"]
-            if condition == "evaluating":  # its result is a line
+            # The result of an evaluation has a line, so its start needs none.
+            if condition == "evaluating":
                 condition = "training"
-            if condition not in REMEDIES:  # else the alarm says it
+            # An alarm reports the other conditions.
+            if condition not in REMEDIES:
                 reason = f": {row['reason']}" if condition != "training" else ""
                 yield Fact(("island", name), condition, f"{name} is {condition}{reason}")
         if status["eval_loss"] is not None:
@@ -101,7 +114,7 @@ class Changes:
             yield Fact(("progress",), str(tenth), _progress(status))
 
     def _of_alarms(self, alarms: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
-        """Tell those that stand, and those of earlier looks that do not any more."""
+        """Yield the alarms that stand, and those of earlier looks that have ended."""
         standing: dict[Subject, Mapping[str, Any]] = {("alarm", alarm["kind"], alarm["who"]): alarm for alarm in alarms}
         for subject, alarm in standing.items():
             self._alarms[subject] = f"alarm over: {alarm['text']}"
@@ -117,12 +130,10 @@ class Changes:
 def _progress(status: Mapping[str, Any]) -> str:
     active = sum(row["state"] == "active" for row in status["learners"])
     over = status["state"] in (*ENDED, EVALUATING)
-    rate = "" if over else f" at {format_count(status['tokens_per_s'])}/s"
     parts = [
         f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}",
         "" if over else f"{active} of {len(status['learners'])} islands active",
-        f"{format_count(status['tokens'])} tokens{rate}",
-        f"{status['contributors_per_round']:.2f} contributors per round",
+        *table.texts(table.RUN_FIGURES, RunFacts.of(status), lambda figure: figure.change, over=over),
         time_left(status),
     ]
     return ", ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""Pictures of a run for a terminal, as wide as it is: progress, curves of what was seen, a row per island, alarms."""
+"""The picture of a run for a terminal of any width: progress, curves, a row per island, alarms."""
 
 import math
 import re
@@ -13,35 +13,28 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_jax.runtime.records.liveness import SILENT
-from diloco_jax.runtime.records.phases import StartPhase
-from diloco_jax.tools.live.words import (
-    FINISHED,
-    NO_VALUE,
-    alarm_line,
-    ended_lines,
-    format_bytes,
-    format_count,
-    format_duration,
-    or_none,
-    share_done,
-    shown_rows,
-    time_left,
-)
+from diloco_jax.runtime.figures import table as figures
+from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
+from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration
+from diloco_jax.runtime.figures.table import Figure
+from diloco_jax.runtime.records.liveness import SILENT, StartPhase
+from diloco_jax.tools.live.words import FINISHED, alarm_line, ended_lines, share_done, shown_rows, time_left
 
-POINTS_MAX = 512  # of a curve; then every second one goes
-FIRST_GAP_S = 0.5  # of run time between two points at first; twice as much each time that half of them go
+# A curve of more points loses every second one.
+POINTS_MAX = 512
+# Time of the run between two points at first. It doubles each time that a curve loses half of its points.
+FIRST_GAP_S = 0.5
 BARS = "▁▂▃▄▅▆▇█"
 TRAINING, EVALUATION, SPEED = "training loss", "evaluation loss", "tokens/s"
 
 
 class History:
-    """Curves of a run, from the statuses that came so far."""
+    """The curves of a run, from the statuses that were read so far."""
 
     def __init__(self) -> None:
-        self._begin_again()
+        self._restart()
 
-    def _begin_again(self) -> None:
+    def _restart(self) -> None:
         self._newest = (0.0, 0)  # wall_s, global_step
         self._curves: dict[str, list[float]] = {TRAINING: [], EVALUATION: [], SPEED: []}
         self._gap_s, self._next_s = FIRST_GAP_S, 0.0
@@ -49,8 +42,9 @@ class History:
     def add(self, status: Mapping[str, Any]) -> None:
         """Take the newest status."""
         now = (status["wall_s"], status["global_step"])
+        # A new run in the same folder starts at zero, and a run may return to a snapshot.
         if now < self._newest or now[1] < self._newest[1]:
-            self._begin_again()  # a new run in the same place, or back to a snapshot
+            self._restart()
         self._newest = now
         evaluations, loss = self._curves[EVALUATION], status["eval_loss"]
         if _known(loss) and evaluations[-1:] != [loss]:
@@ -62,11 +56,12 @@ class History:
             self._curves[SPEED].append(status["tokens_per_s"])
         for name, curve in self._curves.items():
             if len(curve) > POINTS_MAX:
-                del curve[-2::-2]  # the newest stays
+                # The newest point stays.
+                del curve[-2::-2]
                 self._gap_s *= 2 if name == TRAINING else 1
 
     def curves(self) -> dict[str, Sequence[float]]:
-        """Return the curves that have two points at least, oldest first."""
+        """Return the curves with at least two points, the oldest first."""
         return {name: tuple(curve) for name, curve in self._curves.items() if len(curve) >= 2}
 
 
@@ -75,7 +70,7 @@ def _known(loss: float | None) -> bool:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as at most so many bars, each the mean of its share of them, between the least and the greatest."""
+    """Return at most `width` bars, each for the mean of an equal share of the values, from least to greatest mean."""
     count = min(width, len(values))
     cuts = [len(values) * bar // count for bar in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
@@ -83,10 +78,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(7, int(8 * (mean - low) / span)) if span > 0 else 0] for mean in means)
 
 
-WIDE = 120  # columns from which a row says more
+# Columns of a terminal that shows more of each island.
+WIDE = 120
 NARROW_BARS, WIDE_BARS = 36, 24
-BAR = 16  # columns of the progress
-STYLES = {  # of conditions of islands, and of states of runs
+# Columns of the bar of progress.
+BAR = 16
+# Conditions of islands and states of runs, by the style that shows them.
+STYLES = {
     "cyan": ("joining", "recovering", "starting"),
     "green": ("training", "evaluating", "running", "complete", FINISHED),
     "yellow": ("slow", "unmerged", "striking", SILENT, "stopped"),
@@ -94,99 +92,102 @@ STYLES = {  # of conditions of islands, and of states of runs
     "red": ("gone", "expelled"),
 }
 STYLE_OF = {name: style for style, names in STYLES.items() for name in names}
-Row = Mapping[str, Any]
 BOUND = "\N{NO-BREAK SPACE}"
 
 
 class Column(NamedTuple):
-    """A column of the islands' table."""
+    """A column of the table of islands.
 
-    header: str  # its lines
-    cell: Callable[[Row], str | Text | None]  # None: not known
+    Attributes:
+        header: its header, with line breaks.
+        cell: function that returns the text for an island; None if the value is not known.
+    """
 
-
-def _metric(header: str, name: str, form: Callable[[float], str]) -> Column:
-    def cell(row: Row) -> str | None:
-        value = row.get("metrics", {}).get(name)
-        return None if value is None else form(value)
-
-    return Column(header, cell)
+    header: str
+    cell: Callable[[IslandFacts], str | Text | None]
 
 
-def _key(header: str, name: str, form: Callable[[Any], str]) -> Column:
-    return Column(header, lambda row: None if row.get(name) is None else form(row[name]))
+def _column(figure: Figure[IslandFacts]) -> Column:
+    def cell(island: IslandFacts) -> str | Text | None:
+        value = figure.value(island)
+        if value is None:
+            return None
+        text = figure.form.write(value)
+        return Text(text, style="yellow" if value else "dim") if figure.name == RESTARTS else text
+
+    return Column(figure.column, cell)
 
 
-def _condition(row: Row) -> Text:
-    state = Text(row["condition"], style=STYLE_OF.get(row["condition"], ""))
-    if row["condition"] not in ("training", FINISHED):
-        number, unit, *_ = format_duration(row["since_s"]).split()
-        state.append(f" {number}{unit[0]}", style="dim")  # 80 columns are few
+def _measured(name: str) -> Column:
+    """Return a column for a value that an island measures and that has no row in the table of figures."""
+
+    def cell(island: IslandFacts) -> str | None:
+        value = island.measured(name)
+        return None if value is None else f"{value:.4g}"
+
+    return Column(name.replace("_", "\n", 1), cell)
+
+
+def _condition(island: IslandFacts) -> Text:
+    state = Text(island.condition, style=STYLE_OF.get(island.condition, ""))
+    if island.condition not in ("training", FINISHED):
+        # One letter of the unit is enough, because 80 columns are few.
+        number, unit, *_ = format_duration(island.since_s or 0.0).split()
+        state.append(f" {number}{unit[0]}", style="dim")
     return state
 
 
-NAME = (Column("island", lambda row: Text(row["learner"])), Column("condition", _condition))
-SPEEDS = (_metric("MFU", "mfu", "{:.0%}".format), _metric("FLOP/s", "model_flops_per_s", format_count))  # first known
-NUMBERS = (
-    _key("tokens/s", "tokens_per_s", format_count),
-    _key("loss", "loss", "{:.3f}".format),
-    _key("merged\nin round", "last_merged_round", lambda value: str(value) if value else NO_VALUE),
-    _key("partici-\npation", "participation", "{:.0%}".format),
-    Column("restarts", lambda row: Text(str(row["restarts"]), style="yellow" if row["restarts"] else "dim")),
-)
-MORE = (  # as many of them as a wide terminal has room for
-    _key("time per\ninner step", "step_s", "{:.3g} s".format),
-    _key("global\nsteps behind", "staleness", str),
-    _key("tokens", "tokens", format_count),
-    _metric("gradient\nnorm", "grad_norm", "{:.3g}".format),
-    _metric("learning\nrate", "learning_rate", "{:.3g}".format),
-    _metric("waits for\ndata", "waiting_for_data", "{:.1%}".format),
-    _key("broadcast\ntakes", "broadcast_s", "{:.3g} s".format),
-)
-NAMED = {"mfu", "model_flops_per_s", "grad_norm", "learning_rate", "waiting_for_data", "loss", "tokens_per_s", "step_s"}
+NAME = (Column("island", lambda island: Text(island.learner)), Column("condition", _condition))
+RESTARTS = "restarts"
+# The speed of an island's devices; the first that is known of any island is shown.
+SPEEDS = ("mfu", "model_flops_per_s")
 
 
-def _filled(column: Column, learners: Sequence[Row]) -> list[str | Text]:
-    return [NO_VALUE if (cell := column.cell(row)) is None else cell for row in learners]
+def _filled(column: Column, islands: Sequence[IslandFacts]) -> list[str | Text]:
+    return [NO_VALUE if (cell := column.cell(island)) is None else cell for island in islands]
 
 
 def _width(header: str, cells: Iterable[str | Text]) -> int:
-    """Return the cells that a column takes, with the space after it."""
+    """Return the width of a column in cells, with the space after it."""
     return 1 + max(cell_len(str(text)) for text in (*header.split("\n"), *cells))
 
 
-def _learner_table(learners: Sequence[Row], width: int) -> Table:
-    speed = next((each for each in SPEEDS if any(each.cell(row) is not None for row in learners)), None)
-    columns = [*NAME, _key("inner\nstep", "local_step", str), *([speed] if speed else []), *NUMBERS]
-    left = width - sum(_width(column.header, _filled(column, learners)) for column in columns)
+def _island_table(islands: Sequence[IslandFacts], width: int) -> Table:
+    shown = {figure.name: _column(figure) for figure in figures.ISLAND_FIGURES if figure.column}
+    speed = next((name for name in SPEEDS if any(shown[name].cell(island) is not None for island in islands)), "")
+    wide = {figure.name for figure in figures.ISLAND_FIGURES if figure.wide}
+    always = [name for name in shown if name not in wide and (name == speed or name not in SPEEDS)]
+    columns = [*NAME, *(shown[name] for name in always)]
+    left = width - sum(_width(column.header, _filled(column, islands)) for column in columns)
     if width >= WIDE:
-        others = sorted({name for row in learners for name in row.get("metrics", {})} - NAMED)
-        for column in (*MORE, *(_metric(name.replace("_", "\n", 1), name, "{:.4g}".format) for name in others)):
-            takes = _width(column.header, _filled(column, learners))
-            if takes <= left and any(column.cell(row) is not None for row in learners):
+        listed = {figure.name for figure in figures.ISLAND_FIGURES if figure.column}
+        others = sorted({name for island in islands for name in island.metrics} - listed)
+        for column in (*(shown[name] for name in shown if name in wide), *map(_measured, others)):
+            takes = _width(column.header, _filled(column, islands))
+            if takes <= left and any(column.cell(island) is not None for island in islands):
                 columns.append(column)
                 left -= takes
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
         table.add_column(Text(column.header), no_wrap=True, justify="left" if number < len(NAME) else "right")
-    for cells in zip(*(_filled(column, learners) for column in columns), strict=True):
+    for cells in zip(*(_filled(column, islands) for column in columns), strict=True):
         table.add_row(*cells)
     return table
 
 
 def _packed(facts: Iterable[str], width: int) -> str:
-    """Put facts into lines that break between them, never within one unless it is longer than a line."""
+    """Join facts into lines that break between facts, or within a fact only if it is longer than a line."""
     return _wrapped(f"{BOUND}· ".join(fact.replace(" ", BOUND) for fact in facts), width)
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Break text into lines, but no number from its unit."""
+    """Break text into lines, but never between a number and its unit."""
     bound = re.sub(r"(?<=\d) (?=[A-Za-z%])", BOUND, text)
     return "\n".join(textwrap.wrap(bound, max(1, width), break_on_hyphens=False)).replace(BOUND, " ")
 
 
 def _curves(curves: Mapping[str, Sequence[float]], width: int) -> list[str]:
-    """Draw curves with their first and last value; tokens/s only where there is room."""
+    """Draw curves with their first and last value; the speed needs a wide terminal."""
     bars = WIDE_BARS if width >= WIDE else NARROW_BARS
     told = []
     for name, values in curves.items():
@@ -197,7 +198,7 @@ def _curves(curves: Mapping[str, Sequence[float]], width: int) -> list[str]:
 
 
 def _beyond(status: Mapping[str, Any]) -> str:
-    """Explain a count of inner steps that is above the run's global steps; "" where there is none."""
+    """Return an explanation if an island has made more inner steps than the run has global steps; else ""."""
     most = max(status["learners"], key=lambda row: row["local_step"], default=None)
     if most is None or most["local_step"] <= status["total_steps"]:
         return ""
@@ -210,7 +211,7 @@ def _beyond(status: Mapping[str, Any]) -> str:
 
 
 def draw_phases(phases: Sequence[StartPhase]) -> RenderableType:
-    """Draw what processes do that do not train yet, and for how long they have said nothing else."""
+    """Draw what processes do that do not train yet, and for how long they have done it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for phase in phases:
         style = STYLE_OF["joining"]
@@ -225,7 +226,7 @@ def render(
     curves: Mapping[str, Sequence[float]] | None = None,
     phases: Sequence[StartPhase] = (),
 ) -> RenderableType:
-    """Draw a run, so many columns wide; curves have the oldest value first."""
+    """Draw a run that is `width` columns wide; curves have the oldest value first."""
     state = Text(status["state"], style=f"bold {STYLE_OF.get(status['state'], '')}")
     steps = f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}"
     times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status))))
@@ -233,19 +234,13 @@ def render(
     fits = BAR + 4 + len(steps) + len(times) <= width
     bar = ProgressBar(total=1.0, completed=share_done(status), width=BAR)
     progress.add_row(bar, Text(steps), Text(times if fits else "", "dim"))
-    wire = status["wire"]
-    facts = [
-        *([] if fits else [times]),
-        f"{format_count(status['tokens'])} tokens, {format_count(status['tokens_per_s'])}/s",
-        f"eval loss {or_none(status['eval_loss'], '.4f')}",
-        f"{status['contributors_per_round']:.2f} contributors per round",
-        f"up {format_bytes(wire['up_bytes'])}, down {format_bytes(wire['down_bytes'])}",
-    ]
+    facts = [] if fits else [times]
+    facts += figures.texts(figures.RUN_FIGURES, RunFacts.of(status), lambda figure: figure.live)
     told: list[RenderableType] = [Text.assemble((status["run"], "bold"), "  ", state), progress]
     told += [Text(_packed(lines, width)) for lines in (facts, _curves(curves or {}, width)) if lines]
     told.append(Text())
     if status["learners"]:
-        told.append(_learner_table(shown_rows(status), width))
+        told.append(_island_table([IslandFacts.of(row) for row in shown_rows(status)], width))
     elif not phases:
         told.append(Text("no island has connected yet", style="dim"))
     told += [draw_phases(phases)] if phases else []

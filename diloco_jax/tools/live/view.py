@@ -1,7 +1,8 @@
-"""The live view of a run: a picture with keys on a terminal, a line for each change elsewhere."""
+"""The live view of a run: a picture on a terminal, and a line for each change elsewhere."""
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,30 +13,31 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from diloco_jax.runtime.figures.forms import format_duration
 from diloco_jax.runtime.records.files import STATUS_FILE
-from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT
-from diloco_jax.runtime.records.phases import StartPhase, read_phases
+from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT, StartPhase, read_phases
 from diloco_jax.tools.live.changes import Changes
-from diloco_jax.tools.live.keys import Keys, Terminal
 from diloco_jax.tools.live.picture import History, draw_phases, render
-from diloco_jax.tools.live.words import format_duration
 
 REFRESHES_PER_S = 4
-LOOK_S = 0.5  # between two looks at the run, and for the end of the view
-WATCH_S = 1.0  # between two looks at a run whose syncer may have to be asked
+# Time between two readings of a run's files.
+LOOK_S = 0.5
+# Time between two readings of a run whose syncer may have to be asked over the network.
+WATCH_S = 1.0
+SHOW_CURSOR = b"\x1b[?25h"
 
 Status = Mapping[str, Any]
 
 
 class Run(NamedTuple):
-    """A run, as a view looks at it; both may raise OSError or ValueError where there is nothing to see."""
+    """Two functions that read a run for a view; both may raise OSError or ValueError if there is nothing to read."""
 
     status: Callable[[], Status]
     phases: Callable[[], Sequence[StartPhase]]
 
 
 def run_in(run_dir: Path) -> Run:
-    """Return the run of a folder, as its files say."""
+    """Return functions that read the status and the phases of a run from the files in its folder."""
 
     def status() -> Status:
         return json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
@@ -43,27 +45,28 @@ def run_in(run_dir: Path) -> Run:
     return Run(status, lambda: read_phases(run_dir))
 
 
+def show_cursor(console: Console) -> None:
+    """Show the cursor of a terminal again, for a process that ends while the live view hides it."""
+    if console.is_terminal:
+        # A signal handler calls this, so it must not wait for the console's lock.
+        with contextlib.suppress(OSError, ValueError):
+            os.write(console.file.fileno(), SHOW_CURSOR)
+
+
 class LiveView:
-    """A view of a run until the context ends. It only reads, from threads of its own; else the last picture stays.
+    """A view of a run that lasts as long as its context; it only reads, in a separate thread.
+
+    When the context ends, the last picture stays on the terminal.
 
     Attributes:
-        ended: set when the run has, or a key ends the view.
-        status: newest that was read, None before there is one.
+        ended: set when the run has ended.
+        status: the newest status that was read; None before the first.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        console: Console,
-        keys: Keys | None = None,
-        terminal: Terminal | None = None,
-        *,
-        every_s: float = LOOK_S,
-    ) -> None:
+    def __init__(self, run: Run, console: Console, *, every_s: float = LOOK_S) -> None:
         self.ended = threading.Event()
         self._run = run
         self._console = console
-        self._keys, self._terminal = keys, terminal
         self._every_s = every_s
         self.status: Status | None = None
         self._phases: Sequence[StartPhase] = ()
@@ -71,33 +74,25 @@ class LiveView:
         self._history = History()
         self._changes = Changes(self._began_s)
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._watch, name="live-view", daemon=True)
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> "LiveView":
         if self._console.is_terminal:
-            if self._terminal is not None and self._keys is not None:
-                self._undo.enter_context(self._terminal)
-                if self._terminal.has_keys:
-                    self._start("keys", self._read_keys)
             live = Live(get_renderable=self.picture, console=self._console, refresh_per_second=REFRESHES_PER_S)
             self._undo.enter_context(live)
-        self._undo.callback(self._look)  # for the last picture
-        self._start("live-view", self._watch)
+        # The last picture shows how the run ended.
+        self._undo.callback(self._look)
+        self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
         self._undo.close()
 
-    def _start(self, name: str, body: Callable[[], None]) -> None:
-        self._threads.append(threading.Thread(target=body, name=name, daemon=True))
-        self._threads[-1].start()
-
     def _watch(self) -> None:
-        """Look until the context ends: the body of the thread "live-view"."""
+        """Read the run until the context ends."""
         while not self._stop.is_set():
             self._look()
             self._stop.wait(self._every_s)
@@ -107,41 +102,21 @@ class LiveView:
         if not self._console.is_terminal:
             self.print_change()
 
-    def _read_keys(self) -> None:
-        """Take keys until the context ends: the body of the thread "keys"."""
-        assert self._keys is not None and self._terminal is not None
-        while not self._stop.is_set():
-            try:
-                pressed = self._terminal.read(LOOK_S)
-            except (EOFError, OSError, ValueError):  # the terminal was closed
-                return
-            for key in pressed:
-                status = self.status
-                self._keys.press(key, [row["learner"] for row in status["learners"]] if status else [])
-            if self._keys.done:
-                self.ended.set()
-
     def print_change(self) -> None:
         """Print the line that is due, if something has changed."""
         if line := self._changes.look(self._current(), self._phases, time.monotonic()):
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def picture(self) -> RenderableType:
-        """Draw what is known now."""
-        status, width = self._current(), self._console.width
-        told: list[RenderableType] = []
-        if status is None:
-            since = format_duration(time.monotonic() - self._began_s)
-            told = [Text.assemble(("starting", "bold cyan"), (f"  {since}", "dim")), draw_phases(self._phases)]
-        else:
-            curves = self._history.curves()
-            told = [render(status, width, curves=curves, phases=self._phases)]
-        if self._terminal is not None and self._terminal.has_keys and self._keys is not None:
-            told.append(Text(self._keys.words, style="dim"))
-        return Group(*told)
+        """Draw the newest status, or what processes do that have not started to train."""
+        status = self._current()
+        if status is not None:
+            return render(status, self._console.width, curves=self._history.curves(), phases=self._phases)
+        since = format_duration(time.monotonic() - self._began_s)
+        return Group(Text.assemble(("starting", "bold cyan"), (f"  {since}", "dim")), draw_phases(self._phases))
 
     def _current(self) -> Status | None:
-        """Return the last status; when it has become old, with a word about that instead of an estimate."""
+        """Return the newest status; marked as silent if it has not changed for QUIET_S."""
         quiet_s = time.monotonic() - self._heard_s
         if self.status is None or self.status["state"] != "running" or quiet_s < QUIET_S:
             return self.status
@@ -149,12 +124,13 @@ class LiveView:
         return {**self.status, "state": SILENT, "waiting_for": waiting}
 
     def poll(self) -> None:
-        """Look at the run; keep the last status when that fails."""
+        """Read status and phases; keep the previous ones if that fails."""
         with contextlib.suppress(OSError, ValueError):
             self._phases = self._run.phases()
+        # TransportError is an OSError.
         try:
             status = self._run.status()
-        except (OSError, ValueError):  # TransportError is an OSError
+        except (OSError, ValueError):
             return
         if not isinstance(status, Mapping) or "learners" not in status:
             return

@@ -177,7 +177,7 @@ def _why_fragments(choice: ScheduleChoice) -> str:
     if rounds.num_fragments == rounds.sync_every:
         return f"one fragment of at most {size(rounds.up_bytes)} goes up in every step, so the link is evenly filled"
     return (
-        f"the largest of {len(choice.case.plan.fragments)} fragments is {size(rounds.up_bytes)} and moves up and down "
+        f"the largest of {len(choice.case.run.fragments)} fragments is {size(rounds.up_bytes)} and moves up and down "
         f"in {_travel_s(choice):.3g} s; more fragments are not needed"
     )
 
@@ -238,7 +238,7 @@ def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
         wait = float(math.ceil(2 * round_s))
         why = f"a round takes {round_s:.3g} s, and after this time it continues without late learners"
         found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
-    whole = 4 * max(each.num_elements for each in there.plan.fragments) / max(1, config.syncer.shards)
+    whole = 4 * max(each.num_elements for each in there.run.fragments) / max(1, config.syncer.shards)
     if whole > config.transport.payload_bytes_max:
         most = 1 << math.ceil(math.log2(whole))
         why = f"a joining learner gets whole fragments in float32, and the largest has {size(whole)}"

@@ -1,4 +1,4 @@
-"""A config with the assumptions of a forecast, and the quantities that follow from the shapes of its model.
+"""A config under the assumptions of a forecast, with everything that follows from the shapes of its model.
 
 No program is compiled, and no parameter is allocated.
 """
@@ -9,41 +9,43 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.sim.goodput.bandwidth import Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import num_parameters
-from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines, plan_of
+from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
 
-# The share of a link's rate that payload gets, measured at 1 Gbit/s, 60 ms and 8 stripes; docs/log.md, 2026-11-21.
+# Share of a link's rate that payloads reach: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21.
 PAYLOAD_SHARE = 0.92
-# The share of a TCP window that one connection moves per round trip in practice; docs/benchmarks.md.
+# Share of a window per round trip that one connection moves in practice; docs/benchmarks.md.
 WINDOW_SHARE = 2 / 3
-# The time of a step if the chips are unknown; the paper's Table 13.
+# Inner step for unknown chips, from the paper's Table 13.
 ASSUMED_STEP_S = 1.0
 
 
 class TimedKind(NamedTuple):
-    """Islands that are alike, with the time of their inner step."""
+    """Islands with equal settings, and the time of their inner step."""
 
     outline: IslandOutline
     step_s: float
-    # A phrase that names the origin of this time.
+    # The origin of `step_s`, in words.
     step_from: str
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config with assumptions about its link and chips, and with the shapes of its model."""
+    """A config under assumptions, with everything that follows from shapes alone."""
 
+    # As it was written; advice varies it.
     config: RunConfig
     given: Assumptions
-    # The kinds of islands, in the order of their first islands.
+    # Kinds of islands, in the order of their first members.
     kinds: tuple[TimedKind, ...]
-    plan: FragmentPlan
+    # `config`, resolved.
+    run: ResolvedRun
 
     @property
     def learners(self) -> int:
@@ -79,7 +81,7 @@ class Case:
 
     @property
     def stripe_gbit_per_s(self) -> float:
-        """Return the rate of one connection, which moves two thirds of a TCP window per round trip."""
+        """Return the rate of one connection: most of a window per round trip."""
         round_trip_s = self.given.round_trip_ms * 1e-3
         return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
@@ -91,9 +93,9 @@ class Case:
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
         """Describe one learner's rounds, in the given formats or the config's."""
         given = self.given
-        largest = max(fragment.num_elements for fragment in self.plan.fragments)
+        largest = max(fragment.num_elements for fragment in self.run.fragments)
         threads = self.config.syncer.merge_threads or given.syncer_cores
-        return link_needs(self.config, self.plan, up, down).rounds(
+        return link_needs(self.run, up, down).rounds(
             self.step_s,
             1e-3 * given.round_trip_ms,
             given.merge_ns * 1e-9 * largest * self.learners / min(threads, given.syncer_cores),
@@ -101,7 +103,7 @@ class Case:
 
 
 def case_of(config: RunConfig, given: Assumptions) -> Case:
-    """Build the case of a config; ValueError if it has no islands, or if model, sites or mesh do not fit."""
+    """Outline a config's islands; ValueError if it has none, or if model, sites or mesh do not fit."""
     if config.algorithm != "decoupled":
         raise ValueError(
             f"algorithm is {config.algorithm!r}, which sends nothing between islands; plan a decoupled run, with data "
@@ -113,7 +115,7 @@ def case_of(config: RunConfig, given: Assumptions) -> Case:
             f"{config.islands.count}, or raise islands.count"
         )
     kinds = tuple(_timed(config, each, given) for each in outlines(config))
-    return Case(config, given, kinds, kinds[0].outline.plan)
+    return Case(config, given, kinds, kinds[0].outline.run)
 
 
 def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
@@ -122,7 +124,9 @@ def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
     config = replace(now, **{name: replace(getattr(now, name), **new) for name, new in sections.items()})
     then, before = config.protocol, now.protocol
     cut = then.num_fragments != before.num_fragments or (then.by_class and then.groups != before.groups)
-    return replace(case, config=config, plan=plan_of(config, case.blueprint) if cut else case.plan)
+    shapes, kinds = case.blueprint.shapes, case.blueprint.kinds
+    run = resolve(config, shapes, kinds) if cut else ResolvedRun.of_plan(config, case.run.plan)
+    return replace(case, config=config, run=run)
 
 
 def _timed(config: RunConfig, each: IslandOutline, given: Assumptions) -> TimedKind:

@@ -43,7 +43,7 @@ def wire_bytes(case: Case) -> dict[str, Any]:
     """Return the bytes of the largest and of the mean round for each format, up or down, and for data parallel."""
     found: dict[str, Any] = {}
     for way in FORMATS:
-        needs = link_needs(case.config, case.plan, way, way)
+        needs = link_needs(case.run, way, way)
         sizes, per_step = needs.up_bytes, needs.per_step["up_bytes_per_step"]
         rounds = needs.rounds(case.step_s)
         mean = rounds.up_total_bytes / rounds.num_fragments
@@ -233,8 +233,8 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "chips": case.chips,
             "sync_every": protocol.sync_every,
             "sync_later": protocol.sync_later,
-            "num_fragments": len(case.plan.fragments),
-            "class_fragments": dict(zip(map("+".join, protocol.groups.classes), case.plan.counts, strict=True)),
+            "num_fragments": len(case.run.fragments),
+            "class_fragments": dict(zip(map("+".join, protocol.groups.classes), case.run.plan.counts, strict=True)),
             "overlap_steps": protocol.overlap_steps,
             "up": wire.up,
             "down": wire.down,
@@ -249,7 +249,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "syncer": load,
         "memory": {
             "islands": [kind.outline.as_dict() for kind in case.kinds],
-            "syncer": syncer_needs(case.config, case.plan)[0]._asdict(),
+            "syncer": syncer_needs(case.run)[0]._asdict(),
         },
         "recovery": back,
         "goodput": goodput,

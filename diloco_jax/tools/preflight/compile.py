@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.releases import install_hint
 from diloco_jax.settings.compiler import options_of
 from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import Hbm, anchor_bytes, chip_memory
-from diloco_jax.tools.budget.needs import plan_of
 from diloco_jax.tools.preflight.hlo import Collective, Program, read_program
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.order import example
@@ -91,11 +91,9 @@ class Compiled(NamedTuple):
     """All programs of one kind of island."""
 
     blueprint: Blueprint
-    plan: FragmentPlan
-    # The memory of each chip, from shapes alone.
-    held: Hbm
-    # The distinct programs, in the order that an island needs them.
-    programs: tuple[Built, ...]
+    run: ResolvedRun
+    held: Hbm  # what each chip holds, from shapes
+    programs: tuple[Built, ...]  # distinct ones, in the order in which an island needs them
 
 
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:
@@ -131,8 +129,8 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
     assert topology is not None, "only an island with a slice can be compiled"
     options: dict[str, str | bool] = {**options_of(config, island)}
     blueprint = Blueprint(config.model, config.optimizer, island.mesh, slice_devices(topology), seed=config.seed)
-    plan = plan_of(config, blueprint)
-    held = chip_memory(config, blueprint, plan)
+    run = resolve(config, blueprint.shapes, blueprint.kinds)
+    held = chip_memory(run, blueprint)
     programs = []
     if not step_only:
         say(f"{topology}: creating the state")
@@ -142,9 +140,9 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
     arguments = held.parameters + held.optimizer
     programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), arguments))
     if config.algorithm == "decoupled" and not step_only:
-        say(f"{topology}: staging and adoption of {len(plan.fragments)} fragments")
-        programs += exchange_programs(config, blueprint, plan.fragments)
-    return Compiled(blueprint, plan, held, tuple(programs))
+        say(f"{topology}: staging and adoption of {len(run.fragments)} fragments")
+        programs += exchange_programs(config, blueprint, run.fragments)
+    return Compiled(blueprint, run, held, tuple(programs))
 
 
 def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequence[Fragment]) -> list[Built]:
@@ -231,8 +229,8 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     if built.kind == "stage":
         # `fixed` already includes the program's arguments, and its outputs as the staged copies.
         return hbm.fixed + own
-    # The value that arrived exists beside the anchor that it replaces.
-    new = anchor_bytes(compiled.blueprint, compiled.plan.fragments[built.fragments[0]])
+    # the value that arrived, beside the anchor that it replaces
+    new = anchor_bytes(compiled.blueprint, compiled.run.fragments[built.fragments[0]])
     return hbm.fixed + own + new + memory.outputs - memory.aliased
 
 

@@ -191,7 +191,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     topology, island = kind.topology, kind.island
     assert topology is not None, "cases_of has checked that the island has a slice"
     step = next(built for built in compiled.programs if built.kind == "step")
-    needs = island_needs(config, kind, compiled.blueprint, compiled.plan)
+    needs = island_needs(compiled.run, kind, compiled.blueprint)
     hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
     sizes = dict(compiled.blueprint.mesh.shape)
     parameters = num_parameters(compiled.blueprint)
@@ -199,7 +199,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     compiled_flops = step.program.matrix_flops * topology.devices if step.program else None
     step_s = tuple(flops.flops / (topology.peak_flops * mfu) for mfu in MFU)
     gathers = weight_gathers(step, compiled.blueprint)
-    links = link_needs(config, compiled.plan)
+    links = link_needs(compiled.run)
     rows = [_row(topology, built, program_hbm(built, compiled, hbm), limit) for built in compiled.programs]
     largest = gathers.largest
     result["rows"] += rows

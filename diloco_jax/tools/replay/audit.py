@@ -1,8 +1,9 @@
-"""The audit of a run's samples: it finds the fate of every leased sample from the tapes alone (`diloco audit`).
+"""The audit of a run from its tapes alone (`diloco audit`): the fate of each sample, and who merges excluded.
 
-The syncer's machine repeats its decisions. Its leases, reports, merges and releases are entered into a second book
-(protocol/watch/sample_book.py), which is compared with the machine's book. The learners' tapes, as far as they are
-there, must have only samples that were leased to the learner.
+The syncer's machine takes its decisions again. Leases, reports, merges and releases among them are entered in a second
+book (protocol/watch/sample_book.py), which is compared with the machine's. The learners' tapes, where they are, must
+not read what was never leased to them. If the tape records the norms of a round, the rule must exclude the same
+learners again (protocol/watch/exclusion_auditor.py).
 """
 
 from bisect import bisect_right
@@ -29,13 +30,10 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     """Follow every sample of a run.
 
     Returns:
-        leased: samples that were leased; merged, overwritten, released, out: their fates, where `out` is still leased;
-        repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
-        samples leased in a history that the run returned from; rounds; learner_tapes; violations: their number;
-        first_violations: the first of them in words.
-
-    Raises:
-        ValueError: a tape is missing or broken; the message names it.
+        leased, merged, overwritten, released, out: handed out, and what became of it; repeated: handed out not for the
+        first time; undone: merged into a version that was lost later; void: handed out in a history that the run went
+        back behind; rounds, exclusions_repeated (rounds whose exclusions were decided again from recorded norms),
+        learner_tapes, violations (how many) and the first of them in words.
     """
     tape = run_dir / TAPE_FILE
     machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
@@ -65,6 +63,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         "undone": book.undone,
         "void": auditor.void,
         "rounds": auditor.rounds,
+        "exclusions_repeated": auditor.exclusions.repeated,
         "learner_tapes": len(tapes),
         "violations": findings.count,
         "first_violations": findings.texts,
@@ -124,7 +123,9 @@ def describe(result: Mapping[str, Any]) -> str:
     if result["undone"]:
         lines.append(f"{result['undone']} were merged into a version that was lost with all processes that held it")
     if result["void"]:
-        lines.append(f"{result['void']} more were leased in a history that the run returned from")
+        lines.append(f"{result['void']} more were handed out in a history that the run went back behind")
+    if result["exclusions_repeated"]:
+        lines.append(f"{result['exclusions_repeated']} rounds have recorded norms, from which the rule decided again")
     if not result["violations"]:
         return "\n".join(
             [*lines, f"every sample has one fate; {result['learner_tapes']} learner tapes have no other samples"]

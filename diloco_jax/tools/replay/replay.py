@@ -29,8 +29,7 @@ from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import write_json
-from diloco_jax.settings.cutting import cut, settle
-from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay import script
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
@@ -58,22 +57,21 @@ class Replay:
         self.script = script.read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until, budget)
         self.needs = NeededLives(folder, self.script)
         self.evaluator = Evaluator(config)
-        plan = cut(config, self.evaluator.shapes, self.evaluator.kinds)
-        config = settle(config, plan)
-        ours = fingerprint(config, plan.fingerprint, self.evaluator.corpus)
+        resolved = resolve(config, self.evaluator.shapes, self.evaluator.kinds)
+        ours = resolved.fingerprint(self.evaluator.corpus)
         told = self.script.fingerprint
         if self.script.raised:
             # The run's limits were raised, so lives at different times had different limits.
             ours, told = [tuple(p for p in pairs if p[0] != GLOBAL_STEPS) for pairs in (ours, told)]
         if compare and (different := script.differences(ours, told)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
-        self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
+        self.trainer = Trainer(resolved, 1 if compare else config.island("").batch_size)
         self._moving = MovingLayout(self.trainer.island.state_layout, config.wire.states)
-        arithmetic = local_arithmetic(make_setup(config, plan))
-        self.model = make_model(config, plan, self.evaluator.initial_parameters(), arithmetic)
+        arithmetic = local_arithmetic(make_setup(resolved))
+        self.model = make_model(resolved, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
-        # The first difference between the run and its replay, and the first different step.
-        self.difference = ""
+        # The first difference between the run and its repetition.
+        self.difference = next(iter(self.script.wrong_exclusions), "")
         self.step_difference = ""
         self.captures: Moments[Capture] = Moments(self.script.returns + _on_disk(folder))
         self._initial = self.model.capture()

@@ -14,8 +14,7 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.built_in import BuiltInLoop
-from diloco_jax.settings.cutting import cut
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.tools.replay import lives
 from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
@@ -36,13 +35,12 @@ class Trainer:
       sequences: the number of sequences that a sample on the tapes stands for.
     """
 
-    def __init__(self, config: RunConfig, sequences: int = 1) -> None:
-        devices = jax.devices()[: config.island("").devices or None]
+    def __init__(self, run: ResolvedRun, sequences: int = 1) -> None:
+        config = run.config
+        devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
         self._loop = loop = BuiltInLoop(config, "", devices)
-        # The island has the state of the life that advances.
-        self.island: Island = loop.island
-        plan = cut(config, loop.island.shapes, loop.island.kinds)
-        self.fragments = plan.fragments
+        self.island: Island = loop.island  # the devices, and the life that is on them
+        self.fragments = run.fragments
         self._config = config
         self._sequences = sequences
         # The sizes of batches with a compiled program.
@@ -183,10 +181,12 @@ class Replica:
                 copy = (dict(self._versions), self._trainer.island.stage_state().value())
                 self._copies.setdefault(local_step, []).append(copy)
             case lives.SentValue():
-                self._adoptions.send(*entry)
+                self._adoptions.take_for_round(*entry)
 
     def _stage(self, fragment_id: int, local_step: int) -> None:
-        staged = self._adoptions.stage(fragment_id, local_step)
+        island = self._trainer.island
+        staged = island.exchange.stage(island.state.params, self._trainer.fragments[fragment_id])
+        self._adoptions.staged[fragment_id, local_step] = staged
         if not self._need.values[fragment_id, local_step]:
             return
         try:

@@ -28,6 +28,7 @@ from diloco_jax.protocol.syncer.tape import (
     returns,
     without_stamp,
 )
+from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE
 from diloco_jax.runtime.records.segments import closed_segments
 from diloco_jax.runtime.records.tape_chain import TapeMark, checked
@@ -105,12 +106,11 @@ class Script:
     raised: bool = False
     # The steps of each life's learning-rate schedule, from its greeting.
     planned: dict[LearnerLife, int] = field(default_factory=dict)
-    # The number of returns to each snapshot.
-    returns: Counter[Moment] = field(default_factory=Counter)
-    # The newest local step that each life has reported.
-    newest: dict[LearnerLife, int] = field(default_factory=dict)
-    # The life whose value is kept, by (round, learner).
-    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)
+    returns: Counter[Moment] = field(default_factory=Counter)  # how often the run goes back to each snapshot
+    newest: dict[LearnerLife, int] = field(default_factory=dict)  # local step that each life has reported
+    # Rounds that excluded others than the rule does by their recorded norms, in words.
+    wrong_exclusions: list[str] = field(default_factory=list)
+    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)  # (round, learner) -> whose value is kept
     _orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = field(default_factory=dict)
     _reported: dict[LearnerLife, int] = field(default_factory=dict)
 
@@ -167,8 +167,10 @@ def read_script(
     fingerprint = fingerprint_of(tape)
     machine = machine_of(fingerprint, protocol, total_steps, budget)
     script = Script(fingerprint, returns=returns(read_lines(tape)))
+    exclusions = ExclusionAuditor(machine.config.num_fragments, script.wrong_exclusions.append, script.returns)
     for line, effects in inputs(tape, machine, script.returns):
         script.take(line, effects)
+        exclusions.take(line, effects)
         if until is not None and line[0] == "merged" and line[2] >= until:
             break
     script.global_step = ended = machine.global_step

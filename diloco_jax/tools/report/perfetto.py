@@ -1,8 +1,7 @@
-"""A run on one timeline, for ui.perfetto.dev or chrome://tracing: what the syncer's tape says of everybody.
+"""The timeline of a run from its tape, for ui.perfetto.dev or chrome://tracing.
 
-The syncer's machine takes its decisions again, so rounds, pulls, merges and broadcasts are exact, on the run's clock.
-Steps and arrivals are as learners reported them, late by the way of a report; an adoption stands at the begin of the
-step that it precedes.
+The syncer's machine repeats its decisions, so rounds, pulls, merges and broadcasts are exact on the run's clock. Steps
+and arrivals are as late as the reports of them. An adoption is drawn at the start of the step after it.
 """
 
 import gzip
@@ -25,7 +24,7 @@ TRACE_FILE = "perfetto.json.gz"
 def write_perfetto(
     run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget, path: Path | None = None
 ) -> Path:
-    """Write the trace of a run, by default perfetto.json.gz in its folder; ValueError names an unreadable tape."""
+    """Write the trace of a run, by default to perfetto.json.gz in its folder; ValueError if the tape is unreadable."""
     tape, trace = run_dir / TAPE_FILE, Trace()
     timeline = _Timeline(trace)
     machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
@@ -47,13 +46,15 @@ class Trace:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self._ids: dict[tuple[str, ...], int] = {}  # of a process; of one of its threads
-        self._lanes: dict[tuple[str, str], list[float]] = {}  # of a track: where the last span of each lane ends
+        # Ids of processes (who) and of their threads (who, track).
+        self._ids: dict[tuple[str, ...], int] = {}
+        # End of the last span in each lane of a track, in seconds.
+        self._lanes: dict[tuple[str, str], list[float]] = {}
 
     def draw(
         self, who: str, track: str, name: str, at_s: float, end_s: float | None = None, facts: object = None
     ) -> None:
-        """Draw a moment, or a span; spans come as they end, and those that overlap lie in several lanes."""
+        """Draw a moment, or a span if it has an end; overlapping spans of a track get separate lanes."""
         more: dict[str, Any] = {"ph": "i", "s": "t"}
         if end_s is not None:
             lanes = self._lanes.setdefault((who, track), [])
@@ -73,15 +74,17 @@ class Trace:
 
 
 class _Timeline:
-    """Everything that has begun and not ended, by who and what."""
+    """The trace of a run, with everything that has started and not ended."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._begun: dict[tuple[object, ...], float] = {}  # rounds, merges, pulls and broadcasts
-        self._last: dict[str, tuple[int, int, float, Sequence[Any]]] = {}  # incarnation, step, its end, adopted
+        # Start of each round, merge, pull and broadcast that has not ended.
+        self._begun: dict[tuple[object, ...], float] = {}
+        # Newest step of each learner: incarnation, step, end in seconds, adopted versions.
+        self._last: dict[str, tuple[int, int, float, Sequence[Any]]] = {}
 
     def take(self, kind: str, now_s: float, fields: list[Any]) -> None:
-        """Draw what an input of the syncer ends."""
+        """Draw the span that an input of the syncer ends."""
         if kind == "StepReport":
             self._step(StepReport(*fields), now_s)
         elif kind == "FragmentValue":
@@ -95,7 +98,7 @@ class _Timeline:
             self._trace.draw(SYNCER, "events", kind, now_s)
 
     def execute(self, effect: Effect, now_s: float) -> None:
-        """Draw what the syncer decided, or remember when it began."""
+        """Draw a decision of the syncer, or remember its start."""
         match effect:
             case Send(peer, PullRequest() as pull):
                 self._begun["pull", peer, pull.global_step] = now_s
@@ -116,7 +119,8 @@ class _Timeline:
     def _step(self, report: StepReport, now_s: float) -> None:
         name, draw = report.learner_id, self._trace.draw
         incarnation, step, end_s, adopted = self._last.get(name, (-1, 0, 0.0, ()))
-        if incarnation == report.incarnation and step >= report.local_step:  # told again
+        # A learner may repeat a report after a lost connection.
+        if incarnation == report.incarnation and step >= report.local_step:
             return
         if incarnation != report.incarnation:
             adopted = ()

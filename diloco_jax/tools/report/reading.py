@@ -1,4 +1,4 @@
-"""A run's data before it begins: sources, their sizes, how often they are read, some samples as text."""
+"""The data that a run will read: sources, their sizes, how often they are read, and some samples as text."""
 
 from typing import Any
 
@@ -11,11 +11,12 @@ from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, count_predicted, stack
 
 SHOWN, SHOWN_CHARS = 3, 300
-COUNTED = 256  # samples, at equal distances, from which bytes per token are estimated
+# Samples, at equal distances, that the estimate of bytes per token uses.
+COUNTED = 256
 
 
 def reading(config: RunConfig) -> dict[str, Any]:
-    """Open what a run will read, and count it."""
+    """Open the data that a run will read, and count it."""
     source = load_source(config.data, config.train.seq_len)
     tokens = config.planned_steps * config.budget.step_tokens
     planned = tokens // config.train.seq_len
@@ -60,7 +61,7 @@ def _held_out(source: Source, samples: Samples) -> dict[str, Any]:
 
 
 def _shown(source: Source, sample: Sample) -> str:
-    """Write a sample as text, or what it has."""
+    """Return a sample as text; its arrays if there is no tokenizer."""
     if source.tokenizer is None:
         return ", ".join(f"{name} {value.dtype}{list(value.shape)}: {value.flat[:8]}" for name, value in sample.items())
     ids = sample[TOKENS][sample.get(SEGMENTS, np.ones_like(sample[TOKENS])) > 0]
@@ -68,6 +69,7 @@ def _shown(source: Source, sample: Sample) -> str:
 
 
 def describe(result: dict[str, Any]) -> str:
+    """Return the counts of `reading` as lines for people."""
     lines = [f"{result['samples']:,} samples of {result['tokens']:,} tokens in all, ids below {result['vocab_size']:,}"]
     for name, each in result["sources"].items():
         documents = f"{each['documents']:,} documents, " if each["documents"] is not None else ""

@@ -1,4 +1,4 @@
-"""The news of runs for everybody who looks: folders are read once, however many there are, and never for nobody."""
+"""The news of runs for all viewers of a page; folders are read once for all viewers, and never without one."""
 
 import json
 import threading
@@ -12,12 +12,14 @@ from diloco_jax.tools.budget.needs import kinds_of, outline
 from diloco_jax.tools.view.feed import RunFeed
 
 EVERY_S = 1.0
-HEARTBEAT_S = 15.0  # with nothing to say: so that both ends notice a lost connection
-FRAMES_KEPT = 30  # whoever is further behind gets the whole again
+# Time without news until a comment is sent, so that both ends notice a lost connection.
+HEARTBEAT_S = 15.0
+# A viewer that has missed more frames gets the whole state again.
+FRAMES_KEPT = 30
 
 
 def planned(config: RunConfig | None) -> dict[str, float]:
-    """Return the bytes that an island should move per inner step, by its config; nothing if that is not known."""
+    """Return the bytes that an island should move per inner step by its config; {} if they are not known."""
     if config is None or config.model.own:
         return {}
     with suppress(ValueError, OSError):
@@ -26,12 +28,12 @@ def planned(config: RunConfig | None) -> dict[str, float]:
 
 
 def event(kind: str, content: Any) -> bytes:
-    """Write a server-sent event."""
+    """Return a server-sent event as bytes."""
     return f"event: {kind}\ndata: {json.dumps(content, allow_nan=False, separators=(',', ':'))}\n\n".encode()
 
 
 class Board:
-    """Reads the folders of runs, in the order of the page, in a thread of its own while somebody looks."""
+    """A reader of the folders of runs, in the order of the page, in a separate thread, while there are viewers."""
 
     def __init__(self, feeds: Sequence[RunFeed]) -> None:
         self._feeds = feeds
@@ -45,14 +47,14 @@ class Board:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and with it every stream."""
+        """End the thread and every stream."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
         self._thread.join()
 
     def state(self) -> dict[str, Any]:
-        """Return all that there is to see now."""
+        """Return the whole state of all runs."""
         with self._changed:
             while any([feed.look() for feed in self._feeds]):
                 pass
@@ -65,9 +67,10 @@ class Board:
         return {"runs": [{**feed.whole(), "plan": plan} for feed, plan in runs]}
 
     def watch(self) -> Iterator[bytes]:
-        """Yield the whole, then news as they come; forever."""
+        """Yield the whole state, then news as they come, forever."""
         with self._changed:
-            if not self._viewers:  # nobody has read since the last one left
+            # Without viewers, no folder was read.
+            if not self._viewers:
                 for feed in self._feeds:
                     feed.fresh = True
             self._viewers += 1
@@ -88,13 +91,14 @@ class Board:
                 self._viewers -= 1
 
     def _read(self) -> None:
-        """Read what is new about once a second."""
+        """Read news about once a second."""
         before: dict[str, Any] = {}
         while not self._closed.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._viewers or self._closed.is_set())
                 more = [feed.look() for feed in self._feeds]
-                anew = any(feed.fresh for feed in self._feeds)  # also of another run in the same folder
+                # Another run in the same folder makes its feed fresh too.
+                anew = any(feed.fresh for feed in self._feeds)
                 news = {"runs": [feed.news() for feed in self._feeds]}
                 if anew or news != before:
                     before = news

@@ -1,4 +1,4 @@
-"""Runs beside each other: what came of them, and the settings in which they differ."""
+"""Runs beside each other: their results, and the settings that differ."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,38 +7,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.tools.live.words import NO_VALUE, format_bytes, format_count, format_duration
+from diloco_jax.runtime.figures import table as figures
+from diloco_jax.runtime.figures.forms import NO_VALUE, PLAIN
 from diloco_jax.tools.view.feed import RunFeed
-
-Form = Callable[[Any], str]
-RESULTS: dict[str, tuple[str, Form]] = {  # key of summary.json: its name and its form
-    "eval_loss": ("eval loss", "{:.4f}".format),
-    "eval_bits_per_byte": ("bits per byte", "{:.4f}".format),
-    "tokens": ("tokens", format_count),
-    "global_steps": ("global steps", str),
-    "wall_s": ("wall time", format_duration),
-    "goodput": ("goodput", "{:.1%}".format),
-    "uptime": ("uptime", "{:.1%}".format),
-    "contributors_per_round": ("contributors per round", "{:.2f}".format),
-    "restarts": ("restarts", str),
-    "up_bytes": ("moved up", format_bytes),
-    "down_bytes": ("moved down", format_bytes),
-}
 
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return a row per run, and the settings in which they differ, by name: a value per run, None where it has none."""
+    """Return a row per run, and the settings that differ, by name: a value per run; None if the run lacks it."""
     rows, settings = [], []
     for folder in folders:
         feed = RunFeed(folder)
         while feed.look():
             pass
         told = feed.whole()
-        summary, status = told["summary"], told["status"]
-        known = {**summary, **summary["wire"], "goodput": summary.get("goodput", told["times"]["goodput"])}
-        known["restarts"] = sum(row["restarts"] for row in summary["learners"].values())
-        row = {"run": str(folder), "state": status["state"], "alarms": len(told["alarms"]) + len(told["ended"])}
-        rows.append({**row, **{key: known.get(key) for key in RESULTS}})
+        row = {"run": str(folder), "state": told["status"]["state"], "alarms": len(told["alarms"]) + len(told["ended"])}
+        rows.append({**row, **{each["name"]: each["value"] for each in told["compared"]}})
         settings.append(told["settings"])
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names}
@@ -47,16 +30,17 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def describe(result: Mapping[str, Any], width: int) -> str:
-    """Write the comparison as a table with a column per run."""
+    """Return the comparison as a table with a column per run."""
     rows = result["rows"]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for row in rows:
         table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
-    shown: dict[str, tuple[str, Form]] = {"state": ("state", str), **RESULTS, "alarms": ("alarms", str)}
-    for key, (name, form) in shown.items():
+    shown: list[tuple[str, str, Callable[[Any], str]]] = [("state", "state", str)]
+    shown += [(figure.name, figure.words, figure.form.write) for figure in figures.compared()]
+    for key, words, write in [*shown, ("alarms", "alarms", PLAIN.write)]:
         if any(row[key] is not None for row in rows):
-            table.add_row(name, *(NO_VALUE if row[key] is None else form(row[key]) for row in rows))
+            table.add_row(words, *(NO_VALUE if row[key] is None else write(row[key]) for row in rows))
     table.add_section()
     for name, values in result["settings"].items():
         table.add_row(name, *(NO_VALUE if value is None else str(value) for value in values))

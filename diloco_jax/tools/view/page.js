@@ -1,8 +1,9 @@
 'use strict';
-// The page of one or several runs. All text goes in as text, never as HTML: logs and reasons come from outside.
+// The page of one or several runs. All text is inserted as text, never as HTML, because logs and reasons come from outside.
 const $ = id => document.getElementById(id);
 const token = location.hash.slice(1);
-const still = JSON.parse($('data').textContent);  // all there is, in a page without a server
+// The data of a report, which has no server; null on a served page.
+const still = JSON.parse($('data').textContent);
 const calm = matchMedia('(prefers-reduced-motion: reduce)');
 let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0, metric = 'loss';
 
@@ -24,7 +25,8 @@ function s(tag, props, ...children) {
 }
 function fill(place, ...children) { place.replaceChildren(...children.filter(child => child !== null)); }
 function text(place, words) { if (place.textContent !== words) place.textContent = words; }
-function once(place, key, make) {  // drawn again only when what it shows has changed, so that focus and scroll stay
+// Draws a place again only when its content has changed, so that focus and scroll position stay.
+function once(place, key, make) {
   const now = JSON.stringify(key);
   if (place.drawn !== now) { place.drawn = now; make(); }
 }
@@ -51,6 +53,14 @@ function time(seconds) {
 }
 const date = seconds => new Date(1000 * seconds).toISOString().slice(0, 16).replace('T', ' ') + ' UTC';
 const fixed = digits => value => known(value) ? value.toFixed(digits) : none;
+// The forms of runtime/figures/forms.py, by name.
+const FORMS = {
+  plain: value => known(value) ? String(value) : none, round: value => value ? String(value) : none, share,
+  count: value => known(value) ? si(value) : '', bytes: value => known(value) ? si(value, 'B') : '',
+  duration: value => known(value) ? time(value) : '', mean: fixed(2), loss: fixed(4),
+  'step loss': value => known(value) ? value.toFixed(3) : '', digits: value => known(value) ? String(+value.toPrecision(3)) : '',
+  score: value => String(+value.toPrecision(4)),
+};
 const colour = index => index < 8 ? 'k' + index : 'many';
 
 // ---- what comes from the server
@@ -85,11 +95,6 @@ const STATES = {running: 'is-good', complete: 'is-good', evaluating: 'is-good', 
 const CONDITIONS = {training: 'is-good', evaluating: 'is-good', joining: 'is-new', recovering: 'is-new', slow: 'is-warn',
   unmerged: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', left: 'is-dim'};
 const live = run => !still && ['running', 'starting', 'evaluating'].includes(run.status.state);
-function pace(run) {  // seconds per round lately
-  const merged = run.rounds.filter(round => round.merged_s).slice(-40);
-  const [first, last] = [merged[0], merged[merged.length - 1]];
-  return merged.length > 1 && last.step > first.step ? (last.merged_s - first.merged_s) / (last.step - first.step) : null;
-}
 function drawHead(run) {
   const {status, summary} = run, steps = status.global_step ?? summary.global_steps, total = status.total_steps;
   text($('name'), run.name);
@@ -136,41 +141,31 @@ function ended(alarm) {
     + (alarm.times > 1 ? `in all, ${alarm.times} times, most recently ${when}` : when);
 }
 function drawFigures(run) {
-  const {status, summary} = run, wire = status.wire || summary.wire;
-  const rows = [['eval loss', summary.eval_loss ?? status.eval_loss, fixed(4)],
-    ['bits per byte', summary.eval_bits_per_byte, fixed(4)],
-    ...Object.entries(summary.eval_scores || {}).map(([name, value]) => [name, value, value => String(+value.toPrecision(4))]),
-    ['tokens', status.tokens ?? summary.tokens, si], ['tokens/s', live(run) ? status.tokens_per_s : null, si],
-    ['tokens/s on average', live(run) || !run.times.span_s ? null : (status.tokens ?? summary.tokens) / run.times.span_s, si],
-    ['goodput', run.times.goodput, share],
-    ['uptime', summary.uptime, share], ['waiting for data', summary.waiting_for_data || null, share], ['steps per round', summary.steps_per_round, fixed(2)],
-    ['contributors per round', status.contributors_per_round ?? summary.contributors_per_round, fixed(2)],
-    ['time per round', pace(run), time], ['moved up', wire.up_bytes, value => si(value, 'B')],
-    ['moved down', wire.down_bytes, value => si(value, 'B')]];
-  fill($('figures'), ...rows.filter(row => known(row[1])).map(([name, value, form]) =>
-    h('div', {}, h('dt', {}, name), h('dd', {}, form(value)))));
+  fill($('figures'), ...run.figures.filter(figure => known(figure.value)).map(({words, form, value}) =>
+    h('div', {}, h('dt', {}, words), h('dd', {}, FORMS[form](value)))));
 }
 
 // ---- islands: rows stay, so that focus on their buttons does
-const COLUMNS = [['condition', row => row.finished ? 'finished' : row.condition + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s))],
-  ['step', row => String(row.local_step ?? row.local_steps ?? none)],
-  ['tokens/s', row => row.finished ? (row.mean_tokens_per_s ? si(row.mean_tokens_per_s) + ' on average' : '') : known(row.tokens_per_s) ? si(row.tokens_per_s) : ''],
-  ['time per step', row => known(row.step_s) ? time(row.step_s) : ''], ['loss', row => known(row.loss) ? row.loss.toFixed(3) : ''],
-  ['participation', row => share(row.participation)], ['last merged in round', row => row.last_merged_round ? String(row.last_merged_round) : none],
-  ['broadcast takes', row => known(row.broadcast_s) ? time(row.broadcast_s) : ''], ['restarts', row => String(row.restarts ?? none)],
-  ['reason', row => row.finished ? '' : row.reason || '']];
+// Pairs of a header and a function that writes the cell of an island.
+function columnsOf(run) {
+  const condition = row => row.finished ? 'finished' : row.condition + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s));
+  const mean = row => row.mean_tokens_per_s ? si(row.mean_tokens_per_s) + ' on average' : '';
+  const figures = run.columns.map(({name, words, form}) => [words, row =>
+    name === 'tokens_per_s' && row.finished ? mean(row) : FORMS[form]((run.islands[row.learner] || {})[name])]);
+  return [['condition', condition], ...figures, ['reason', row => row.finished ? '' : row.reason || '']];
+}
 function drawIslands(run) {
   const rows = (run.status.learners || []).length ? run.status.learners
     : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: run.summary.complete ? 'finished' : 'left', ...row}));
-  // statuses of older versions do not say who finished
+  // Statuses of older versions do not have the key.
   for (const row of rows) row.finished ??= row.condition === 'finished' || (run.status.state === 'complete' && row.condition === 'left' && row.since_s <= 5);
-  const table = $('island-table'), names = rows.map(row => row.learner);
+  const columns = columnsOf(run), table = $('island-table'), names = rows.map(row => row.learner);
   once(table, [run.name, names, run.logs], () => {
-    fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...COLUMNS.map(column => column[0]), 'actions'].map(name =>
+    fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...columns.map(column => column[0]), 'actions'].map(name =>
       h('th', {scope: 'col', role: 'columnheader', class: name === 'reason' ? 'text' : null}, name))));
     fill(table.tBodies[0], ...rows.map(row => h('tr', {role: 'row'},
       h('th', {scope: 'row', role: 'rowheader'}, row.learner),
-      ...COLUMNS.map(([name]) => h('td', {role: 'cell', 'data-label': name === 'condition' ? null : name,
+      ...columns.map(([name]) => h('td', {role: 'cell', 'data-label': name === 'condition' ? null : name,
         class: name === 'reason' ? 'word' : null})),
       h('td', {role: 'cell'}, run.logs.includes(row.learner)
         ? h('button', {'aria-label': 'Log of ' + row.learner, onclick: () => readLog(row.learner, true)}, 'Log') : null,
@@ -179,7 +174,7 @@ function drawIslands(run) {
   });
   rows.forEach((row, index) => {
     const cells = table.tBodies[0].rows[index].cells;
-    COLUMNS.forEach(([name, form], column) => {
+    columns.forEach(([name, form], column) => {
       const cell = cells[column + 1], words = form(row);
       if (name !== 'condition') return text(cell, words);
       once(cell, words, () => fill(cell, h('span', {class: 'dot ' + (row.finished ? 'is-good' : CONDITIONS[row.condition] || ''), 'aria-hidden': 'true'}), words));
@@ -200,13 +195,14 @@ async function drain(learner) {
     const answer = await fetch('drain', {method: 'POST', headers: {'X-Token': token},
       body: JSON.stringify({run: shown, learner})});
     text($('drained'), answer.headers.get('Content-Type').includes('json') ? (await answer.json()).message : await answer.text());
-  } catch (error) { text($('drained'), 'nobody answered: ' + error.message); }
+  } catch (error) { text($('drained'), 'no answer: ' + error.message); }
 }
 
 // ---- rounds
 const PHASES = [['quorum', 'opened_s', 'met_s'], ['grace', 'met_s', 'closed_s'], ['pulls', 'closed_s', 'pulled_s'],
   ['merge', 'pulled_s', 'merged_s'], ['broadcast', 'merged_s', 'heard_s']];
-function timed(round) {  // with when the last island had it
+// Adds the time when the last island had the new version.
+function timed(round) {
   const took = Object.values(round.arrived);
   return {...round, heard_s: took.length && round.merged_s && round.state === 'merged' ? round.merged_s + Math.max(...took) : undefined};
 }
@@ -232,13 +228,14 @@ function lanes(rounds, now) {
   });
 }
 const nice = (from, most) => [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800].find(step => from / step <= most) || from;
-// the last broadcast of a run may wait for the final evaluation: it must not fill the timeline
-const tail = (last, run) => known(last.merged_s) ? last.merged_s + 4 * (pace(run) || 1) : Infinity;
-let scene = null;  // what moves
+// The last broadcast of a run may wait for the final evaluation, and must not fill the timeline.
+const tail = (last, run) => known(last.merged_s) ? last.merged_s + 4 * (run.round_s || 1) : Infinity;
+// The part of the timeline that moves.
+let scene = null;
 function drawRounds(run) {
   const rounds = run.rounds.map(timed).filter(round => known(begin(round))), box = $('timeline');
   const last = rounds[rounds.length - 1], now = live(run) ? run.end_s : last ? Math.min(end(last, run.end_s), tail(last, run)) : 0;
-  const auto = Math.max(2, 40 * (pace(run) || 1)), seconds = span || auto;
+  const auto = Math.max(2, 40 * (run.round_s || 1)), seconds = span || auto;
   once($('phases'), 1, () => fill($('phases'), ...PHASES.map(([name], index) =>
     h('li', {}, s('svg', {viewBox: '0 0 10 10', 'aria-hidden': 'true'}, s('rect', {class: 'ph' + index, width: 10, height: 10})), name))));
   once($('spans'), 1, () => choices($('spans'), 'span', [['40 rounds', 0], ['15 s', 15], ['1 min', 60], ['5 min', 300], ['1 h', 3600]],
@@ -297,7 +294,8 @@ $('timeline').addEventListener('keydown', event => {
   if (event.key === 'Escape') pick(null);
   else if (to !== undefined && steps.length) { event.preventDefault(); pick(steps[Math.max(0, Math.min(steps.length - 1, to))]); }
 });
-function move() {  // the present goes on between two news
+// Moves the timeline between two news.
+function move() {
   if (scene && !calm.matches && !document.hidden) {
     scene.moving.setAttribute('transform', `translate(${-scene.perS * Math.min(3, (performance.now() - heardMs) / 1000)} 0)`);
   }
@@ -337,7 +335,8 @@ function chart(place, legend, lines, xForm, label) {
     h('li', {}, h('i', {class: line.style}), line.name))));
   const width = Math.max(240, place.clientWidth), height = Math.min(340, Math.max(200, width * 0.42)), left = 46, bottom = height - 22;
   if (!all.length) return fill(place, h('p', {class: 'soft'}, 'Nothing yet.'));
-  const late = Math.max(...all.map(point => point[0])) * 0.06;  // the steep begin may lie above the chart
+  // The steep start may be above the chart.
+  const late = Math.max(...all.map(point => point[0])) * 0.06;
   const settled = all.filter(point => point[0] >= late).map(point => point[1]), xs = all.map(point => point[0]);
   let [low, high] = [Math.min(...settled), Math.max(...settled)];
   if (low === high) [low, high] = [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)];
@@ -379,7 +378,8 @@ function drawLoss(run) {
   if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
   chart($('loss'), $('loss-legend'), lines, by ? si : time, metric);
 }
-async function refresh() {  // metrics come with the whole only
+// Reads the metrics again, because news do not have them.
+async function refresh() {
   if (metric === 'loss' || still || document.hidden || !runs.length || !live(runs[shown])) return;
   const answer = await fetch('state?token=' + encodeURIComponent(token)).catch(() => null);
   if (answer?.ok) (await answer.json()).runs.forEach((run, index) => { runs[index].metrics = run.metrics; });
@@ -388,7 +388,7 @@ setInterval(refresh, 10000);
 $('metric').addEventListener('change', event => { metric = event.target.value; draw(); });
 
 // ---- tables of shares
-const USES = [['away', 'away', ': not connected, or silent'], ['joining', 'joining', ': load, compile, take over a state'],
+const USES = [['away', 'away', ': not connected, or silent'], ['joining', 'joining', ': load, compile, recover a state'],
   ['between', 'between steps', ''], ['data', 'waiting for data', ''], ['training', 'training', ': goodput']];
 function bar(from, to, style, label) {
   return h('td', {class: 'bar'}, s('svg', {viewBox: '0 0 100 10', preserveAspectRatio: 'none', role: 'img', 'aria-label': label},
@@ -437,20 +437,17 @@ function drawEvents(run) {
 }
 
 // ---- runs side by side
-const RESULTS = [['state', run => run.status.state || none], ['progress', run => run.status.total_steps ? share(Math.min(1, run.status.global_step / run.status.total_steps)) : none],
-  ['eval loss', run => fixed(4)(run.summary.eval_loss ?? run.status.eval_loss)], ['tokens', run => si(run.status.tokens ?? run.summary.tokens)],
-  ['global steps', run => String(run.status.global_step ?? run.summary.global_steps)], ['wall time', run => time(run.status.wall_s ?? run.summary.wall_s)],
-  ['goodput', run => share(run.times.goodput)],
-  ['contributors per round', run => fixed(2)(run.summary.contributors_per_round)],
-  ['restarts', run => String(Object.values(run.summary.learners).reduce((all, row) => all + row.restarts, 0))],
-  ['moved up', run => si((run.status.wire || run.summary.wire).up_bytes || 0, 'B')], ['moved down', run => si((run.status.wire || run.summary.wire).down_bytes || 0, 'B')],
-  ['alarms', run => String(run.alarms.length)]];
 function drawRuns() {
   $('runs').hidden = runs.length < 2;
   if (runs.length < 2) return;
   const head = () => h('thead', {}, h('tr', {}, h('th', {scope: 'col'}, ''), ...runs.map(run => h('th', {scope: 'col'}, run.name))));
   const row = (name, cells) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map(words => h('td', {}, words)));
-  fill($('runs-table'), head(), h('tbody', {}, ...RESULTS.map(([name, form]) => row(name, runs.map(form)))));
+  fill($('runs-table'), head(), h('tbody', {}, 
+    row('state', runs.map(run => run.status.state || none)),
+    row('progress', runs.map(run => run.status.total_steps ? share(Math.min(1, run.status.global_step / run.status.total_steps)) : none)),
+    ...runs[0].compared.map(({words, form}, at) => row(words, runs.map(run =>
+      known(run.compared[at].value) ? FORMS[form](run.compared[at].value) : none))),
+    row('alarms', runs.map(run => String(run.alarms.length)))));
   chart($('runs-chart'), $('runs-legend'), runs.map((run, index) => {
     const evals = run.curves.evals, points = evals.length > 1 ? evals : Object.values(run.curves.loss)[0] || [];
     return {name: run.name + (evals.length > 1 ? '' : ' (training)'), style: colour(index), points: points.map(point => [point[1], point[2]])};
@@ -484,7 +481,7 @@ async function readLog(name, go) {
   try {
     text(place, await (await fetch('log?' + query)).text() || '(empty)');
     if (go || atEnd) place.scrollTop = place.scrollHeight;
-  } catch (error) { text(place, 'nobody answered: ' + error.message); }
+  } catch (error) { text(place, 'no answer: ' + error.message); }
 }
 $('log-get').addEventListener('click', () => readLog('', true));
 $('log-name').addEventListener('change', () => readLog(''));

@@ -1,4 +1,4 @@
-"""The page in one piece: served with a stream of news, or as the report of a run, with all that it shows inside."""
+"""The page in one piece: served with a stream of news, or as the report of a run that contains all its data."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def compose_page(data: Any = None) -> tuple[str, str]:
-    """Return the page, with data for one without a server, and the policy that lets it run its own script alone."""
+    """Return the page and its content security policy, which allows no other script; `data` is for a report."""
     parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
     page = page.replace("/*data*/", json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
@@ -27,7 +27,11 @@ def compose_page(data: Any = None) -> tuple[str, str]:
 
 
 def write_report(folder: Path, baseline: Path | None = None) -> Path:
-    """Write a run's report.html, held against a baseline if named; return its path. ValueError before a step."""
+    """Write a run's report.html, with a comparison if there is a baseline, and return its path.
+
+    Raises:
+        ValueError: the run has no step yet.
+    """
     told = [_read(each) for each in (folder, baseline) if each is not None]
     if baseline is not None:
         loss, other = (run["summary"].get("eval_loss") for run in told)
@@ -38,7 +42,7 @@ def write_report(folder: Path, baseline: Path | None = None) -> Path:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return all that a report shows of a run."""
+    """Return everything that a report shows of a run."""
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
@@ -47,4 +51,4 @@ def _read(folder: Path) -> dict[str, Any]:
         pass
     if not feed.story.tracks and not feed.story.evals.last:
         raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
-    return {**feed.whole(), "plan": planned(feed.config), "logs": []}
+    return {**feed.whole(still=True), "plan": planned(feed.config), "logs": []}

@@ -1,7 +1,7 @@
-"""The page of runs over HTTP: one file, server-sent events, logs, and a word to the syncer that an island shall leave.
+"""The page of runs over HTTP: one file, server-sent events, logs, and the request that an island leaves.
 
-The page itself says nothing of a run; all that does asks for the token. It is behind the # of the address, which
-browsers send to nobody.
+The page itself contains nothing of a run. All other requests need the token, which is behind the # of the address.
+Browsers never send that part.
 """
 
 import hmac
@@ -24,19 +24,22 @@ from diloco_jax.runtime.records.status import syncer_at
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.page import compose_page
-from diloco_jax.transport.calls import ask_drain, cannot_listen
 from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.session.calls import ask_drain, cannot_listen
 from diloco_jax.transport.trust.security import is_loopback
 
-VIEWERS_MAX = 64  # connections at once
-IDLE_S = 20.0  # after which a connection that takes or sends nothing is closed
-LOG_BYTES = 64 << 10  # of a log's end
+# Connections at the same time.
+VIEWERS_MAX = 64
+# A connection that neither takes nor sends a byte for this time is closed.
+IDLE_S = 20.0
+# Size of the end of a log that is sent.
+LOG_BYTES = 64 << 10
 BODY_MAX = 4096
 JSON_TYPE, TEXT_TYPE = "application/json", "text/plain; charset=utf-8"
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file, which is made if there is none, for nobody else to read; ValueError if it is none."""
+    """Return the token in a file, which is created with one, for its owner only; ValueError if it holds no token."""
     if not path.exists():
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(secrets.token_urlsafe(18) + "\n")
@@ -49,15 +52,15 @@ def read_token(path: Path) -> str:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of some runs until it is closed; `url` is where to look at it, with the token.
+    """The server of the page of some runs; `url` is its address with the token.
 
     Args:
         address: host:port; port 0 lets the system choose one.
-        transport: whose certificate encrypts an address other than loopback.
-        allow_plaintext: serve such an address without one.
+        transport: settings with the certificate for an address other than loopback.
+        allow_plaintext: whether such an address may be served without encryption.
 
     Raises:
-        ValueError: the address is not allowed without encryption, is taken, or not of this machine.
+        ValueError: the address is not allowed without encryption, is taken, or is not an address of this machine.
     """
 
     daemon_threads = True
@@ -95,7 +98,7 @@ class PageServer(ThreadingHTTPServer):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             files = transport.tls_certificate, transport.tls_key
             context.load_cert_chain(*(each.replace("{name}", SYNCER) for each in files))
-            # handshakes in the connection's own thread: nobody who is slow holds up the others
+            # Handshakes happen in the thread of each connection, so that a slow one does not delay the others.
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http{'s' if encrypted else ''}://{shown}:{self.server_port}/#{self.token}"
@@ -115,10 +118,10 @@ class PageServer(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: connections of browsers break all the time."""
+        """Log nothing, because connections of browsers break often."""
 
     def server_close(self) -> None:
-        """Stop listening, and end what reads the folders."""
+        """Stop listening, and end the reader of the folders."""
         super().server_close()
         self.board.close()
 
@@ -131,7 +134,7 @@ class PageHandler(BaseHTTPRequestHandler):
     timeout = IDLE_S
 
     def do_GET(self) -> None:
-        """Answer with the page, a stream of events, everything at once, or the end of a log."""
+        """Answer with the page, a stream of events, the whole state, or the end of a log."""
         url = urlsplit(self.path)
         asked = {name: values[0] for name, values in parse_qs(url.query).items()}
         if url.path == "/":
@@ -144,7 +147,7 @@ class PageHandler(BaseHTTPRequestHandler):
             answer(asked)
 
     def do_POST(self) -> None:
-        """Ask the syncer to let an island leave. The token is in a header, which no other site's page can send."""
+        """Ask the syncer to let an island leave. The token is in a header, which pages of other sites cannot send."""
         if self.path != "/drain":
             self._answer(404, b"there is no such page\n")
         elif self._known(self.headers.get("X-Token", "")):
@@ -153,7 +156,7 @@ class PageHandler(BaseHTTPRequestHandler):
                 asked = json.loads(self.rfile.read(size))
                 feed, learner = self.server.feeds[str(asked["run"])], str(asked["learner"])
             except (ValueError, LookupError, TypeError):
-                self._answer(400, b'say {"run": NUMBER, "learner": NAME}\n')
+                self._answer(400, b'send {"run": NUMBER, "learner": NAME}\n')
                 return
             try:
                 known = feed.config.transport if feed.config is not None else TransportConfig()
@@ -192,7 +195,8 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def _log(self, asked: dict[str, str]) -> None:
         feed, name = self.server.feeds.get(asked.get("run", "")), asked.get("name", "")
-        if feed is None or name not in feed.logs():  # so that no path leads out of the folder
+        # Only names of the list are read, so that no path leads out of the folder.
+        if feed is None or name not in feed.logs():
             self._answer(404, b"there is no such log here; an island's log is on the machine that runs it\n")
             return
         with (feed.folder / LOGS / f"{name}.log").open("rb") as file:
@@ -202,4 +206,4 @@ class PageHandler(BaseHTTPRequestHandler):
         self._answer(200, tail if size <= LOG_BYTES else tail.partition(b"\n")[2] or tail)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of each request; its address has the token."""
+        """Log no request, because its address has the token."""

@@ -1,4 +1,4 @@
-"""The story of a run, counted from its records one after the other, in a room that does not grow with the run."""
+"""The story of a run, counted from its records one after the other, in memory that does not grow with the run."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,17 @@ from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.watch.stats import participation, step_overhead
+from diloco_jax.runtime.figures.forms import format_count, format_duration
 from diloco_jax.runtime.records.liveness import ENDED
 from diloco_jax.runtime.records.thinning import merged_counts, stands_for
-from diloco_jax.tools.live.words import format_count, format_duration
 
-STEPS_KEPT = 20_000  # points of a curve whose means are shown
-POINTS_KEPT = 500  # of others
-RATE_WORDS = 150  # words on bytes moved, two per second, from which the present rate is counted
-STRETCHES_MAX = 120  # groups of rounds
+# Points that are kept of a curve that is shown as means, and of other curves.
+STEPS_KEPT = 20_000
+POINTS_KEPT = 500
+# Newest records of bytes moved, two per second, that give the present rate.
+RATE_WORDS = 150
+# Groups of rounds.
+STRETCHES_MAX = 120
 
 
 def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
@@ -25,7 +28,7 @@ def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
 
 
 class Curve:
-    """The points of a curve, of which at most so many are kept, however long it gets: one of some, and the newest."""
+    """A curve that keeps at most `most` points at equal distances, and the newest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -36,7 +39,7 @@ class Curve:
         self.last: tuple[float, ...] | None = None
 
     def add(self, *point: float, count: int = 1) -> None:
-        """Take the next point, which stands for `count`: kept points are as far apart where all of them are known."""
+        """Take the next point, which stands for `count` points; all kept points are equally far apart."""
         self._every = max(self._every, count)
         if not self._at or self._seen >= self._at[-1] + self._every:
             self._kept.append(point)
@@ -55,7 +58,7 @@ class Curve:
 
 @dataclass(slots=True)
 class Track:
-    """One learner's steps: when, tokens of all learners by then, loss."""
+    """One learner's steps: each with its time, the tokens of all learners at that time, and its loss."""
 
     steps: Curve = field(default_factory=lambda: Curve(STEPS_KEPT))
     tokens: int = 0
@@ -64,7 +67,8 @@ class Track:
     busy_s: float = 0.0
     span_s: float = 0.0
     merged: int = 0
-    _last: tuple[int, int, float] | None = None  # incarnation, local step, time
+    # Incarnation, local step and time of the newest step.
+    _last: tuple[int, int, float] | None = None
 
     def add(self, record: Mapping[str, Any], all_tokens: int) -> None:
         """Count one step record; records of some steps may be missing."""
@@ -73,7 +77,7 @@ class Track:
         if self._last is not None and self._last[0] == now[0]:
             steps, passed_s = now[1] - self._last[1], now[2] - self._last[2]
         else:
-            # nothing is known of the time before an incarnation's first record
+            # The records have no time before the first one of an incarnation.
             steps, passed_s = now[1], now[1] * step_s
             self.restarts += self._last is not None
         self.local_steps += steps
@@ -87,7 +91,7 @@ class Track:
 
 @dataclass(slots=True)
 class Stretch:
-    """Some successive merged rounds: how many, when the first and the last, and how many each learner was in."""
+    """Successive merged rounds: their number, times of the first and the last, and the rounds of each learner."""
 
     begin_s: float
     end_s: float
@@ -103,20 +107,30 @@ class Stretch:
 
 @dataclass(slots=True)
 class Story:
-    """Figures and curves that the records of a run tell."""
+    """The figures and curves that the records of a run give.
+
+    Attributes:
+        rounds: merged rounds.
+        wire: times with bytes moved up and down.
+        evals: times with tokens and loss.
+        metrics: curves of time and value, by metric and island.
+        scores: numbers of the newest evaluation.
+        made: versions and machine that made the run.
+    """
 
     tracks: dict[str, Track] = field(default_factory=dict)
     stretches: list[Stretch] = field(default_factory=list)
-    rounds: int = 0  # merged
-    wire: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WORDS))  # time, up, down
-    evals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))  # time, tokens, loss
-    metrics: dict[str, dict[str, Curve]] = field(default_factory=dict)  # name -> island -> time, value
+    rounds: int = 0
+    wire: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WORDS))
+    evals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
+    metrics: dict[str, dict[str, Curve]] = field(default_factory=dict)
     bits_per_byte: float | None = None
-    scores: dict[str, float | None] = field(default_factory=dict)  # of the newest evaluation
-    made: dict[str, Any] = field(default_factory=dict)  # by which versions, on which machine
+    scores: dict[str, float | None] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
     global_step: int = 0
     end_s: float = 0.0
-    _size: int = 1  # rounds in each
+    # Rounds of each stretch.
+    _size: int = 1
 
     @property
     def tokens(self) -> int:
@@ -161,7 +175,7 @@ class Story:
             del self.stretches[1::2]
 
     def counted(self) -> dict[str, Any]:
-        """Return the keys of summary.json as far as the records tell them."""
+        """Return the keys of summary.json that the records give."""
         rounds = self.rounds
         learners = {
             name: {
@@ -186,21 +200,22 @@ class Story:
         }
 
     def summary(self, written: Mapping[str, Any]) -> dict[str, Any]:
-        """Return summary.json, or nothing as far as there is none, over what was counted here."""
+        """Return the counted keys of summary.json, replaced by the values that were `written` there."""
         counted = self.counted()
         learners = counted["learners"]
         for name, row in written.get("learners", {}).items():
             learners[name] = learners.get(name, {}) | row
         summary = {"complete": False, **counted, **written, "learners": learners}
         summary["wire"] = counted["wire"] | written.get("wire", {})
-        if not self.rounds:  # data parallel: nothing to take part in
+        # A data-parallel run has no rounds.
+        if not self.rounds:
             summary["contributors_per_round"] = None
             for row in learners.values():
                 row["participation"] = None
         return summary
 
     def curves(self, most: int) -> dict[str, Any]:
-        """Return losses (time, tokens of all, loss), evaluations, and in which rounds islands were merged."""
+        """Return losses (time, tokens of all learners, loss), evaluations, and the rounds of each island."""
         names = list(self.counted()["learners"])
         steps = {name: self.tracks[name].steps.points for name in names}
         cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
@@ -216,7 +231,7 @@ class Story:
 def verdict(
     status: Mapping[str, Any], summary: Mapping[str, Any], alarms: tuple[int, int], goodput: float | None
 ) -> str:
-    """Say how a run ended or goes, from its status, `Story.summary`, alarms (that stand, that ended), and goodput."""
+    """Return a sentence about a run; `alarms` are the numbers of those that stand and of those that ended."""
     state, steps = status.get("state", "unknown"), status.get("global_step", summary["global_steps"])
     total, loss = status.get("total_steps"), summary.get("eval_loss")
     restarts = sum(row["restarts"] for row in summary["learners"].values())
@@ -233,7 +248,7 @@ def verdict(
 
 
 def against(loss: float | None, baseline: float | None, name: str) -> str:
-    """Say how far an evaluation loss is from a baseline's; "" if one of them is not known."""
+    """Return a text on how far an evaluation loss is from a baseline's; "" if one of them is not known."""
     if loss is None or baseline is None or not (isfinite(loss) and isfinite(baseline) and baseline > 0):
         return ""
     share = loss / baseline - 1

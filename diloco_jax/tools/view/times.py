@@ -1,7 +1,7 @@
-"""The use of every island-second of a run, from its records, and its newest rounds with the times of their parts.
+"""The use of every island-second of a run, from its records, and the newest rounds with the times of their parts.
 
-The time of all islands begins with the first inner step of the run, as in `protocol/watch/stats.py`, and each second of
-each island has one use. Time between two steps is settled by the later one; what came since is provisional.
+The time of all islands starts with the first inner step of the run, as in `protocol/watch/stats.py`. Each second of
+each island has one use. A step settles the time before it; the time since the newest step is provisional.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,22 +11,31 @@ from typing import Any
 from diloco_jax.protocol.watch.stats import WAITING
 
 ROUNDS_KEPT = 240
+# Number of newest rounds that give the time per round.
+PACE_ROUNDS = 40
 KINDS = ("closed", "merged", "abandoned", "round")
 TRAINING, DATA, BETWEEN, JOINING, AWAY = USES = ("training", "data", "between", "joining", "away")
 
 
 @dataclass(slots=True)
 class _Island:
-    """One island: until when its time is settled, and what it has done since."""
+    """One island.
+
+    Attributes:
+        at_s: time until which its uses are settled.
+        since: start of each use after the newest step.
+        life: incarnation and local step.
+        told_s: time in steps that its reports of waiting for data cover.
+    """
 
     at_s: float
     used: dict[str, float] = field(default_factory=lambda: dict.fromkeys(USES, 0.0))
-    since: list[tuple[float, str]] = field(default_factory=list)  # when each use began after the newest step
-    life: tuple[int, int] = (-1, 0)  # incarnation, local step
-    told_s: float = 0.0  # of its time in steps, for which it has told how long it waited for data
+    since: list[tuple[float, str]] = field(default_factory=list)
+    life: tuple[int, int] = (-1, 0)
+    told_s: float = 0.0
 
     def split(self, until_s: float) -> dict[str, float]:
-        """Divide the time since the newest step among its uses; without a word in between it was between steps."""
+        """Return the time since the newest step by use; without other records the island was between steps."""
         found, ends = dict.fromkeys(USES, 0.0), [*(t for t, _ in self.since), until_s]
         pieces = [(self.at_s, ends[0], BETWEEN if self.life[1] else AWAY)]
         pieces += [(begin, end, use) for (begin, use), end in zip(self.since, ends[1:], strict=True)]
@@ -36,7 +45,7 @@ class _Island:
 
 
 class IslandTimes:
-    """Counts the time of all islands, those of the config; who else joins counts from then on as one of them."""
+    """The time of all islands of the config, by use; an unlisted island counts from its first record."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = set(names)
@@ -48,7 +57,8 @@ class IslandTimes:
     def take(self, record: Mapping[str, Any]) -> None:
         """Count the next record of the run."""
         kind, t = record["kind"], record["t"]
-        if self._finished:  # that islands leave now is no loss
+        # Islands leave a finished run, which does not lower its goodput.
+        if self._finished:
             return
         self._end_s = max(self._end_s, t)
         if kind == "step":
@@ -62,7 +72,8 @@ class IslandTimes:
                     use = BETWEEN if record["reason"] == f"incarnation {island.life[0]}" else JOINING
                 else:
                     use = BETWEEN if kind == "back" else AWAY
-                if kind == "silent":  # it has been since its last word
+                # A silent island has been away since its last step.
+                if kind == "silent":
                     island.since.clear()
                 island.since.append((island.at_s if kind == "silent" else t, use))
         self._finished = kind == "finished"
@@ -82,25 +93,26 @@ class IslandTimes:
         busy_s = min(made_s, max(0.0, t - island.at_s))
         for use, seconds in island.split(t - busy_s).items():
             island.used[use] += seconds
-        early_s = min(made_s - busy_s, island.used[BETWEEN])  # the report before this one was late by so much
+        # The report before this one was late by this time.
+        early_s = min(made_s - busy_s, island.used[BETWEEN])
         island.used[BETWEEN] -= early_s
         island.used[TRAINING] += busy_s + early_s
         island.at_s, island.life = max(t, island.at_s), life
         island.since.clear()
 
     def _waited(self, island: _Island, share: float) -> None:
-        """Take an island's word for the share of its time in steps, since its last word, in which it had no data."""
+        """Count the share of the time in steps since its last report that an island waited for data."""
         busy_s = island.used[TRAINING] + island.used[DATA]
         moved_s = min(1.0, max(0.0, share)) * (busy_s - island.told_s)
         island.used[TRAINING] -= moved_s
         island.used[DATA] += moved_s
         island.told_s = busy_s
 
-    def told(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
-        """Return the seconds since the first step, and their uses by island, until the run ended if that is known.
+    def as_dict(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
+        """Return the seconds from the first step to the end of the run, if it is known, and their uses by island.
 
-        The syncer counts `goodput` of a run that ended more exactly than its records tell. The little in which they
-        differ is moved to or from the training time, so that every figure on a page is the same.
+        The syncer counts the `goodput` of a run that ended more exactly than its records do. The difference is moved to
+        or from the training time, so that every figure on a page agrees.
         """
         began_s, rows, end_s = self._began_s, {}, self._end_s if wall_s is None else min(wall_s, self._end_s)
         if began_s is not None:
@@ -133,18 +145,22 @@ def _move(rows: Mapping[str, dict[str, float]], seconds: float) -> None:
 
 
 class RoundTimes:
-    """Puts together what the records say of each round, as plain values for the page."""
+    """The newest rounds as plain values for the page, composed from several records each."""
 
     def __init__(self) -> None:
-        self._rounds: dict[int, dict[str, Any]] = {}  # by global step
+        # Rounds by global step.
+        self._rounds: dict[int, dict[str, Any]] = {}
         self._changed: set[int] = set()
-        self._training: set[str] = set()  # who is connected and has made a step since
-        self._waiting: dict[str, dict[int, float]] = {}  # island -> rounds that closed without its report, and when
+        # Islands that are connected and have made a step since.
+        self._training: set[str] = set()
+        # Rounds that closed without an island's report, with their times, by island.
+        self._waiting: dict[str, dict[int, float]] = {}
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Take the next record of the run."""
         kind, t = record["kind"], record["t"]
-        if "n" in record:  # summed up: too old, and some of its round's other records are gone
+        # A record that stands for several is too old, and other records of its round are missing.
+        if "n" in record:
             if kind == "step":
                 self._training.add(record["learner"])
             return
@@ -161,7 +177,7 @@ class RoundTimes:
             self._take_round(record)
 
     def _of(self, step: int) -> dict[str, Any]:
-        """Return a round that is about to change; nothing that stays, if it is too old."""
+        """Return a round that is about to change; a round that is too old is a copy that is dropped."""
         self._changed.add(step)
         return self._rounds.get(step, {"late": {}, "arrived": {}})
 
@@ -193,7 +209,13 @@ class RoundTimes:
         """Return all rounds that are kept, the oldest first."""
         return [self._rounds[step] for step in sorted(self._rounds)]
 
+    def pace_s(self) -> float | None:
+        """Return the time from one merge to the next over the newest rounds; None before the second merge."""
+        merged = [this for this in self.whole() if this.get("merged_s")][-PACE_ROUNDS:]
+        steps = merged[-1]["step"] - merged[0]["step"] if merged else 0
+        return (merged[-1]["merged_s"] - merged[0]["merged_s"]) / steps if steps else None
+
     def news(self) -> list[dict[str, Any]]:
-        """Return those that have changed since the news before."""
+        """Return the rounds that have changed since the last news."""
         changed, self._changed = self._changed, set()
         return [self._rounds[step] for step in sorted(changed & self._rounds.keys())]

@@ -163,9 +163,15 @@ class Exchange:
                 yield "rebase", fragment, self._incoming(fragment, True).compiled
 
     def stage(self, params: Params, fragment: Fragment) -> StagedFragment:
-        """Queue a copy of a fragment's update, from the present parameters, to host memory; return at once."""
+        """Queue a copy of a fragment's update to host memory, as the parameters are now; return at once.
+
+            update = anchor - local + residual
+
+        The anchor is the value that was last adopted, the residual what rounding has kept back of earlier updates.
+        """
         assert fragment.fragment_id in self.held, f"fragment {fragment.fragment_id} was never adopted"
-        return self._outgoing(fragment).stage(params, self.held[fragment.fragment_id])
+        with jax.transfer_guard("disallow"):
+            return self._outgoing(fragment).dispatch(params, self.held[fragment.fragment_id])
 
     def adopt(
         self,
@@ -176,7 +182,7 @@ class Exchange:
         alpha: float,
         sent: StagedFragment | None,
     ) -> Params:
-        """Adopt a merged fragment (`ExchangedState.adopt`); return its new tensors, which replace those in `params`."""
+        """Adopt as `ExchangedState.adopt` does; return the new tensors of the fragment, in place of the old ones."""
         if mode == "rebase" and (sent is None or not sent.local):
             raise ValueError("adopt with mode 'rebase' needs `sent` from an island built with rebase=True")
         new = self._put(fragment, values)
@@ -204,12 +210,12 @@ class Exchange:
 
     def _zeros(self) -> Params:
         tensors = self._tensors
-        lies = {path: tensor.sharding for path, tensor in tensors.items()}
+        layouts = {path: tensor.sharding for path, tensor in tensors.items()}
 
         def zeros() -> Params:
             return {path: jnp.zeros(tensor.shape, tensor.dtype) for path, tensor in tensors.items()}
 
-        return self._once("zeros", lambda: jax.jit(zeros, out_shardings=lies).lower().compile())()
+        return self._once("zeros", lambda: jax.jit(zeros, out_shardings=layouts).lower().compile())()
 
     def overwrite(self, params: Params, fragment: Fragment, values: HostValues) -> Params:
         """Replace a fragment without making the values its anchor; return its new tensors. ValueError as in `adopt`."""

@@ -75,7 +75,7 @@ class _Outputs(NamedTuple):
 
 
 class StagedFragment:
-    """A fragment's update as of the step before `stage`; any thread may call the methods."""
+    """A fragment's update as it was after the newest step when it was staged. Any thread may call the methods."""
 
     def __init__(self, bytes_of: OutgoingBytes, copies: Copies, before: Residual, out: _Outputs) -> None:
         # Windows of the parameters at that step, on the devices; empty if the island does not keep them.
@@ -158,7 +158,7 @@ class OutgoingProgram:
         self._integer = codec.is_integer(format)
         self.compiled = once(("out", on.geometry), self._compile)
 
-    def stage(self, params: Params, held: HeldFragment) -> StagedFragment:
+    def dispatch(self, params: Params, held: HeldFragment) -> StagedFragment:
         """Dispatch the program, and copies of its results to the host; return at once."""
         tensors = [params[path] for path in self._on.paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._on.starts)

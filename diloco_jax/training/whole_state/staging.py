@@ -125,21 +125,23 @@ def read_shards(shards: Iterable[Shard], buffer: Bytes) -> dict[str, PartialLeaf
     return leaves
 
 
-def check_fits(leaves: Mapping[str, PartialLeaf], lies: Mapping[str, Sharding], described: Mapping[str, Any]) -> None:
-    """Check that leaves have every piece that this process's devices need.
+def check_fits(
+    leaves: Mapping[str, PartialLeaf], layouts: Mapping[str, Sharding], described: Mapping[str, Any]
+) -> None:
+    """Check that leaves have all that this process's devices need.
 
     Args:
-      lies: the layout of every leaf on the devices, by name.
+      layouts: the layout of every leaf, by name.
       described: anything with the `dtype` and `shape` of every leaf, by name.
 
     Raises:
       ValueError: the leaves belong to another model, optimizer or mesh; the message names the leaf.
     """
-    for name in sorted(leaves.keys() | lies.keys()):
+    for name in sorted(leaves.keys() | layouts.keys()):
         mine, theirs = described.get(name), leaves.get(name)
         if mine is None or theirs is None or (np.dtype(mine.dtype), tuple(mine.shape)) != (theirs.dtype, theirs.shape):
-            raise ValueError(f"it belongs to another model or optimizer, which differs in '{name}'")
-        indices = lies[name].addressable_devices_indices_map(theirs.shape).values()
+            raise ValueError(f"it is of another model or optimizer, which differs in '{name}'")
+        indices = layouts[name].addressable_devices_indices_map(theirs.shape).values()
         if not all(theirs.holds(index) for index in indices if index is not None):
             raise ValueError(f"it belongs to another mesh or other hosts: it lacks a part of '{name}' that is needed")
 

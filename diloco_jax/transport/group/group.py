@@ -1,9 +1,9 @@
-"""The network of one island of several hosts: its leader, host 0, serves the others, over gRPC.
+"""The network of one island of several hosts: the leader, host 0, serves the other hosts over gRPC.
 
-It is protected as the connections with the syncer are (docs/security.md), with the island's own certificate on both
-sides. Every other host has one connection and one session with the leader, of the bulk lane only, so that commands and
-payloads keep their order. A host that is silent for SILENCE_S is lost. One that is lost or has left does not come back:
-the island is what fails, and starts again.
+The settings of the syncer's connections protect it too (docs/security.md), with the island's certificate on both
+sides. Every other host has one connection and one session with the leader, with a bulk lane only, so that commands and
+payloads keep their order. A host that is silent for SILENCE_S is lost. A host that was lost or left does not return,
+because the whole island fails and starts again.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 
-from diloco_jax.transport import calls
-from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
+from diloco_jax.transport.commands import COMMANDS, REPLIES, Command, Reply
 from diloco_jax.transport.link import LinkClosed, Payload, TransportConfig, TransportError, payload_parts
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Refused
@@ -27,29 +27,36 @@ from diloco_jax.transport.session.stream import Lane, StreamSession
 from diloco_jax.transport.trust.security import Gate, credentials, island_host
 
 LEADER = 0
-SILENCE_S = 20.0  # without a word from a host, after which it is lost
-CONNECT_S = 60.0  # for which a host tries to reach its leader
-PAYLOAD_BYTES_MAX = 1 << 36  # the largest leaf of a state, in practice
-COMMANDS_MAX = 1024  # that wait for one host, in each direction
-STRANGERS_MAX = 64  # calls beside those of the hosts
+# A host that sends nothing for this long is lost.
+SILENCE_S = 20.0
+# A host tries to reach its leader for this long.
+CONNECT_S = 60.0
+# Large enough for the largest leaf of a state.
+PAYLOAD_BYTES_MAX = 1 << 36
+# Limit of the messages that wait for one host, in each direction.
+COMMANDS_MAX = 1024
+# Limit of the calls by processes other than the hosts.
+STRANGERS_MAX = 64
 _LANE = (pb.LANE_BULK, 0)
 
 
 class GroupError(TransportError):
-    """The leader cannot be reached, or does not take this host."""
+    """The leader cannot be reached, or refuses this host."""
 
 
 class GroupItem(NamedTuple):
-    """A message of another host, or its end."""
+    """A message of another host, or the end of its session."""
 
-    host: int  # that sent it; 0 is the leader
-    message: Command | Reply | None  # None: the host left or was lost, and nothing more comes from it
-    payload: bytes | memoryview = b""  # of the message
-    reason: str = ""  # why the host is gone
+    host: int  # sender; 0 leads
+    # None if the host left or was lost; it sends nothing more.
+    message: Command | Reply | None
+    payload: bytes | memoryview = b""
+    # Why the host's session ended.
+    reason: str = ""
 
 
 def group_config(config: TransportConfig, address: str) -> TransportConfig:
-    """Return the settings of an island's network: the files and permissions of the run, and limits of its own."""
+    """Return the settings of an island's network: the files and permissions of the run, with separate limits."""
     return replace(
         config,
         address=address,
@@ -63,18 +70,18 @@ def group_config(config: TransportConfig, address: str) -> TransportConfig:
 
 
 class GroupLeader:
-    """The leader's side: listens, and has one session with each other host.
+    """The leader's side: a listener with one session per other host.
 
     Args:
-        config: as `group_config` returns it; its address is where to listen, port 0 lets the system choose one.
+        config: Settings from `group_config`, with the address to listen on; port 0 lets the system choose one.
 
     Attributes:
-        address: where members dial, with the real port.
-        number: of this group, drawn at random: members of an earlier one are refused.
+        address: Address for members, with the real port.
+        number: Random number of this group; members of an earlier group are refused.
 
     Raises:
-        ValueError: the address cannot be listened at, is not loopback while plaintext was not allowed, or certificate,
-            key or token cannot be used.
+        ValueError: The leader cannot listen on the address, the address is not loopback while plaintext was not
+            allowed, or certificate, key or token cannot be used.
     """
 
     def __init__(self, config: TransportConfig, run_id: str, learner_id: str, hosts: int) -> None:
@@ -93,16 +100,16 @@ class GroupLeader:
         self._server, self.address = calls.open_server(config, calls.ISLAND_SERVICE, handlers, own.server)
 
     def send(self, command: Command, payload: Payload = b"", to: int | None = None) -> None:
-        """Queue a command to one host, or to all others, in order; never blocks. Any thread.
+        """Queue a command to one host, or to all other hosts, in order; never blocks, and any thread may call it.
 
-        A host that has not joined yet gets it when it does. One that is lost or left gets nothing; a host whose queue
-        is full is lost.
+        A host that has not joined yet gets the command when it joins. A host that is lost or left gets nothing, and a
+        host with a full queue is lost.
 
         Args:
-            payload: shared, not copied: nobody may change it any more.
+            payload: Shared, not copied: the caller must not change it afterwards.
 
         Raises:
-            ValueError: command or payload can never be sent, or there is no such host.
+            ValueError: Command or payload can never be sent, or there is no such host.
         """
         if to is not None and to not in self._others:
             raise ValueError(f"there is no host {to} to send to: this island has 1 to {len(self._others)}")
@@ -110,15 +117,15 @@ class GroupLeader:
             _send(self._others[host], command, payload, COMMANDS)
 
     def receive(self, timeout_s: float) -> GroupItem | None:
-        """Return the next item of any host, or None after `timeout_s` seconds; 0 only looks."""
+        """Return the next item of any host, or None after `timeout_s` seconds; 0 does not wait."""
         return _receive(self._inbox, timeout_s)
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Send what is queued for at most `grace_s` seconds, tell all hosts, and end; safe to call again."""
+        """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
         calls.close_server(self._server, list(self._others.values()), "the leader closed", grace_s)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Serve one host: this generator writes, a thread of its own reads."""
+        """Serve one host: this generator writes, a separate thread reads."""
         with calls.refusing(context):
             session, lane = self._admit(context)
         if not context.add_callback(lambda: session.fail_lost(lane)):
@@ -129,11 +136,11 @@ class GroupLeader:
         yield from session.write(lane)
 
     def _admit(self, context: Any) -> tuple[StreamSession, Lane]:
-        """Check the caller's credentials before anything that it says, then return its session.
+        """Check the caller's credentials before everything else, then return its session.
 
         Raises:
-            Denied: it is not of this island.
-            Refused: it is not of this group, or has joined before.
+            Denied: The caller does not belong to this island.
+            Refused: The caller does not belong to this group, or has joined before.
         """
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
@@ -151,15 +158,15 @@ class GroupLeader:
 
 
 class GroupMember:
-    """The side of a host that is not the leader: dials it, for at most `config.connect_timeout_s`.
+    """The side of every other host: it dials the leader for at most `config.connect_timeout_s`.
 
     Args:
-        config: as `group_config` returns it; its address is the leader's.
-        host: which one we are, 1 or more.
+        config: Settings from `group_config`, with the leader's address.
+        host: Number of this host, 1 or more.
 
     Raises:
-        GroupError: nobody answered in time, or the leader refused.
-        ValueError: there is no such host, the address is not loopback while plaintext was not allowed, or certificate,
+        GroupError: Nobody answered in time, or the leader refused.
+        ValueError: There is no such host, the address is not loopback while plaintext was not allowed, or certificate,
             key or token cannot be used.
     """
 
@@ -188,22 +195,23 @@ class GroupMember:
             )
 
     def send(self, reply: Reply, payload: Payload = b"") -> None:
+        """Queue a message to the leader; never blocks. Raises as `GroupLeader.send`."""
         _send(self._session, reply, payload, REPLIES)
 
     def receive(self, timeout_s: float) -> GroupItem | None:
-        """Return the next item of the leader, or None after `timeout_s` seconds; 0 only looks."""
+        """Return the next item of the leader, or None after `timeout_s` seconds; 0 does not wait."""
         item = _receive(self._inbox, timeout_s)
         return None if item is None else item._replace(host=LEADER)
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Send what is queued for at most `grace_s` seconds, tell the leader, and end; safe to call again."""
+        """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again."""
         self._streams.close("the host closed", grace_s)
 
 
 def _new_session(
     inbox: Inbox, header: pb.Header, config: TransportConfig, readable: tuple[type, ...], name: str
 ) -> StreamSession:
-    """Return one end of a session that keeps nothing of a payload that is cut: the island starts again."""
+    """Return one end of a session that keeps no incomplete payload, because a lost host restarts the whole island."""
     sender, nothing = header.sender, Partials(0, config.resume_s)
     session = StreamSession(inbox, header, sender, sender, config, nothing, readable, name=name, control=False)
     session.announced = True
@@ -212,7 +220,8 @@ def _new_session(
 
 def _send(session: StreamSession, message: Command | Reply, payload: Payload, allowed: tuple[type, ...]) -> None:
     parts = payload_parts(message, payload, allowed, session.config.payload_bytes_max)
-    with contextlib.suppress(LinkClosed):  # the inbox tells of it
+    # The inbox delivers the end of the session.
+    with contextlib.suppress(LinkClosed):
         session.send(message, parts)
 
 

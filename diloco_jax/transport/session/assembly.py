@@ -1,11 +1,11 @@
-"""Chunks of the bulk lane, as they come over several connections, to messages with payloads, in order, each once.
+"""Assembly of the bulk lane: chunks from several connections become messages with payloads, in order, each once.
 
 Bounds, whatever the peer does
-  * A message other than the oldest is begun only while at most MESSAGES_MAX are open and their payloads, counted whole,
-    are together within the limit of one: so all together are below twice that limit.
+  * The assembly opens a message other than the oldest only while at most MESSAGES_MAX are open and their full payloads
+    together stay within the limit of one payload. So all payloads together stay below twice that limit.
   * A payload has at most RANGES_MAX ranges that do not touch.
-Who brings more waits, and with it its connection; the rest of what fills the oldest message never waits behind it, for
-every connection carries its chunks in order.
+A chunk that exceeds a bound waits, and its connection waits with it. The chunks of the oldest message never wait behind
+it, because every connection carries its chunks in order.
 """
 
 import threading
@@ -25,7 +25,7 @@ RANGES_MAX = 1024
 
 
 class _Open:
-    """A message of which something has come."""
+    """A message with some of its chunks."""
 
     def __init__(self, key: Key, partial: Partial | None) -> None:
         self.key = key
@@ -33,7 +33,8 @@ class _Open:
         self.message: Message | None = None
         self.ranges = Ranges() if partial is None else partial.ranges
         self.buffer = None if partial is None else partial.buffer
-        self.payload = memoryview(b"")  # if it came in one chunk: that
+        # The payload shares the chunk's memory if it arrived in one chunk.
+        self.payload = memoryview(b"")
 
     @property
     def complete(self) -> bool:
@@ -45,17 +46,18 @@ class _Open:
             self.payload = data
             return
         if self.buffer is None:
-            self.buffer = np.empty(self.key[1], np.uint8)  # pages are taken when filled: an empty claim costs nothing
+            # The system allocates pages when they are filled, so an announced payload without bytes costs nothing.
+            self.buffer = np.empty(self.key[1], np.uint8)
         self.buffer.data[start : start + data.nbytes] = data
         if self.ranges.filled == self.key[1]:
             self.payload = self.buffer.data.toreadonly()
 
 
 class Assembly:
-    """The receiving end of a session's bulk lane; the readers of all its connections share it.
+    """The receiving end of a session's bulk lane, shared by the readers of all its connections.
 
     Args:
-        partials: Where what is not complete at the end of the session goes, and where the next one finds it.
+        partials: Takes the incomplete payloads at the end of the session, and gives them to the next one.
     """
 
     def __init__(self, payload_bytes_max: int, partials: Partials) -> None:
@@ -63,17 +65,19 @@ class Assembly:
         self._partials = partials
         self._changed = threading.Condition()
         self._open: dict[int, _Open] = {}
-        self._next = 1  # number of the oldest message that was not delivered
+        # The number of the oldest message that was not delivered.
+        self._next = 1
         self._delivering = False
         self._closed = False
-        self.claimed_bytes = 0  # size of the payloads of all open messages
+        # The full size of the payloads of all open messages.
+        self.claimed_bytes = 0
 
     def add(self, incoming: Incoming) -> None:
-        """Take one chunk; waits while there is no room for it, and does nothing once the assembly is closed.
+        """Add one chunk; wait while there is no room for it, and do nothing once the assembly is closed.
 
         Raises:
-            WireError: The chunk is corrupt, too large, out of place, or completes a payload that is not what it was
-                said to be.
+            WireError: The chunk is corrupt, too large or out of place, or completes a payload that differs from the
+                announced one.
         """
         chunk, data = incoming.chunk, incoming.data
         if chunk.payload_bytes > self._payload_bytes_max:
@@ -89,7 +93,7 @@ class Assembly:
                 self._fill(each, incoming)
 
     def has_room(self, chunk: pb.Chunk, size: int) -> bool:
-        """Tell whether a chunk with `size` bytes would be taken, or refused, at once."""
+        """Tell whether a chunk with `size` bytes can be added, or refused, without waiting."""
         each = self._open.get(chunk.message)
         if each is not None:
             return len(each.ranges) < RANGES_MAX or each.ranges.touches(chunk.offset, chunk.offset + size)
@@ -111,7 +115,7 @@ class Assembly:
         key = (chunk.key, chunk.payload_bytes)
         partial = self._partials.claim(key) if chunk.resumed else None
         if chunk.resumed and partial is None:
-            raise WireError(f"message {number} leaves out bytes of a payload of which nothing is kept here")
+            raise WireError(f"message {number} leaves out bytes of a payload, but nothing of it is kept here")
         self._open[number] = _Open(key, partial)
         self.claimed_bytes += chunk.payload_bytes
         return self._open[number]
@@ -138,7 +142,7 @@ class Assembly:
         self._changed.notify_all()
 
     def _check_whole(self, number: int, each: _Open) -> None:
-        """Refuse a payload of two sessions that is not, as a whole, what was announced."""
+        """Refuse a payload from two sessions that differs, as a whole, from the announced one."""
         if not each.resumed:
             return
         assert each.buffer is not None
@@ -148,7 +152,10 @@ class Assembly:
             raise WireError(f"the payload of message {number} is not the one whose first part was kept")
 
     def deliver(self, offer: Callable[[Message, memoryview], object]) -> None:
-        """Hand out what is complete, in order; `offer` may block. One thread at a time, the others go on at once."""
+        """Deliver complete messages in order; `offer` may block.
+
+        One thread delivers at a time; the others return at once.
+        """
         with self._changed:
             if self._delivering:
                 return
@@ -171,7 +178,7 @@ class Assembly:
         self.claimed_bytes -= self._open.pop(number).key[1]
 
     def close(self) -> None:
-        """Take nothing more, let nobody wait, and keep what can be continued by the next session."""
+        """Refuse chunks from now on, end all waits, and keep payloads that the next session can continue."""
         with self._changed:
             if self._closed:
                 return

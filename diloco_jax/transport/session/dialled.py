@@ -1,4 +1,4 @@
-"""The streams of a session, on the side that dials: a TCP connection and a call for each."""
+"""The streams of a session on the dialling side, each with a TCP connection and a call."""
 
 import threading
 import time
@@ -6,13 +6,13 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.transport.calls import header_metadata, holdings_metadata, open_channel
+from diloco_jax.transport.session.calls import header_metadata, holdings_metadata, open_channel
 from diloco_jax.transport.session.stream import Lane, StreamSession
 from diloco_jax.transport.trust.security import Credentials
 
 
 class DialledStreams:
-    """The calls of one session, opened at once; `session.wait_ready` tells when all are answered."""
+    """The calls of one session, all opened at once; `session.wait_ready` waits until all are answered."""
 
     def __init__(self, session: StreamSession, own: Credentials, method: str) -> None:
         self._session = session
@@ -31,7 +31,7 @@ class DialledStreams:
             session.bind(lane, call.cancel)
             self._ended.append(_watch(session, lane, call))
             session.start_reader(lane, call)
-        # the call of the control lane, or of the bulk lane's first stripe where there is none
+        # The call of the control lane, or of the bulk lane's first stripe if there is no control lane.
         self.first: Any = calls[0]
 
     def close(self, reason: str, grace_s: float) -> None:
@@ -45,8 +45,10 @@ class DialledStreams:
 
 
 def _watch(session: StreamSession, lane: Lane, call: Any) -> threading.Event:
-    """Return an event that is set when the call is over; a call that is cut fails the session even while its reader
-    waits for room in the inbox."""
+    """Return an event that is set when the call is over.
+
+    A call that is cut fails the session at once, even while its reader waits for room in the inbox.
+    """
     ended = threading.Event()
 
     def on_end() -> None:

@@ -1,10 +1,10 @@
 """Inboxes with room per session: sessions put deliveries into them, drivers take them out.
 
 An Inbox belongs to one driver and holds the deliveries of all its sessions. Room is counted per session and lane,
-so that neither a talkative learner nor bulk data can keep the control messages of others out.
+so that neither a learner with many messages nor bulk data can block the control messages of other learners.
 
-A driver that is behind reads the newest step report of a learner only (docs/decisions/0062-reports-that-wait.md). The
-report that waits is replaced where it is in the queue, unless another control message of its learner came after it.
+A driver that is behind reads only the newest step report of a learner (docs/decisions/0062-reports-that-wait.md). A new
+report replaces a waiting one in its place in the queue, unless another control message of the learner arrived after it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 
 @dataclass(slots=True)
 class Waiting:
-    """A delivery that its driver has not read."""
+    """A delivery that the driver has not read."""
 
     session: Session
     delivery: Delivery
-    since_s: float  # on the monotonic clock
+    since_s: float  # monotonic clock
 
 
 class Inbox:
@@ -38,10 +38,10 @@ class Inbox:
         self.waiting: deque[Waiting] = deque()
         self._woken = False
         self._counting = threading.Lock()
-        self.traffic = Traffic(0, 0)  # of all its sessions
+        self.traffic = Traffic(0, 0)  # all sessions
 
     def get(self, timeout_s: float) -> tuple[Session, Delivery] | None:
-        """Take the oldest delivery, or None after `timeout_s` seconds or a `wake`."""
+        """Remove and return the oldest delivery; None after `timeout_s` seconds or a `wake`."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self._woken, timeout=max(0.0, timeout_s))
             self._woken = False
@@ -59,35 +59,41 @@ class Inbox:
             return session, delivery
 
     def wake(self) -> None:
-        """Let a waiting `get` return at once."""
+        """Make a waiting `get` return at once."""
         with self.changed:
             self._woken = True
             self.changed.notify_all()
 
     def count(self, received_bytes: int = 0, sent_bytes: int = 0) -> None:
-        """Add to the traffic of all sessions of this inbox; any thread."""
+        """Add to the traffic of this inbox's sessions; any thread may call it."""
         with self._counting:
             received, sent = self.traffic
             self.traffic = Traffic(received + received_bytes, sent + sent_bytes)
 
 
 class Session:
-    """One end of a session: puts what its peer sends into an inbox, until it is over."""
+    """One end of a session: it puts the peer's messages into an inbox until the session is over."""
 
     def __init__(self, inbox: Inbox, header: pb.Header, peer: str, config: TransportConfig) -> None:
         self.inbox = inbox
-        self.header = header  # names the learner, its incarnation, the session and the host
+        # The header names the learner, its incarnation, the session and the host.
+        self.header = header
         self.peer = peer
         self.config = config
-        self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk
-        self.waiting_bytes = 0  # of payloads in the inbox
+        self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # is_bulk -> room
+        # Bytes of payloads in the inbox.
+        self.waiting_bytes = 0
         self.waits_for_room = 0  # readers that do
-        self.newest_report: Waiting | None = None  # if it is the newest control message, and nobody has read it
+        # Set while the newest control message is a report that the driver has not read.
+        self.newest_report: Waiting | None = None
         self.open = True
-        self.announced = False  # until it is set the driver knows nothing of the session, and is not told of its end
+        # Before it is set the driver does not know the session, and its end is not delivered.
+        self.announced = False
         self.reason = ""
-        self.on_value: Callable[[FragmentValue, bytes | memoryview], bool] | None = None  # in place of the inbox
-        self.on_end: Callable[[str], object] | None = None  # gets the reason, once
+        # Receives values instead of the inbox.
+        self.on_value: Callable[[FragmentValue, bytes | memoryview], bool] | None = None
+        # Called once with the reason.
+        self.on_end: Callable[[str], object] | None = None
 
     @property
     def host(self) -> int:
@@ -98,7 +104,7 @@ class Session:
         return max(1, self.header.hosts)
 
     def offer(self, message: Message, payload: bytes | memoryview) -> bool:
-        """Hand on what the peer sent; False if nothing becomes of it. See `put`."""
+        """Deliver a message of the peer as `put` does, or to `on_value`; return whether it was accepted."""
         if self.on_value is not None and isinstance(message, FragmentValue):
             return self.on_value(message, payload)
         return self.put(message, payload)
@@ -106,8 +112,8 @@ class Session:
     def put(self, message: Message, payload: bytes | memoryview) -> bool:
         """Wait for room, and put a message into the inbox; False if the session is over.
 
-        There is room when all payloads in the inbox together stay below the limit of one, so that a peer that sends
-        faster than the driver reads cannot fill the memory.
+        There is room while the session's payloads in the inbox together stay within the limit of one payload. So a
+        peer that sends faster than the driver reads cannot fill the memory.
         """
         bulk, size, now_s = is_bulk(message), len(payload), time.monotonic()
         with self.inbox.changed:
@@ -130,7 +136,7 @@ class Session:
             return True
 
     def _replace_report(self, report: StepReport, now_s: float) -> bool:
-        """Let a report take the place of one that waits; False if none does, or both must be read."""
+        """Replace a waiting report by a newer one; False if none waits, or the driver must read both."""
         entry = self.newest_report
         if entry is None or not self.open or not isinstance(entry.delivery.message, StepReport):
             return False
@@ -144,7 +150,7 @@ class Session:
         return not self.waiting_bytes or self.waiting_bytes + size <= self.config.payload_bytes_max
 
     def finish(self, reason: str, *, tell: bool = True) -> bool:
-        """End this side and put "disconnected" into the inbox; False, and nothing happens, if it was over already."""
+        """End this side and put "disconnected" into the inbox; do nothing and return False if it was over already."""
         with self.inbox.changed:
             if not self.open:
                 return False

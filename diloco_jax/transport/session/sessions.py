@@ -1,9 +1,9 @@
-"""The parts of a listener that do not depend on how bytes travel: who may connect, and requests to the driver.
+"""The sessions of a listener: which learners may connect, values from several hosts, requests to the driver.
 
-Sessions of a learner with several hosts end together, and the parts that they bring become one value. Each host sends
-the bytes of a fragment's value that it has (core/parts.py). When the parts of all hosts are there, the leader's session
-delivers the whole, as if the leader had sent it. Parts of values that never become whole are bounded: in number, and in
-bytes by `payload_bytes_max`; the oldest value makes room. All of them go when the sessions end.
+The sessions of a learner with several hosts end together. Each host sends the bytes of a fragment's value that its
+devices hold (core/parts.py). When the bytes of all hosts have arrived, the leader's session delivers the whole value,
+as if the leader had sent it. Incomplete values are bounded in number, and in bytes by `payload_bytes_max`; the oldest
+one makes room. All of them are dropped when the sessions end.
 """
 
 import logging
@@ -21,17 +21,21 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.stream import StreamSession
 
 CLOSING = "the syncer is closing"
-KNOWN_MAX = 10_000  # learners that are remembered, so that an older process of one is recognised
-VALUES_MAX = 64  # of one learner that wait for parts
+# The listener remembers this many learners, so that it recognises older processes of a name.
+KNOWN_MAX = 10_000
+# Limit of one learner's values that wait for other hosts.
+VALUES_MAX = 64
 DRAINS_MAX = 16
-AHEAD_MS = 86_400_000  # that the clock of a learner may be ahead of this one: a day
-DRAIN_ANSWER_S = 3.0  # below the patience of those who ask
+# A learner's clock may be ahead of this one by a day.
+AHEAD_MS = 86_400_000
+# The listener answers before the client's own timeout ends.
+DRAIN_ANSWER_S = 3.0
 
 log = logging.getLogger(__name__)
 
 
 class Refused(TransportError):
-    """The syncer does not take this connection, and why; `final`: nor another one of the same process."""
+    """The syncer refuses this connection; with `final` it refuses every later one of the same process too."""
 
     def __init__(self, reason: str, *, final: bool = True) -> None:
         super().__init__(reason)
@@ -39,16 +43,17 @@ class Refused(TransportError):
 
 
 class HostParts:
-    """Values of one learner of which some parts are here."""
+    """Incomplete values of one learner."""
 
     def __init__(self, hosts: int, bytes_max: int) -> None:
         self._hosts = hosts
         self._bytes_max = bytes_max
-        self._values: dict[FragmentValue, dict[int, bytes | memoryview]] = {}  # oldest first; parts by host
+        # Value -> bytes by host, oldest value first.
+        self._values: dict[FragmentValue, dict[int, bytes | memoryview]] = {}
         self.held_bytes = 0
 
     def add(self, host: int, message: FragmentValue, part: bytes | memoryview) -> bool:
-        """Keep a part, in place of one that came before it; True if the value has all of them now.
+        """Keep a part, in place of an earlier one of that host; return whether the value is complete now.
 
         Raises:
             ValueError: The parts of this value are too large.
@@ -70,7 +75,7 @@ class HostParts:
         return len(parts) == self._hosts
 
     def take(self, message: FragmentValue) -> list[bytes | memoryview]:
-        """Give out the parts of a value; none if it is gone."""
+        """Remove and return the parts of a value; none if it was dropped."""
         parts = list(self._values.pop(message, {}).values())
         self.held_bytes -= sum(map(len, parts))
         return parts
@@ -86,7 +91,8 @@ class HostSessions:
     def __init__(self, leader: StreamSession) -> None:
         self.leader = leader
         self._lock = threading.Lock()
-        self._joining = threading.Lock()  # held for one value at a time, so that others wait in parts and not whole
+        # Held while one value is joined, so that the other values wait as parts instead of whole.
+        self._joining = threading.Lock()
         self._parts = HostParts(leader.hosts, leader.config.payload_bytes_max)
         self._sessions: dict[int, StreamSession] = {}
         self._over = False
@@ -97,12 +103,13 @@ class HostSessions:
             return self._sessions.get(host)
 
     def add(self, session: StreamSession) -> None:
-        """Let a session end with the others, and take the values that it brings as parts."""
+        """Bind a session to the others: they end together, and its values are parts of the learner's values."""
         with self._lock:
             self._sessions[session.host] = session
         session.on_value = partial(self._on_value, session.host)
         session.on_end = partial(self._end, session.host)
-        for each in (self.leader, session):  # it may have ended before it had its `on_end`
+        # A session may have ended before it got its `on_end`.
+        for each in (self.leader, session):
             if not each.open:
                 self._end(each.host, each.reason)
         if self._over:
@@ -119,8 +126,9 @@ class HostSessions:
             session.fail(f"host {host}: {reason}" if host else reason)
 
     def _on_value(self, host: int, message: FragmentValue, part: bytes | memoryview) -> bool:
-        """Keep a host's part, or deliver the whole if it is the last one; on the thread of the host's session."""
-        message = message._replace(payload_bytes=0)  # each host names the size of its own part
+        """Keep a host's part, and deliver the whole value after the last one; on the thread of the host's session."""
+        # Each host names only the size of its part.
+        message = message._replace(payload_bytes=0)
         try:
             with self._lock:
                 if self._over or not self._parts.add(host, message, part):
@@ -128,7 +136,8 @@ class HostSessions:
             with self._joining:
                 with self._lock:
                     parts = self._parts.take(message)
-                if not parts:  # dropped meanwhile, or the sessions are over
+                # The value was dropped meanwhile, or the sessions are over.
+                if not parts:
                     return False
                 whole = join_parts(parts, self.leader.config.payload_bytes_max)
                 del parts
@@ -139,7 +148,7 @@ class HostSessions:
 
 
 class SessionBook:
-    """The sessions of a listener: who may open one, and which one is a learner's newest. Any thread."""
+    """The book of a listener's sessions: who may open one, and which one is a learner's newest; any thread."""
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
         self.config = config
@@ -147,19 +156,22 @@ class SessionBook:
         self.epoch = epoch
         self._lock = threading.Lock()
         self._leader_came = threading.Condition(self._lock)
-        self._opening: dict[tuple[object, ...], StreamSession] = {}  # by name: connections are missing yet
-        self._newest: dict[str, StreamSession] = {}  # of leaders, by learner
-        self._hosts: dict[str, HostSessions] = {}  # of learners in `_newest` that have several hosts
+        # Sessions with missing connections, by name.
+        self._opening: dict[tuple[object, ...], StreamSession] = {}
+        # The leaders' sessions by learner.
+        self._newest: dict[str, StreamSession] = {}
+        # The host sessions of learners in `_newest` that have several hosts.
+        self._hosts: dict[str, HostSessions] = {}
         self._closed = False
 
     def admit(self, header: pb.Header, make: Callable[[], StreamSession]) -> StreamSession:
-        """Return the session that a header names, made now if the name is new.
+        """Return the session that a header names; create it if the name is new.
 
-        Call this only for a peer whose credentials are good. It ends nobody's session: `establish` does.
+        The caller has checked the peer's credentials. This method ends no other session, because `establish` does.
 
         Raises:
-            Refused: It is of another run or a later epoch, its name is not allowed, or a newer session of the learner
-                is known.
+            Refused: The header names another run or a later epoch, its name is not allowed, or a newer session of the
+                learner is known.
         """
         self._check_names(header)
         with self._lock:
@@ -176,19 +188,20 @@ class SessionBook:
             return session
 
     def establish(self, session: StreamSession) -> None:
-        """Take up a session whose connections are all there.
+        """Establish a session that has all of its connections.
 
-        That of a leader becomes the only one of its learner: the one before it ends. That of another host waits for its
-        leader's, and then belongs to it.
+        A leader's session replaces the earlier one of its learner. The session of another host waits for the leader's,
+        and then belongs to it.
 
         Raises:
-            Refused: A newer one was quicker, the leader's did not come, or the syncer is closing.
+            Refused: A newer session was quicker, the leader's did not open in time, or the syncer is closing.
         """
         header = session.header
         with self._lock:
             if header.host and self._is_opening(session):
                 self._wait_for_leader(session)
-            if not self._is_opening(session):  # it is established already, by its other connection
+            # Another connection of the session has established it already.
+            if not self._is_opening(session):
                 return
             del self._opening[_name(header)]
             try:
@@ -221,8 +234,10 @@ class SessionBook:
 
     def _replace(self, session: StreamSession) -> None:
         learner_id = session.header.sender
-        known = self._newest.pop(learner_id, None)  # so that the newest comes last
-        if known is not None:  # under the lock: its end must be in the inbox before the new session speaks
+        # Removed first, so that the newest session comes last.
+        known = self._newest.pop(learner_id, None)
+        # The lock is held, because the old session's end must be in the inbox before the new session's first message.
+        if known is not None:
             known.fail(f"replaced by a newer connection of {learner_id!r}, incarnation {session.header.incarnation}")
         self._newest[learner_id] = session
         self._hosts.pop(learner_id, None)
@@ -234,7 +249,7 @@ class SessionBook:
     def _wait_for_leader(self, session: StreamSession) -> None:
         """Wait, without the lock, until the learner has a session at least as new.
 
-        It lasts half as long as the dialling side waits.
+        The wait lasts at most half of the dialling side's timeout.
         """
 
         def came() -> bool:
@@ -265,7 +280,8 @@ class SessionBook:
             raise Refused(
                 f"{header.sender!r} has heard of epoch {header.epoch} of the syncer, this one is of epoch "
                 f"{self.epoch}: stop this old syncer, and connect to the newer one",
-                final=False,  # the newer one may take its place
+                # The process may try again, because a newer syncer may start here.
+                final=False,
             )
         try:
             check_name(header.sender)
@@ -285,7 +301,8 @@ class SessionBook:
         if known is None:
             return
         ours, theirs = _stamp(known.header), _stamp(header)
-        if header.host and known.header.incarnation == header.incarnation:  # it will hear of the leader's next session
+        # The host will learn of the leader's next session.
+        if header.host and known.header.incarnation == header.incarnation:
             if ours > theirs or (ours == theirs and not known.open):
                 raise Refused(f"the session of the leader of {header.sender!r} is over", final=False)
         elif ours >= theirs:
@@ -295,7 +312,7 @@ class SessionBook:
             )
 
     def _forget_one(self) -> None:
-        """Forget the learner whose session ended and that connected the longest time ago."""
+        """Forget the learner that connected the longest time ago, among those without an open session."""
         gone = next((name for name, session in self._newest.items() if not session.open), None)
         if gone is None:
             raise Refused(f"{KNOWN_MAX} learners are connected, this syncer takes no more", final=False)
@@ -304,11 +321,11 @@ class SessionBook:
 
     @property
     def connected(self) -> int:
-        """Return the number of learners that have a session."""
+        """Return the number of learners with an open session."""
         return sum(session.open for session in list(self._newest.values()))
 
     def stop_admitting(self) -> list[StreamSession]:
-        """Refuse everyone from now on, and return the sessions that are open."""
+        """Refuse every new session from now on, and return the open ones."""
         with self._lock:
             self._closed = True
             self._leader_came.notify_all()
@@ -316,7 +333,7 @@ class SessionBook:
 
 
 def _stamp(header: pb.Header) -> tuple[int, int]:
-    """Return what grows from session to session of a learner."""
+    """Return a key that grows from session to session of a learner."""
     return header.incarnation, header.session
 
 
@@ -325,16 +342,16 @@ def _name(header: pb.Header) -> tuple[object, ...]:
 
 
 class Drains:
-    """Requests that a learner leave, from any thread to that of the driver."""
+    """Requests that a learner leave, from any thread to the driver's thread."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[str, Future[tuple[bool, str]]]] = deque()  # learner, and the answer
+        self._waiting: deque[tuple[str, Future[tuple[bool, str]]]] = deque()  # (learner, answer)
         self._closed = False
 
     def ask(self, learner_id: str) -> tuple[bool, str]:
-        """Let the driver drain a learner; return whether it did, and its words. Not on the driver's own thread."""
+        """Let the driver drain a learner, and return whether it did and its answer; not on the driver's own thread."""
         request = learner_id, Future[tuple[bool, str]]()
         with self._lock:
             if self._closed:
@@ -353,10 +370,11 @@ class Drains:
             return False, f"the syncer has begun but did not end within {DRAIN_ANSWER_S:g} s; see `diloco status`"
 
     def answer(self, on_drain: Callable[[str], str] | None) -> None:
-        """Carry out the requests that wait; on the driver's own thread."""
+        """Answer the waiting requests; on the driver's own thread."""
         while self._waiting:
             with self._lock:
-                if not self._waiting:  # its caller gave up
+                # The caller gave up.
+                if not self._waiting:
                     return
                 learner_id, answer = self._waiting.popleft()
             try:
@@ -365,7 +383,8 @@ class Drains:
                 answer.set_result((True, on_drain(learner_id)))
             except ValueError as error:
                 answer.set_result((False, str(error)))
-            finally:  # whatever else went wrong is the driver's to handle, but the caller must not wait for it
+            # The driver handles other errors, but the caller must not wait for them.
+            finally:
                 if not answer.done():
                     answer.set_result((False, "the syncer failed; see its log"))
 

@@ -1,9 +1,9 @@
 """A session over several streams of frames; the same class serves the learner's and the syncer's side.
 
-One stream carries the control lane, the others, the stripes, share the bulk lane: whichever is free takes the next
-chunk. Each lane has an outbox that `send` fills, each stream a writer thread that empties it and a reader thread that
-fills the inbox. A stream ends with a Goodbye frame. When the first one ends without, or anything is wrong, the whole
-session fails.
+One stream carries the control lane. The others, the stripes, share the bulk lane: the next free stripe takes the next
+chunk. `send` fills an outbox per lane. Each stream has a writer thread that empties the outbox and a reader thread that
+fills the inbox. A stream ends with a Goodbye frame. The whole session fails when a stream ends without one, or when
+anything else is wrong.
 """
 
 import threading
@@ -18,34 +18,37 @@ from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
-from diloco_jax.transport.group.commands import Command, Reply
+from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.link import BULK_TYPES, LinkClosed, TransportConfig, is_bulk
 from diloco_jax.transport.partials import RESUME_BYTES_MIN, Partials, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.inbox import Inbox, Session
 
-REFUSAL = grpc.StatusCode.FAILED_PRECONDITION  # the answer to a learner that need not try again
+# The status for a learner that need not try again.
+REFUSAL = grpc.StatusCode.FAILED_PRECONDITION
 DENIALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
-LINGER_S = 1.0  # how long a failed session may try to tell the peer why, before its streams are cut
+# A failed session has this long to tell the peer why, before its streams are cut.
+LINGER_S = 1.0
 
 
 class Outgoing(NamedTuple):
-    """A message that waits for its writer. The payload is shared with whoever else sends it."""
+    """A message that waits for its writer; other sessions may share the payload."""
 
     body: bytes
     parts: tuple[memoryview, ...]
 
 
 class Outbox:
-    """Bounded queue to the writers of one lane."""
+    """The bounded queue to the writers of one lane."""
 
     def __init__(self, messages_max: int) -> None:
         self._messages_max = messages_max
         self._changed = threading.Condition()
         self._waiting: deque[Outgoing] = deque()
         self._closed = False
-        self.cut = False  # writers stop even inside a payload
+        # Writers stop even inside a payload.
+        self.cut = False
         self.reason = ""
 
     def put(self, item: Outgoing) -> bool:
@@ -58,13 +61,13 @@ class Outbox:
             return True
 
     def take(self) -> Outgoing | None:
-        """Wait for the oldest item; None when the queue is closed and empty."""
+        """Wait for the oldest item, and return it; None when the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting.popleft() if self._waiting else None
 
     def close(self, reason: str, *, flush: bool) -> None:
-        """Take no more items. What waits is still handed out if `flush`, else forgotten."""
+        """Refuse further items; with `flush` waiting items are still sent, otherwise dropped."""
         with self._changed:
             self.reason = self.reason or reason
             self._closed = True
@@ -75,24 +78,27 @@ class Outbox:
 
 
 class Pieces:
-    """The bulk lane's outbox as pieces of frames, in order; every writer takes the next one when it is free."""
+    """The bulk lane's outbox as pieces of frames, in order; a free writer takes the next one."""
 
     def __init__(self, outbox: Outbox, chunk_bytes: int) -> None:
-        self.held = PeerHoldings()  # what the peer has of payloads that come
+        # Ranges of coming payloads that the peer has already.
+        self.held = PeerHoldings()
         self._outbox = outbox
         self._chunk_bytes = chunk_bytes
-        self._lock = threading.Lock()  # held while its owner waits for a message: the others could do nothing else
+        # The owner holds the lock while it waits for a message, because other writers have nothing to do then.
+        self._lock = threading.Lock()
         self._number = 0
         self._current: Iterator[wire.BulkPiece] = iter(())
 
     def take(self) -> wire.BulkPiece | None:
-        """Wait for the next piece; None when there will be no more."""
+        """Wait for the next piece, and return it; None at the end."""
         with self._lock:
             while not self._outbox.cut:
                 piece = next(self._current, None)
                 if piece is not None:
                     return piece
-                self._current = iter(())  # do not keep the payload while waiting for the next one
+                # This frees the payload while the writer waits for the next one.
+                self._current = iter(())
                 item = self._outbox.take()
                 if item is None:
                     return None
@@ -117,7 +123,7 @@ class Lane:
     def __init__(self, ours: pb.Header, theirs: pb.Header, outbox: Outbox, readable: tuple[type, ...]) -> None:
         self.bulk = ours.lane == pb.LANE_BULK
         self.name = "bulk" if self.bulk else "control"
-        self.title = f"{self.name}-{ours.stripe}" if self.bulk else self.name  # of its threads
+        self.title = f"{self.name}-{ours.stripe}" if self.bulk else self.name  # thread names
         self.ours = ours
         self.header = wire.pack_header(ours)
         self.outbox = outbox
@@ -130,7 +136,7 @@ class Lane:
 
 
 def lane_header(header: pb.Header, lane: pb.Lane, stripe: int, sender: str) -> pb.Header:
-    """Return a copy of the header for one stream and direction."""
+    """Copy the header for one stream and direction."""
     copy = pb.Header()
     copy.CopyFrom(header)
     copy.lane, copy.stripe, copy.sender = lane, stripe, sender
@@ -141,14 +147,14 @@ class StreamSession(Session):
     """One end of a session over several streams.
 
     Args:
-        header: Names the run, the epoch, the learner's incarnation, the session, the host and the number of stripes;
-            sender, lane and stripe are set here.
+        header: Header with run, epoch, incarnation, session, host and number of stripes; the session adds sender, lane
+            and stripe.
         sender: Our name in the frames that we send: a learner_id or "syncer".
         peer: The other side's name in the frames that it sends.
-        partials: What earlier sessions with this peer left.
-        readable: The message classes that the peer may send.
+        partials: Incomplete payloads of earlier sessions with this peer.
+        readable: Message classes that the peer may send.
         name: The other side's name in deliveries, if it is not `peer`.
-        control: Whether there is a control lane beside the bulk lane.
+        control: Whether the session has a control lane beside the bulk lane.
     """
 
     def __init__(
@@ -167,7 +173,7 @@ class StreamSession(Session):
         self._dialled = peer == SYNCER
         self.partials = partials
         outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}
-        self._outboxes = outboxes  # by is_bulk
+        self._outboxes = outboxes  # is_bulk -> outbox
         self.pieces = Pieces(outboxes[True], config.chunk_bytes)
         self._assembly = Assembly(config.payload_bytes_max, partials)
         streams = [(pb.LANE_BULK, stripe) for stripe in range(header.stripes)]
@@ -180,13 +186,14 @@ class StreamSession(Session):
             )
             for lane, stripe in ([(pb.LANE_CONTROL, 0)] if control else []) + streams
         }
-        # the other side answered that it does not take us, or that our token or certificate does not allow it
+        # "refused" if the other side does not take us, "denied" if our token or certificate does not allow it.
         self.refused: Literal["", "refused", "denied"] = ""
         self._lock = threading.Lock()
-        self._settled = threading.Event()  # all streams are ready, or the session is over
+        # Set when all streams are ready, or the session is over.
+        self._settled = threading.Event()
 
     def bind(self, lane: Lane, cancel: Callable[[], object]) -> bool:
-        """Give the lane its stream; False if it has one already."""
+        """Give the lane its stream; return False if it has one already."""
         with self._lock:
             if lane.cancel is not None:
                 return False
@@ -194,18 +201,20 @@ class StreamSession(Session):
             return True
 
     def mark_ready(self, lane: Lane) -> None:
-        """Note that the stream is open on both sides; the session is, when all are."""
+        """Note that the stream is open on both sides; the session is open when all streams are."""
         with self._lock:
             lane.ready = True
             if all(each.ready for each in self.lanes.values()):
-                self.announced = self.announced or self._dialled  # the syncer's side: once it is established
+                # On the syncer's side it is set when the session is established.
+                self.announced = self.announced or self._dialled
                 self._settled.set()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until all streams are open; False after `timeout_s` or when the session is over."""
+        """Wait until all streams are open; return False after `timeout_s`, or when the session is over."""
         return self._settled.wait(timeout_s) and self.open
 
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
+        """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         bulk = is_bulk(message)
         if self._outboxes[bulk].put(Outgoing(wire.pack_body(message), parts)):
             return
@@ -214,7 +223,7 @@ class StreamSession(Session):
         raise LinkClosed(f"the session with {self.peer!r} is over: {self.reason}")
 
     def fail(self, reason: str) -> None:
-        """End the session; writers say goodbye with the reason, and streams that do not end soon are cut."""
+        """End the session with a reason; writers send it in a Goodbye, and streams that do not end soon are cut."""
         if not self.finish(reason):
             return
         for outbox in self._outboxes.values():
@@ -226,7 +235,7 @@ class StreamSession(Session):
         timer.start()
 
     def retire(self, reason: str) -> None:
-        """End this side without a delivery here; writers send what waits, then say goodbye."""
+        """End this side without a delivery here; writers send the waiting messages, then a Goodbye."""
         self.finish(reason, tell=False)
         for outbox in self._outboxes.values():
             outbox.close(reason, flush=True)
@@ -234,23 +243,23 @@ class StreamSession(Session):
         self._settled.set()
 
     def ready_frame(self, lane: Lane) -> bytes:
-        """Return the frame with which the syncer begins; call it when earlier sessions of the peer are over."""
+        """Return the syncer's first frame; call it when earlier sessions of the peer are over."""
         return wire.ready_frame(lane.header, pb.Holdings() if lane.bulk else self.partials.announce())
 
     def wait_written(self, until_s: float) -> None:
-        """Wait until the writers are done, or until the monotonic clock shows `until_s`."""
+        """Wait until the writers are done, at most until `until_s` on the monotonic clock."""
         for lane in self.lanes.values():
             if lane.cancel is not None:
                 lane.written.wait(max(0.0, until_s - time.monotonic()))
 
     def cancel(self) -> None:
-        """Cut all streams; nothing happens to a stream that has ended."""
+        """Cut all streams that have not ended."""
         for lane in self.lanes.values():
             if lane.cancel is not None:
                 lane.cancel()
 
     def write(self, lane: Lane) -> Iterator[bytes]:
-        """Yield the stream's frames until its outbox is closed; the thread that draws them is the stream's writer."""
+        """Yield the stream's frames until its outbox is closed; the calling thread is the stream's writer."""
         threading.current_thread().name = f"diloco-write-{lane.title}-{self.peer}"
         try:
             for frame in self._bulk_frames(lane) if lane.bulk else self._control_frames(lane):
@@ -267,11 +276,12 @@ class StreamSession(Session):
     def _bulk_frames(self, lane: Lane) -> Iterator[bytes]:
         while (piece := self.pieces.take()) is not None:
             frame = wire.piece_frame(lane.header, piece)
-            del piece  # do not keep the payload while waiting for the next one
+            # This frees the payload while the writer waits for the next one.
+            del piece
             yield frame
 
     def read(self, lane: Lane, stream: Iterable[bytes]) -> None:
-        """Put what the stream brings into the inbox until it ends; the body of the stream's reader thread."""
+        """Put the stream's messages into the inbox until it ends; the body of the stream's reader thread."""
         try:
             for raw in stream:
                 self.inbox.count(received_bytes=len(raw))
@@ -286,21 +296,24 @@ class StreamSession(Session):
                     self._assembly.add(event)
                     self._assembly.deliver(self.offer)
                 elif event.message is not None:
-                    self.offer(event.message, event.data)  # when the session is over nothing becomes of it
+                    # The session drops the message if it is over.
+                    self.offer(event.message, event.data)
                 del event, raw
             if not lane.said_goodbye:
                 self.fail_lost(lane)
         except wire.WireError as error:
             self.fail(f"{self.peer!r} sent on the {lane.name} connection what cannot be used: {error}")
-        except Exception as error:  # a reader that dies silently would leave a session that never ends
+        # A reader that ended silently would leave a session that never ends.
+        except Exception as error:
             self.fail_lost(lane, error)
 
     def start_reader(self, lane: Lane, stream: Iterable[bytes]) -> None:
+        """Read the stream on a separate thread."""
         name = f"diloco-read-{lane.title}-{self.peer}"
         threading.Thread(target=self.read, args=(lane, stream), name=name, daemon=True).start()
 
     def fail_lost(self, lane: Lane, error: object = None) -> None:
-        """Fail because a stream broke, in gRPC's words if there are any, or in those of the syncer that refused."""
+        """Fail because a stream broke, with gRPC's reason, or with the reason of the syncer that refused."""
         lost = f"the {lane.name} connection to {self.peer!r} was lost"
         if not isinstance(error, grpc.Call):
             self.fail(f"{lost}: {error!r}" if error is not None and str(error) else lost)
@@ -311,7 +324,7 @@ class StreamSession(Session):
             self.fail(f"{lost}: {clean(error.details(), REASON_LENGTH_MAX)} ({error.code().name})")
 
     def hear_holdings(self, holdings: pb.Holdings) -> None:
-        """Leave out, from now on, what the peer says that it has; WireError if it says what cannot be."""
+        """Skip from now on the ranges that the peer holds; WireError if its list is not possible."""
         try:
             self.pieces.held = PeerHoldings(holdings)
         except ValueError as error:

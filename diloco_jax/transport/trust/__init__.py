@@ -1,1 +1,1 @@
-"""Certificates, tokens, and who may speak to whom."""
+"""Certificates, tokens and permissions of connections."""

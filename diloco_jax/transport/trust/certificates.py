@@ -1,10 +1,11 @@
-"""X.509: make the certificates of a small run, and find out what is wrong with given ones before they are used.
+"""X.509 certificates: create them for a small run, and check given ones before they are used.
 
-Whose certificate it is
-  * the syncer's names the host `syncer.diloco` (SAN, DNS);
-  * a learner's names the learner (SAN: the URI diloco://learner/NAME, or the DNS name NAME; without either, the CN),
-    and the host `NAME.island.diloco` (SAN, DNS), as which the leader of an island of several hosts serves the others.
-Both may be used by a client and by a server. A learner's does not name the syncer's host, so none can pose as it.
+Names in a certificate
+  * The syncer's certificate names the host `syncer.diloco` (SAN, DNS).
+  * A learner's certificate names the learner (SAN: the URI diloco://learner/NAME, or the DNS name NAME; without either,
+    the CN) and the host `NAME.island.diloco` (SAN, DNS). The leader of an island serves its other hosts by that name.
+Clients and servers may use both. A learner's certificate does not name the syncer's host, so no learner can pose as the
+syncer.
 """
 
 import datetime
@@ -37,22 +38,23 @@ UNUSED = (
     "encipher_only",
     "decipher_only",
 )
-CLOCK_SKEW = datetime.timedelta(hours=1)  # a machine whose clock is late accepts a new certificate all the same
+# A machine whose clock is late still accepts a new certificate.
+CLOCK_SKEW = datetime.timedelta(hours=1)
 
 Key: TypeAlias = ec.EllipticCurvePrivateKey
 Pair: TypeAlias = tuple[Key, x509.Certificate]
 
 
 class Defect(ValueError):
-    """Fault of a certificate or key; the caller knows which setting named the file."""
+    """Defect of a certificate or key; the caller knows the setting that named the file."""
 
 
 class OutOfDate(Defect, ConnectionError):
-    """Certificate that has expired, or is not valid yet: once it is renewed another attempt succeeds."""
+    """A certificate that has expired or is not valid yet; an attempt after its renewal can succeed."""
 
 
 def parse_certificates(pem: bytes) -> list[x509.Certificate]:
-    """Return the certificates of a PEM file, the first one's issuer next; Defect if none can be read."""
+    """Return the certificates of a PEM file, each followed by its issuer; Defect if none can be read."""
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
@@ -60,11 +62,11 @@ def parse_certificates(pem: bytes) -> list[x509.Certificate]:
 
 
 def check_key(pem: bytes, certificate: x509.Certificate) -> None:
-    """Check that a PEM file holds the private key of the certificate, without a password; a Defect says why not."""
+    """Check that a PEM file holds the certificate's private key without a password; Defect if it does not."""
     try:
         key = serialization.load_pem_private_key(pem, None)
     except TypeError:
-        raise Defect("is protected by a password, which nobody would be there to type: store it without") from None
+        raise Defect("is protected by a password, and nobody is there to type it: store the key without one") from None
     except ValueError as error:
         raise Defect(f"holds no readable private key ({_first_line(error)})") from None
     if _public_bytes(key.public_key()) != _public_bytes(certificate.public_key()):
@@ -80,7 +82,7 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
 
 
 def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.Certificate]) -> None:
-    """Check that each certificate of the chain was signed by the next one, the last by an authority; else a Defect."""
+    """Check that the next certificate signed each of the chain, and an authority the last; Defect if not."""
     for certificate, issuer in itertools.pairwise(chain):
         if not _issued(certificate, issuer):
             raise Defect("holds certificates that did not sign one another in the order of the file")
@@ -90,14 +92,14 @@ def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.C
 
 
 def learner_names(common_name: str, dns: Iterable[str], uris: Iterable[str]) -> set[str]:
-    """Return the learners for which a certificate with these names speaks."""
+    """Return the learners that a certificate with these names represents."""
     dns = [name for name in dns if not name.endswith(ISLAND_HOSTS)]
     names = {uri.removeprefix(LEARNER_URI) for uri in uris if uri.startswith(LEARNER_URI)} | set(dns)
     return names if names else {common_name}
 
 
 def check_owner(certificate: x509.Certificate, name: str) -> None:
-    """Check that the certificate speaks for a learner, or for the syncer; Defect if it speaks for others."""
+    """Check that the certificate represents the learner, or the syncer, of this name; Defect if not."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         dns = names.get_values_for_type(x509.DNSName)
@@ -114,7 +116,7 @@ def check_owner(certificate: x509.Certificate, name: str) -> None:
 
 
 def check_serves(certificate: x509.Certificate, host: str) -> None:
-    """Check that the leader of an island can serve its other hosts with this certificate; a Defect says why not."""
+    """Check that an island's leader can serve its other hosts with this certificate; Defect if not."""
     remedy = "the hosts of an island need that of theirs: make a new one with `diloco certs`"
     lacking = "subjectAltName"
     try:
@@ -147,18 +149,18 @@ def _first_line(error: Exception) -> str:
 
 
 class Made(NamedTuple):
-    """Files that `make` wrote or renewed, and those that were there already and stayed as they are."""
+    """Files that `make` wrote or renewed, and existing files that it kept."""
 
     written: list[Path]
     kept: list[Path]
 
 
 def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: int = 0) -> Made:
-    """Make an authority, a token and certificates, each only where there is none yet.
+    """Create an authority, a token and certificates, except for those that exist.
 
     Args:
-        days: How long the certificates are valid; the authority is valid for ten years.
-        renew_days: A certificate that is valid for less than so many days is signed anew, for the key that it has.
+        days: Validity of the certificates in days; the authority is valid for ten years.
+        renew_days: A certificate with less remaining days is signed again for its key; 0 renews none.
 
     Raises:
         ValueError: A name or `days` is not allowed, or half of a certificate's two files is missing.
@@ -176,7 +178,8 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: 
     made = Made([], [])
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     if not _kept(folder, "ca", made):
-        name = f"diloco test authority {secrets.token_hex(4)}"  # two of them must not look alike
+        # The random part tells two authorities apart.
+        name = f"diloco test authority {secrets.token_hex(4)}"
         _write_pair(folder, "ca", _new_pair(name, None, now, now + datetime.timedelta(days=CA_DAYS)), made)
     authority = _read_pair(folder)
     until = min(now + datetime.timedelta(days=days), authority[1].not_valid_after_utc)
@@ -195,7 +198,7 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: 
 
 
 def renew(folder: Path, name: str, now: datetime.datetime, until: datetime.datetime) -> Path:
-    """Sign a certificate anew for its key, in one stroke: who reads it meanwhile finds the old or the new one."""
+    """Sign a certificate again for its key, and replace the file at once: readers find the old or the new one."""
     key, _ = _read_pair(folder, name)
     _, certificate = _new_certificate(name, _read_pair(folder), now, until, key)
     beside = folder / f"{name}.new"
@@ -204,7 +207,7 @@ def renew(folder: Path, name: str, now: datetime.datetime, until: datetime.datet
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """Return the settings of section `transport` that use the folder's files; each process replaces "{name}"."""
+    """Return the settings of section `transport` for the folder's files; each process replaces "{name}"."""
     path = folder.absolute()
     return {
         "tls_ca": str(path / CA_FILE),
@@ -215,7 +218,7 @@ def settings(folder: Path) -> dict[str, str]:
 
 
 def describe(folder: Path, made: Made) -> str:
-    """Say to people what `make` did and how to use it."""
+    """Describe in words what `make` did and how to use it."""
     lines = [f"wrote {path}" for path in made.written] + [f"kept  {path}" for path in made.kept]
     lines += ["", "in the config of every process ({name} stands for the syncer or the learner):", "", "transport:"]
     lines += [f"  {key}: {json.dumps(value)}" for key, value in settings(folder).items()]
@@ -223,7 +226,7 @@ def describe(folder: Path, made: Made) -> str:
 
 
 def _kept(folder: Path, name: str, made: Made) -> bool:
-    """Tell whether the certificate is there already, with its key."""
+    """Tell whether the certificate and its key exist; ValueError if only one of them does."""
     pair = [folder / f"{name}.key", folder / f"{name}.pem"]
     there = [path for path in pair if path.exists()]
     if len(there) == 1:
@@ -255,7 +258,7 @@ def _new_pair(
     extensions: Sequence[x509.ExtensionType] = (),
     key: Key | None = None,
 ) -> Pair:
-    """Make a key, if none is given, and a certificate that the authority signs; without one it is an authority."""
+    """Create a certificate that the authority signs, and a key if none is given; without an authority, create one."""
     key, is_authority = key or ec.generate_private_key(ec.SECP256R1()), authority is None
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     ca_key, issuer = (key, subject) if authority is None else (authority[0], authority[1].subject)
@@ -299,7 +302,7 @@ def _write_pair(folder: Path, name: str, pair: Pair, made: Made) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int, made: Made) -> None:
-    """Write a new file; FileExistsError rather than change one that somebody made at the same time."""
+    """Write a new file; FileExistsError if another process created it at the same time."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
     made.written.append(path)

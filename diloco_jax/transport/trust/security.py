@@ -1,9 +1,9 @@
-"""The one place that decides how a connection is protected, and who may do what on it (docs/security.md).
+"""Protection of every connection, and permissions of its caller (docs/security.md).
 
 Three kinds of connection
   * plaintext, on loopback or by explicit permission;
-  * plaintext with a token: keeps out whoever does not know it, but hides nothing;
-  * mutual TLS, with or without a token: encrypted, and both sides prove who they are.
+  * plaintext with a token: callers without the token are refused, but the traffic is readable;
+  * mutual TLS, with or without a token: encrypted, and both sides prove their identity.
 """
 
 import datetime
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Denied(TransportError):
-    """The caller's token or certificate does not allow what it asks for; the reason names the caller's setting."""
+    """The caller's token or certificate does not allow its request; the reason names the caller's setting."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -43,17 +43,18 @@ class Denied(TransportError):
 
 
 class Credentials(NamedTuple):
-    """Secrets and options with which gRPC opens a channel or a port."""
+    """Secrets and options for a channel or a port of gRPC."""
 
     channel: grpc.ChannelCredentials
     server: grpc.ServerCredentials
-    options: tuple[tuple[str, str], ...]  # of a channel
-    metadata: tuple[tuple[str, bytes], ...]  # of every call
-    token: bytes  # that a server asks for; empty: none
+    options: tuple[tuple[str, str], ...]  # channel only
+    metadata: tuple[tuple[str, bytes], ...]  # every call
+    # A server requires this token; empty if it requires none.
+    token: bytes
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether "host:port" stays on this machine; a host name other than localhost counts as leaving it."""
+    """Tell whether "host:port" stays on this machine; host names other than localhost count as remote."""
     host, _ = split_address(address)
     if host == "localhost":
         return True
@@ -64,17 +65,17 @@ def is_loopback(address: str) -> bool:
 
 
 def credentials(config: TransportConfig, name: str, *, owner: bool = True, server: str = SYNCER_HOST) -> Credentials:
-    """Return the credentials for `config.address`, read from their files now, so that renewed ones are used.
+    """Read the credentials for `config.address` from their files, so that renewed ones are used.
 
     Args:
-        config: Which files; "{name}" in their names is replaced.
-        owner: Whether the certificate must be that of `name`; whoever only asks for the status may use any.
-        server: What the certificate of whoever listens must name, at whatever address: SYNCER_HOST, or among the hosts
-            of an island what `island_host` returns; they use one certificate for both sides.
+        config: Settings with the file names; "{name}" in them is replaced by `name`.
+        owner: Whether the certificate must belong to `name`; a request for the status may use any certificate.
+        server: Host that the listener's certificate must name, at whatever address: SYNCER_HOST, or `island_host` among
+            the hosts of an island, which use one certificate for both sides.
 
     Raises:
-        ValueError: A file is missing, too large, damaged, expired, of somebody else or of another authority; or
-            plaintext would leave this machine and nobody allowed it.
+        ValueError: A file is missing, too large, damaged or expired, belongs to another name or another authority; or
+            plaintext would leave this machine without permission.
     """
     token = _read_token(config.token_file)
     metadata = ((TOKEN_KEY, token),) if token else ()
@@ -95,7 +96,7 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
 
 
 def _renewable(read: Callable[[], Files], shown: Files) -> grpc.ServerCredentials:
-    """Return the credentials of a listener, which reads authority, certificate and key anew for every connection."""
+    """Return the credentials of a listener that reads authority, certificate and key again for every connection."""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         ca, certificate, key = shown
@@ -107,7 +108,7 @@ def _renewable(read: Callable[[], Files], shown: Files) -> grpc.ServerCredential
         try:
             shown = read()
         except ValueError as error:
-            log.warning(f"connections go on with the files from before: {error}")
+            log.warning(f"new connections still use the earlier files: {error}")
         return None if shown == before else configuration()
 
     return grpc.dynamic_ssl_server_credentials(configuration(), renewed, require_client_authentication=True)
@@ -126,13 +127,13 @@ def _check_plaintext(config: TransportConfig) -> None:
         )
     if token:
         log.warning(
-            f"plaintext to {config.address}: whoever can read the traffic learns the token and all parameters, and can "
-            "then pose as any learner or as the syncer; set transport.tls_ca, tls_certificate and tls_key"
+            f"plaintext to {config.address}: anyone who can read the traffic learns the token and all parameters, and "
+            "can then pose as any learner or as the syncer; set transport.tls_ca, tls_certificate and tls_key"
         )
 
 
 def island_host(learner_id: str) -> str:
-    """Return the name that an island's certificate has for the island's own hosts."""
+    """Return the host name in an island's certificate for the island's own hosts."""
     return learner_id + ISLAND_HOSTS
 
 
@@ -171,7 +172,7 @@ def _read_token(path: str) -> bytes:
 def _check_files(
     config: TransportConfig, name: str, owner: bool, server: str, ca: bytes, certificate: bytes, key: bytes
 ) -> None:
-    """Find out here what the other side would only answer with a closed connection."""
+    """Check the files, because the other side would answer a defect only with a closed connection."""
     files = _files(config, name)
     now = datetime.datetime.now(datetime.UTC)
     setting = "tls_ca"
@@ -217,13 +218,15 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The decision who may do what, before anything else about a call is believed."""
+    """The check of a caller's permissions, before anything else in its call is used."""
 
-    encrypted: bool  # callers have certificates, which gRPC has verified against the authority
-    token: bytes  # empty: nobody needs one
+    # gRPC has verified the callers' certificates against the authority.
+    encrypted: bool
+    # Empty: callers need no token.
+    token: bytes
 
     def check(self, metadata: Mapping[str, str | bytes]) -> None:
-        """Let whoever has the run's token pass; Denied if the token is missing or wrong."""
+        """Check the run's token; Denied if it is missing or wrong."""
         if not self.token:
             return
         sent = metadata.get(TOKEN_KEY, b"")
@@ -237,13 +240,13 @@ class Gate:
         )
 
     def check_speaks_for(self, learner_id: str, context: Mapping[str, list[bytes]], *, or_syncer: bool = False) -> None:
-        """Let the owner of the learner's certificate pass, and with `or_syncer` that of the syncer's.
+        """Check that the caller's certificate belongs to the learner, or with `or_syncer` to the syncer.
 
         Args:
-            context: What gRPC knows of the caller (`ServicerContext.auth_context`).
+            context: gRPC's properties of the caller (`ServicerContext.auth_context`).
 
         Raises:
-            Denied: The certificate is that of somebody else.
+            Denied: The certificate belongs to another name.
         """
         if not self.encrypted:
             return
@@ -265,10 +268,10 @@ class Gate:
 
 
 def diagnose(config: TransportConfig, name: str) -> str:
-    """Say why the syncer at `config.address` and we cannot agree on a connection; "" if that cannot be told.
+    """Return why the syncer at `config.address` and this process cannot connect; "" if the cause is unknown.
 
-    gRPC tries again in silence, and a gRPC server closes the connection without an answer. So this makes one TLS
-    handshake by hand; it takes at most a few seconds.
+    gRPC retries in silence, and a gRPC server closes the connection without an answer. So this function makes one TLS
+    handshake itself, which takes at most a few seconds.
     """
     files = _files(config, name)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -277,7 +280,8 @@ def diagnose(config: TransportConfig, name: str) -> str:
         if config.encrypted:
             context.load_verify_locations(files["tls_ca"])
             context.load_cert_chain(files["tls_certificate"], files["tls_key"])
-        else:  # look only whether the other side speaks TLS at all
+        else:
+            # The handshake only shows whether the other side speaks TLS at all.
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with _dial(context, config.address) as stream:
             if not config.encrypted:
@@ -305,7 +309,7 @@ def diagnose(config: TransportConfig, name: str) -> str:
 def _dial(context: ssl.SSLContext, address: str) -> ssl.SSLSocket:
     """Open a TLS connection to the first address of a host that answers; OSError if none does.
 
-    The socket is wrapped before it connects: wrapping a connection that was reset meanwhile raises and leaks it.
+    The socket is wrapped before it connects, because wrapping a connection that was reset raises and leaks it.
     """
     host, port = split_address(address)
     refused: OSError = ConnectionRefusedError(f"{address} has no address")
@@ -332,7 +336,7 @@ _DISLIKED = (
 
 
 def _verdict(message: str) -> str:
-    """Say to people what OpenSSL's verdict on the syncer's certificate means."""
+    """Explain OpenSSL's verdict on the syncer's certificate."""
     if "expired" in message or "not yet valid" in message:
         return f"the syncer's certificate is out of date ({message}): renew it, or correct the clock of this machine"
     if "ostname" in message or "purpose" in message:

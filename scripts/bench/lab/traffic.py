@@ -13,9 +13,8 @@ from lab.network import Lab, Wan
 from lab.results import result, rounded
 from lab.run import WanRun, Window, job
 
-from diloco_jax.core import codec
 from diloco_jax.runtime.records.files import TAPE_FILE
-from diloco_jax.settings.cutting import cut
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.island import Island
 
@@ -84,10 +83,10 @@ class Sizes:
         self.formats = formats(config)
         up, down = self.formats["up"], self.formats["down"]
         island = Island(config.model, config.optimizer, config.islands.mesh, seed=0)
-        plan = cut(config, island.shapes, island.kinds)
-        self.num_parameters = sum(fragment.num_elements for fragment in plan.fragments)
-        self.up = [codec.encoded_size(fragment.shapes, up) for fragment in plan.fragments]  # type: ignore[arg-type]
-        self.down = [codec.encoded_size(fragment.shapes, down) for fragment in plan.fragments]  # type: ignore[arg-type]
+        run = resolve(config, island.shapes, island.kinds)
+        self.num_parameters = run.num_parameters
+        self.up = [*run.payload_bytes(up)]  # type: ignore[arg-type]
+        self.down = [*run.payload_bytes(down)]  # type: ignore[arg-type]
 
 
 def add_bytes_words(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,6 @@ pseudo-gradients travel in one bucket per fragment as float32: its quantised all
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from functools import partial
@@ -82,14 +81,14 @@ def _torchft(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
             lab.spawn("lighthouse", SYNCER, [*lighthouse, "--min_replicas", len(lab.islands)], stdout=log)
         for name in lab.islands:
             words: dict[str, Any] = {"name": name, "events": str(folder / f"{name}.jsonl"), "host": lab.address(name)}
-            words |= {"lighthouse": f"http://{lab.address(SYNCER)}:{LIGHTHOUSE_PORT}", "replicas": len(lab.islands)}
+            words |= {"lighthouse": f"http://{lab.address(SYNCER)}:{LIGHTHOUSE_PORT}", "replicas_min": len(lab.islands)}
             words |= {"model": PACED, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "step_s": arguments.step_s}
-            words |= {"sync_every": FRAGMENTS, "fragments": arguments.fragments, "delay": _delay(arguments)}
-            words |= {"syncs": arguments.syncs + 2}
-            program = Path(__file__).with_name("torchft_replica.py")
-            environment = {**os.environ, "PYTHONPATH": str(program.parents[1])}  # for the model that both benches train
+            words |= {"sync_every": FRAGMENTS, "fragments": arguments.fragments, "syncs": arguments.syncs + 2}
+            # One buffer for all tensors of a fragment needs fewer round trips.
+            words |= {"diloco": {"fragment_sync_delay": _delay(arguments), "use_bucketization": True}, "timeout_s": 300}
+            program = Path(__file__).parents[1] / "_torchft_replica.py"
             with (folder / f"{name}.log").open("ab") as log:
-                lab.spawn(name, name, [python, program, json.dumps(words)], stdout=log, environment=environment)
+                lab.spawn(name, name, [python, program, json.dumps(words)], stdout=log)
         tails = [Tail(folder / f"{name}.jsonl") for name in lab.islands]
         for name, tail in zip(lab.islands, tails, strict=True):
             lab.wait_for(partial(_has_synced, tail, 2), LIMIT_S, f"the second synchronisation of {name}")

@@ -56,6 +56,7 @@ class IslandOf:
         shapes = tuple((path, value.shape) for path, value in initial.items())
         self._shared = exchange(shapes, dtype, up, how.mode == "rebase")
         self._held: dict[int, HeldFragment] = {}
+        self._fragments = plan.fragments
         self.adoptions = Adoptions(self, plan.fragments, how)
         self.params = {path: put_array(value.astype(dtype), sharding()) for path, value in initial.items()}
 
@@ -72,21 +73,18 @@ class IslandOf:
         """Training has led here."""
         self.params = {path: put_array(np.asarray(value, self._dtype), sharding()) for path, value in values.items()}
 
-    def stage(self, fragment: Fragment) -> StagedFragment:
-        """See Island.stage."""
-        return self._exchange.stage(self.params, fragment)
-
     def adopt(
         self, fragment: Fragment, values: Values, *, mode: AdoptMode, alpha: float, sent: StagedFragment | None
     ) -> None:
-        """See Island.adopt."""
+        """Adopt as ExchangedState does."""
         self.params |= self._exchange.adopt(self.params, fragment, values, mode, alpha, sent)
 
     def send(self, fragment_id: int, global_step: int) -> StagedFragment:
         """Give the fragment as it is now to a round."""
         self.adoptions.unstage_all(fragment_id)
-        self.adoptions.stage(fragment_id, global_step)
-        return self.adoptions.send(fragment_id, global_step, global_step)
+        staged = self._exchange.stage(self.params, self._fragments[fragment_id])
+        self.adoptions.staged[fragment_id, global_step] = staged
+        return self.adoptions.take_for_round(fragment_id, global_step, global_step)
 
 
 class Rounds:

@@ -13,6 +13,7 @@ from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.evaluation import make_score
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.text import load
 from tests.runtime.helpers import write_config
 
@@ -36,7 +37,7 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     values = {path: value + random.normal(size=value.shape).astype(np.float32) / 50 for path, value in drawn.items()}
     loop = BuiltInLoop(config, "island-0", jax.devices()[:4])
-    host = Host(config, loop.island, loop.warm_up, loop.evaluate)
+    host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up, loop.evaluate)
     for fragment in host.fragments:
         message = GlobalFragment(1, fragment.fragment_id, 1, 1, 0, 0)
         host.adopt(message, take(values, fragment))
@@ -56,7 +57,8 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
 def test_what_goes_wrong_is_told_and_training_goes_on(tmp_path: Path) -> None:
     config = load(write_config(tmp_path))
     loop = BuiltInLoop(config, "island-0", jax.devices()[:1])
-    score = Host(config, loop.island, loop.warm_up, loop.evaluate).evaluate(1, final=True)
+    run = resolve(config, loop.island.shapes, loop.island.kinds)
+    score = Host(run, loop.island, loop.warm_up, loop.evaluate).evaluate(1, final=True)
     assert score.loss == float("inf") and "KeyError" in score.reason and score.took_s >= 0
     loop.close()
 

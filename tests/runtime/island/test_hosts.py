@@ -35,10 +35,11 @@ from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import WRONG_INPUT
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
-from diloco_jax.transport.group.commands import HostWarmUp
+from diloco_jax.transport.commands import HostWarmUp
 from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig, TransportError
 from tests.runtime.helpers import wait_for
@@ -71,10 +72,11 @@ class Pair:
         self.loop, loop = BuiltInLoop(config, "island-0"), BuiltInLoop(config, "island-0")
         self.folder = folder
         saves = [SavedStates([str(folder)], host, 2) for host in range(2)]
+        run = resolve(config, loop.island.shapes, loop.island.kinds)
         self.leader = LeadingHost(
-            config, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
+            run, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
         )
-        self.follows = host = Host(config, loop.island, loop.warm_up, saves=saves[1])
+        self.follows = host = Host(run, loop.island, loop.warm_up, saves=saves[1])
         joining = Joining(config, "island-0", 1, nobody, folder, PULSE, Hosts(1, 2, member, 1))
         self.follower = joining.follower(host, self.asked, loop.put_batch)
         self._steps = loop.step
@@ -149,7 +151,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     for step in range(3):
         pair.step([(8 * step, 8 * step + 8)], step)
     pair.leader.stage(0, 3)
-    staged = pair.leader.send(FragmentValue("island-0", 1, 1, 0, 3, 3, 24, 0, 0, 0))
+    staged = pair.leader.take_for_round(FragmentValue("island-0", 1, 1, 0, 3, 3, 24, 0, 0, 0))
     assert staged.encode()
     pair.settle()
     assert pair.same()
@@ -158,7 +160,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.leader.adopt(*late)
     pair.leader.unstage(0, 3)
     pair.settle()
-    assert pair.same() and not pair.follows._adoptions._staged and len(pair.follower._arrived) == 1
+    assert pair.same() and not pair.follows._adoptions.staged and len(pair.follower._arrived) == 1
     copy = pair.leader.stage_state(7)
     name = next(leaf.name for leaf in copy.layout.leaves if not leaf.name.startswith("params/"))
     assert copy.of_others(name).keys() == {1}
@@ -346,11 +348,11 @@ def test_what_is_left_of_an_island_is_killed(tmp_path: Path, monkeypatch: pytest
     assert child.poll() is None
     child.hosts[1].process.kill()
     assert ended(child) == -signal.SIGKILL
-    assert "island-0.host-1 killed by SIGKILL" in child.obituary()
+    assert "island-0.host-1 killed by SIGKILL" in child.describe_exit()
 
 
 def test_the_status_of_an_island_is_that_of_who_knows_why(tmp_path: Path) -> None:
     assert ended(child_of(tmp_path, "", "")) == 0
     wrong = child_of(tmp_path, f"import time; time.sleep(1); print('bad'); raise SystemExit({WRONG_INPUT})", "exit(1)")
-    assert ended(wrong) == WRONG_INPUT and "host-0 ended with status 2: bad" in wrong.obituary()
+    assert ended(wrong) == WRONG_INPUT and "host-0 ended with status 2: bad" in wrong.describe_exit()
     assert ended(child_of(tmp_path, "", "exit(1)")) == 1

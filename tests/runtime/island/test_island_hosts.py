@@ -125,7 +125,7 @@ def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(
     wait_for(lambda: notes(run_dir, "merged", "island-1") > before + 2, "the return of island-1", PATIENCE_S)
     now = pids_of(run_dir, "--island island-1")
     assert len(now) == 2 and not own & now and other in processes_of(run_dir)
-    assert "took over the state of" in (run_dir / "logs" / "island-1.log").read_text()
+    assert "loaded the state of" in (run_dir / "logs" / "island-1.log").read_text()
     assert status(run_dir)["global_step"] > 0
     output = stopped(process)
     assert re.search(words, output), output

@@ -128,7 +128,7 @@ def test_what_was_not_finished_or_is_no_record_does_not_count(tmp_path: Path, ca
     ]
     with caplog.at_level(logging.INFO):
         assert SavedStates([str(tmp_path)], 1, 2).names() == []
-    assert "host-0-of-1 only: of another number of hosts" in caplog.text
+    assert "host-0-of-1 only, from another number of hosts" in caplog.text
 
 
 def test_shards_of_another_model_or_mesh_do_not_fit() -> None:

@@ -39,7 +39,7 @@ def test_means_rates_and_callbacks() -> None:
     [
         ({"x" * 65: 1.0}, "its name has 65 characters, use 1 to 64"),
         ({f"loss_{n}": 1.0 for n in range(NAMES_MAX + 1)}, f"at most {NAMES_MAX} names, use fewer"),
-        ({"text": "much", "list": [1.0]}, "it is no scalar"),
+        ({"text": "much", "list": [1.0]}, "it is not a scalar"),
     ],
 )
 def test_names_are_bounded_and_that_is_told_once(

@@ -84,7 +84,7 @@ def test_a_server_that_cannot_be_asked_is_named_once_and_stops_nothing(
         for _ in range(3):
             assert metadata.asked.acquire(timeout=WAIT_S)
     assert not stop.is_set() and len(caplog.records) == 1
-    assert "no preemption notices: gce cannot be asked (HTTP Error 403" in caplog.text
+    assert "no preemption notices: gce cannot be read (HTTP Error 403" in caplog.text
     stop.set()
 
 

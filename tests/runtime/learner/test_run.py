@@ -31,7 +31,7 @@ from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.transport.grpc_link import listen
+from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import Rejected, TransportConfig
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]

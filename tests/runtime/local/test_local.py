@@ -181,7 +181,7 @@ def test_brief_lives_are_followed_by_longer_and_longer_waits(monkeypatch: pytest
     for lived_s in (1.0, 2.0, BRIEF_S - 1, *[1.0] * 6, BRIEF_S, 1.0, STEADY_S + 1):
         now_s[0] += lived_s
         child.poll()
-        child.mourn(0.5)
+        child.plan_restart(0.5)
         waits.append(child.again_at_s - now_s[0])
         child.start_again(child.hosts)
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 0.5, 1.0, 0.5]

@@ -52,14 +52,14 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     other = call("train", job.config, "--run-dir", job.run_dir, "--resume", "--outer.learning_rate", "0.5")
     assert other.returncode == 2 and "outer.learning_rate is 0.5, but the run" in other.stderr
     again = call("train", job.config, "--run-dir", job.run_dir)
-    assert again.returncode == 2 and "go on with it (--resume)" in again.stderr
+    assert again.returncode == 2 and "continue it (--resume)" in again.stderr
 
     job.process = job.begin("--resume")
     _, summary = job.finish()
     assert summary["complete"] and summary["global_steps"] == STEPS
     log = (job.run_dir / "logs" / "syncer.log").read_text()
     assert f"skipped {snapshots[0]}, trying the one before" in log
-    assert f"the run goes on from {snapshots[1]}" in log
+    assert f"the run continues from {snapshots[1]}" in log
     tape = tape_of(job.run_dir)
     assert tape[: len(before)] == before
     kind, now_s, global_step, epoch, *_ = tape[len(before)]
@@ -182,7 +182,7 @@ def test_a_tape_that_ends_in_no_line_of_a_tape_is_named(tmp_path: Path) -> None:
 def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     began = RunConfig()
     check_same_run(began, replace(began, trackers=(), syncer=SyncerConfig(restarts_max=3)), tmp_path)
-    with pytest.raises(ValueError, match=r"protocol\.quorum is 2, but .* began with 1; go on with the run's own"):
+    with pytest.raises(ValueError, match=r"protocol\.quorum is 2, but .* started with 1; continue with the run's own"):
         check_same_run(began, replace(began, protocol=ProtocolConfig(quorum=2)), tmp_path)
     with pytest.raises(ValueError, match=r"seed is 1, but .*, and 1 more settings differ; .*--resume\), or start"):
         check_same_run(began, replace(began, seed=1, train=replace(began.train, steps=9)), tmp_path)

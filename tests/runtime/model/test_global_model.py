@@ -14,10 +14,10 @@ from diloco_jax.core.fragments import FINEST
 from diloco_jax.core.layout import value_digest
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.exclusion import RATES_KEPT, RATES_MIN
 from diloco_jax.runtime.model import model_share
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.model.model_share import FREE_MAX, Buffers
-from diloco_jax.runtime.model.usable import RATES_KEPT, RATES_MIN
 from diloco_jax.settings.text import load
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.sharding import MeshConfig
@@ -92,7 +92,7 @@ def test_a_restored_value_replaces_the_newest_and_keeps_the_outer_state() -> Non
     assert model.fits(0, ahead.digests[0], ahead.payload(0))
     model.restore(0, 4, ahead.payload(0))
     assert model.versions == [4, 0] and model.digests == ahead.digests and model.payload(0) == ahead.payload(0)
-    assert model.capture().marks[0].rates == before.capture().marks[0].rates
+    assert model.capture().marks[0].history.rates == before.capture().marks[0].history.rates
     kept, was = model.capture().state(0), before.capture().state(0)
     pairs = zip(jax.tree.leaves(kept.outer), jax.tree.leaves(was.outer), strict=True)
     assert all(np.array_equal(ours, theirs) for ours, theirs in pairs)
@@ -159,7 +159,7 @@ def test_a_change_that_concerns_everybody_leaves_nobody_out(before: float) -> No
     """The end of a warm-up: all values are far above what was usual; steps at a rate of 0 set no standard."""
     model = make_model()
     step = settle(model, norm=before)
-    assert bool(model.capture().marks[0].rates) == bool(before)
+    assert bool(model.capture().marks[0].history.rates) == bool(before)
     loud = {name: gradient(model, 0, 20 + n, norm=1.0 + n / 10) for n, name in enumerate("abc")}
     assert merge(model, step, loud).left_out == {}
 
@@ -176,7 +176,7 @@ def test_what_is_small_against_the_fragment_is_never_wildly_large() -> None:
 def test_the_past_is_bounded() -> None:
     model = make_model()
     settle(model, RATES_KEPT + 5)
-    assert len(model.capture().marks[0].rates) == RATES_KEPT
+    assert len(model.capture().marks[0].history.rates) == RATES_KEPT
 
 
 def test_finite_values_that_overflow_together_never_reach_the_model() -> None:

@@ -24,11 +24,12 @@ from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.model.shard_process import ShardRun
 from diloco_jax.runtime.syncer.parts import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
+from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
-from diloco_jax.transport.greeting import Description
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.sharded import Dialler, ShardedLink
 from diloco_jax.transport.link import Delivery, Link
-from diloco_jax.transport.sharded import Dialler, ShardedLink
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     kill_processes,
@@ -54,8 +55,9 @@ class Bench:
         path = write_config(folder, protocol={"sync_every": 2, "num_fragments": 2}, syncer={"shards": shards})
         self.config: RunConfig = load(path)
         self.deaths: list[Exception] = []
-        setup, events = make_setup(self.config, LEAFY_PLAN), Results()
-        self.shards = MergeShards(setup, LEAFY_PLAN, path, 1, events.put, self.deaths.append)
+        run = ResolvedRun(self.config, LEAFY_PLAN)
+        setup, events = make_setup(run), Results()
+        self.shards = MergeShards(setup, run, path, 1, events.put, self.deaths.append)
         self.model = model(self.config, Arithmetic(setup, self.shards.shares))
         life = Life("fresh", 1, threading.Event(), FINGERPRINT, Description("", ""))
         listener = open_listener(self.config, folder, life, self.shards, events)
@@ -104,7 +106,7 @@ class Bench:
 
 
 def model(config: RunConfig, arithmetic: Arithmetic) -> GlobalModel:
-    return make_model(config, LEAFY_PLAN, drawn(LEAFY).items(), arithmetic)
+    return make_model(ResolvedRun(config, LEAFY_PLAN), drawn(LEAFY).items(), arithmetic)
 
 
 def hello(name: str, fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT) -> Hello:
@@ -134,7 +136,7 @@ def bench(benches: Bench) -> Bench:
 
 def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
     one = replace(bench.config, syncer=replace(bench.config.syncer, shards=1))
-    alone = model(one, local_arithmetic(make_setup(one, LEAFY_PLAN)))
+    alone = model(one, local_arithmetic(make_setup(ResolvedRun(one, LEAFY_PLAN))))
     assert bench.model.digests == alone.digests
     bench.greet()
     capture, initial = bench.model.capture(), alone.parameters()

@@ -49,8 +49,8 @@ def main() -> None:
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH}
     with diloco_jax.join(params=params, opt_state=opt_state, **sizes) as island:
         params, opt_state = island.state().values()
-        lies = (LIES, jax.tree.map(lambda leaf: leaf.sharding, opt_state), WHOLE)
-        train = jax.jit(step, donate_argnums=(0, 1), out_shardings=lies)
+        layouts = (LIES, jax.tree.map(lambda leaf: leaf.sharding, opt_state), WHOLE)
+        train = jax.jit(step, donate_argnums=(0, 1), out_shardings=layouts)
         while island.training:
             params, opt_state, loss = train(params, opt_state, samples(island.next_samples()))
             params = island.after_step(params, loss, opt_state=opt_state)

@@ -29,8 +29,8 @@ from diloco_jax.runtime.own_loop.island import OwnIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.transport.greeting import Description
-from diloco_jax.transport.grpc_link import listen
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig, TransportError
 from tests.runtime.helpers import ROOT, call, kill_processes, merged, notes, processes_of, run, start, status, wait_for
 
@@ -196,7 +196,7 @@ def test_join_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"syncer": "127.0.0.1:1"}, "name=, or DILOCO_ISLAND"),
         ({"syncer": "127.0.0.1:1", "name": "a", "samples_per_step": 0}, "samples_per_step is 0"),
         ({"syncer": "127.0.0.1:1", "name": "a", "data": "mine"}, 'use "leased" or "own"'),
-        ({"syncer": "127.0.0.1:1", "name": "a", "axes": {"v": ("vocab",)}}, "'v', which is no parameter"),
+        ({"syncer": "127.0.0.1:1", "name": "a", "axes": {"v": ("vocab",)}}, "'v', which is not a parameter"),
     ):
         with pytest.raises(ValueError, match=words):
             diloco_jax.join(**{**one, **arguments})
@@ -235,7 +235,7 @@ def test_a_syncer_without_a_model_needs_no_module_library() -> None:
 
 @pytest.mark.parametrize("metrics", [{"loss": 1.0, "note": "abc"}, {"loss": None}, {"loss": jnp.ones(2), 1: 2.0}])
 def test_metrics_that_are_no_scalars_are_named(metrics: Any) -> None:
-    with pytest.raises(ValueError, match=r"metric '(loss|note)' is no scalar"):
+    with pytest.raises(ValueError, match=r"metric '(loss|note)' is not a scalar"):
         scalars(metrics)
     assert scalars({1: 2, "loss": jnp.float32(3)}) == {"1": 2.0, "loss": 3.0}
 

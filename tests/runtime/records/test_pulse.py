@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from diloco_jax.runtime.records.phases import read_phases
+from diloco_jax.runtime.records.liveness import read_phases
 from diloco_jax.runtime.records.pulse import MEDIAN_OF, TICK_S, Patience, Pulse
 from diloco_jax.runtime.records.signals import HUNG
 from diloco_jax.settings.run import WatchdogConfig
@@ -79,7 +79,7 @@ def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
 HANGS = """
 import sys, threading
 from pathlib import Path
-from diloco_jax.runtime.records.phases import read_phases
+from diloco_jax.runtime.records.liveness import read_phases
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.settings.run import WatchdogConfig
 pulse = Pulse(WatchdogConfig(least_s=0.5, start_s=0.5), "the loop of a", (Path(sys.argv[1]), "a"))

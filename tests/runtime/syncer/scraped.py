@@ -1,4 +1,4 @@
-"""A syncer's machine with two islands after a round, and what Prometheus is told of it."""
+"""A syncer's machine with two islands after a round, and its metrics for Prometheus."""
 
 import threading
 import urllib.request
@@ -20,11 +20,12 @@ from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.settings.run import RunConfig
 from tests.protocol.syncer_inputs import hello, merged, report, value
 
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]  # name and labels -> value
+# Value by name and labels.
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class Scraped:
-    """A machine whose driver tells an exposition what the syncer's tells it.
+    """A machine whose driver passes everything to an exposition that a syncer's driver does.
 
     Args:
         folder: the run's.
@@ -37,13 +38,13 @@ class Scraped:
         self.exposed = Exposition(parts, writer or SimpleNamespace(took_s=None, failures=0))  # type: ignore[arg-type]
 
     def hear(self, message: Any, now_s: float) -> None:
-        """A message arrives."""
+        """Take a message."""
         if isinstance(message, StepReport) and self.stats.on_report(message, now_s):
             self.exposed.on_report(message, now_s)
         self._execute(self.syncer.on_message(message, now_s))
 
     def merge(self, global_step: int, now_s: float, left_out: tuple[str, ...] = ()) -> None:
-        """A merge is done."""
+        """End a merge."""
         self.exposed.on_merged(global_step, left_out, now_s)
         self._execute(merged(self.syncer, global_step, now_s, left_out))
 
@@ -55,9 +56,9 @@ class Scraped:
                     self.stats.on_merged(effect.members, effect.global_step)
 
     def tell(self, now_s: float) -> dict[str, Any]:
-        """The loop says how the run is doing; returns the status."""
+        """Pass a status to the exposition, and return it."""
         told: dict[str, Any] = {"stopped": False, "blocked": "", "eval_loss": 2.25, "eval_scores": {}}
-        told |= {"alarms": [Alarm("tape", "", "a disk is full").told()], "metrics": self.metrics, "left_s": None}
+        told |= {"alarms": [Alarm("tape", "", "a disk is full").as_dict()], "metrics": self.metrics, "left_s": None}
         told |= {"wire": {"up_bytes": 7, "down_bytes": 9}, "episodes": []}
         status = compose_status("run", self.syncer, self.stats, now_s, **told)
         self.exposed.tell(status, now_s)
@@ -89,7 +90,7 @@ def served(exposed: Exposition) -> Iterator[str]:
 
 
 def get(url: str) -> str:
-    """What a scrape gets."""
+    """Return the text of a scrape."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         text: str = answer.read().decode()
     return text

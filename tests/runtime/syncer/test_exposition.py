@@ -1,4 +1,4 @@
-"""Prometheus is told what the syncer knows, over HTTP, with labels that cannot grow."""
+"""Prometheus gets the figures of a syncer over HTTP, with labels that cannot grow."""
 
 import math
 import os
@@ -64,7 +64,8 @@ def test_the_wait_after_the_quorum_is_the_grace_window(tmp_path: Path) -> None:
     scraped = Scraped(tmp_path, config(), new(quorum=1, grace_steps_max=1.0))
     for name in ("island-0", "island-1"):
         scraped.hear(hello(name), 0.0)
-        scraped.hear(report(name, 1), 1.0)  # closes a round at once: nobody knows yet how long a step takes
+        # The first report closes a round at once, because the time of a step is not known yet.
+        scraped.hear(report(name, 1), 1.0)
     scraped.hear(value("island-0", 1, 1, 1), 1.5)
     scraped.merge(1, 2.0)
     scraped.hear(report("island-0", 2), 2.0)
@@ -103,9 +104,9 @@ def test_an_island_has_one_condition_and_only_islands_of_the_config_have_labels(
     assert {labels["condition"] for labels, _ in told} == {*CONDITIONS, ABSENT}
     own = of_island(found, "island-0")
     assert math.isnan(own["diloco_island_loss"]) and own["diloco_island_gradient_norm"] == 3.0
-    assert own["diloco_island_participation_ratio"] == 0, "what a model measures has no say in it"
+    assert own["diloco_island_participation_ratio"] == 0, "a value that the model measures does not replace it"
     assert not any("made" in name for name, _ in found)
-    assert "diloco_island_loss" not in of_island(found, "island-1"), "nobody has told one"
+    assert "diloco_island_loss" not in of_island(found, "island-1"), "it has not reported one"
 
 
 def test_disk_snapshots_and_certificates(tmp_path: Path) -> None:

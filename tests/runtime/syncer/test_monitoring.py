@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco_jax.runtime.syncer.exposition import ISLAND_METRICS, RUN_METRICS
+from diloco_jax.runtime.syncer.exposition import all_series
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.text import parse
 from diloco_jax.transport.trust.certificates import make as make_certificates
@@ -27,7 +27,7 @@ from tests.sockets import free_port
 pytestmark = pytest.mark.net
 ROOT = Path(__file__).resolve().parents[3]
 MONITORING = ROOT / "configs" / "monitoring"
-UNITS = {row.name: row.unit for row in (*RUN_METRICS, *ISLAND_METRICS)}
+UNITS = {series.name: series.unit for series in all_series()}
 # Names of what islands measure themselves.
 MEASURED = ("loss", "step_s", "grad_norm", "learning_rate", "waiting_for_data", "mfu", "device_bytes", "host_bytes")
 FROM_SYNCER = ("broadcast_s", "last_merged_round", "local_step", "participation", "restarts", "staleness", "tokens")
@@ -119,7 +119,8 @@ def test_a_real_prometheus_answers_every_question(url: str, tmp_path: Path) -> N
     def ask(path: str, **asked: str) -> Any:
         try:
             return json.loads(get(f"http://{where}/api/v1/{path}?{urllib.parse.urlencode(asked)}"))["data"]
-        except OSError:  # it is not ready, or does not understand
+        # Prometheus is not ready yet, or refused the question.
+        except OSError:
             return {}
 
     def value(expression: str) -> Any:

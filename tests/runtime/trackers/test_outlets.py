@@ -107,7 +107,7 @@ def test_what_raises_is_told_once_and_others_go_on(tmp_path: Path, caplog: pytes
     calls.clear()
     told(tmp_path, trackers=(f"{__name__}:Raises", f"{__name__}:Tells"), callbacks=(f"{__name__}:Broken",))
     raised, broken = sorted((r.getMessage() for r in caplog.records), key=lambda text: "Broken" in text)
-    assert raised.endswith("Raises failed in log and is not called any more, the run goes on: RuntimeError: no disk")
+    assert raised.endswith("Raises failed in log and is not called any more; the run continues: RuntimeError: no disk")
     assert "Broken failed in its constructor" in broken and "OSError: no key" in broken
     assert len([call for call in calls if call[0] == "log"]) == 6 and calls.count(("close",)) == 1
 
@@ -128,8 +128,8 @@ def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: py
         slow.call("log", number)
     close_all([slow], 0.2)
     assert [record.getMessage() for record in caplog.records] == [
-        "slow is too slow: 3 calls wait, what comes now is lost",
-        "slow did not get all: 2 calls were lost, 3 still waited",
+        "slow is too slow: 3 calls wait, later ones are lost",
+        "slow did not get every call: 2 were lost, 3 still waited",
     ]
     may_end.set()
 
@@ -143,7 +143,7 @@ def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: py
             r"which is not installed; in a clone run pip install -e '\.\[absent\]', elsewhere pip",
         ),
         (find_trackers, f"{__name__}:Broken", "lacks begin and log and close"),
-        (find_trackers, f"{__name__}:RECORDS", "is no class"),
+        (find_trackers, f"{__name__}:RECORDS", "is not a class"),
         (find_callbacks, f"{__name__}:Missing", r"fails: AttributeError: .*; correct it$"),
         (find_callbacks, "pathlib:Path", "has none of on_step, on_round, on_eval, on_event"),
     ],
@@ -186,7 +186,8 @@ def test_one_run_with_groups_even_after_a_restart(name: str, tmp_path: Path, mon
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip(BUILT_IN[name][1])
-    monkeypatch.setattr(outlets, "CLOSE_S", 90.0)  # a service of its own may take long to start on a busy machine
+    # A tracker may start a service, which takes long on a busy machine.
+    monkeypatch.setattr(outlets, "CLOSE_S", 90.0)
     half = len(RECORDS) // 4
     for records in (RECORDS[:half], RECORDS[half:]):
         told(tmp_path, records, trackers=(name,))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, simulate
 from diloco_jax.sim.goodput.simulate import Options, plan_cells, run_cells
 from tests.runtime.helpers import wait_for
-from tests.tables import rows
 
 QUICK = ["--methods", "rigid", "decoupled", "--learners", "2", "4", "--chips", "1.2m", "--hours", "0.5"]
 
@@ -68,11 +68,47 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
     assert "--wan.delay-s" in text and "--protocol.quorum" in text
 
 
-@pytest.mark.parametrize(("words", "said"), rows("commands.simulate"))
-def test_wrong_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--workers", "1", *words]) == 2
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--chips 100", "100 chips, but there are 192 slices"),
+        ("--learners 500", "500 learners, but there are 192 slices"),
+        ("--learners 0", "0 learners, but there are 192 slices"),
+        ("--hours 1e9", "at most 8784"),
+        ("--workers -1", "--workers is -1"),
+        ("--hardware.step-s", "--hardware.step-s needs a value"),
+        ("--hardware.slices 1.5", "--hardware.slices is 1.5, but must be a whole number"),
+        ("--hardware.step-s 0", "--hardware.step-s is 0.0, but must be above 0"),
+        ("--hardware.step-s nan", "--hardware.step-s is nan"),
+        ("--hardware.mtbi-chip-s nan", "--hardware.mtbi-chip-s is nan"),
+        ("--hardware.return-scale-s inf", "--hardware.return-scale-s is inf"),
+        ("--hardware.return-c 0.001", "--hardware.return-c is 0.001, but must be from 0.05 to 100"),
+        ("--hardware.mtbi-chip-s 1e-9", "must be at least 1 (inf: nothing fails)"),
+        ("--hardware.step-s 1e-9", "more than 1e+09; simulate fewer --hours"),
+        ("--protocol.heartbeat-s 1e-9", "more than 1e+09; simulate fewer --hours"),
+        ("--chips inf", "inf chips; simulate at most 1e+12"),
+        ("--chips nan", "nan chips; simulate at most 1e+12"),
+        ("--wan.fragment-bytes 1e300", "must be 0 to 1e+15"),
+        ("--protocol.recover-from-peers maybe", "use true or false"),
+        ("--protocol.quorum 0", "protocol.quorum is 0"),
+        ("--tapes x", "--tapes writes the tapes of one run"),
+        ("--hours 0.001", "0.001 hours are shorter than one step of 4.6 s"),
+        ("--methods decoupled --protocol.quorum 5 --hours 0.1", "quorum is 5, but 2 learners"),
+        (
+            "--methods sync --learners 5000 --hardware.slices 5000 --hours 0.01",
+            "--learners is 5000; the protocol's machines run with at most 4096",
+        ),
+        (
+            "--methods sync --protocol.sync-every 1e6 --protocol.num-fragments 1e6 --hours 0.01",
+            "--protocol.num-fragments is 1000000; the protocol's machines run with at most 10000",
+        ),
+        ("--tapes '' --hours 0.1", "--tapes is empty"),
+    ],
+)
+def test_wrong_input_is_one_line(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--workers", "1", *shlex.split(options)]) == 2
     err = capsys.readouterr().err
-    assert said in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
+    assert message in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
 
 
 def test_what_is_named_twice_is_simulated_once() -> None:
@@ -80,7 +116,8 @@ def test_what_is_named_twice_is_simulated_once() -> None:
     assert len(plan_cells(options)) == 1
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.5])  # while the processes begin, and later
+# The first interrupt comes while the processes start, the second one later.
+@pytest.mark.parametrize("after_s", [0.1, 0.5])
 def test_an_interrupt_ends_all_processes(after_s: float) -> None:
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
@@ -93,7 +130,7 @@ def test_an_interrupt_ends_all_processes(after_s: float) -> None:
 
 
 def workers_of(parent: int) -> list[int]:
-    """Processes that simulate, as far as this system shows children."""
+    """Return the processes that simulate, on systems that list child processes."""
     children = Path(f"/proc/{parent}/task/{parent}/children")
     return [
         int(child)
@@ -103,7 +140,7 @@ def workers_of(parent: int) -> list[int]:
 
 
 def running(process: int) -> bool:
-    """Tell whether it is there and no zombie."""
+    """Tell whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -117,7 +154,7 @@ def test_processes_end_with_their_parent_and_are_missed() -> None:
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             wait_for(lambda process=process: len(workers_of(process.pid)) == 2, "two workers")
             workers = workers_of(process.pid)
-            time.sleep(0.5)  # they begin
+            time.sleep(0.5)  # they start
             os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
             wait_for(lambda workers=workers: not any(map(running, workers)), "their end")
             _, err = process.communicate(timeout=60)

@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Part, Send, UnstageState
+from diloco_jax.protocol.effects import AdoptState, Effect, Effects, Merge, Part, Send, UnstageState
 from diloco_jax.protocol.learner.anchors import STALE
-from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner
-from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
+from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner, ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
-from diloco_jax.protocol.learner.start import Start
 from diloco_jax.protocol.leases import Batch, LeaseBook
 from diloco_jax.protocol.member import Held, Member
 from diloco_jax.protocol.messages import (
@@ -25,13 +23,12 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.book import RoundBook
+from diloco_jax.protocol.recovery import Start
+from diloco_jax.protocol.syncer.book import Round, RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
-from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.progress import Progress
+from diloco_jax.protocol.syncer.progress import Downstream, Progress
 from diloco_jax.protocol.syncer.roster import Roster
-from diloco_jax.protocol.syncer.rounds import Round
 
 
 def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]:
@@ -66,19 +63,16 @@ class Lenient(Syncer):
 class Flatterer(Downstream):
     """Tells everybody that every version holds a value of theirs."""
 
-    def send(self, *args: Any, **how: Any) -> Send:
-        send = super().send(*args, **how)
-        assert isinstance(send.message, GlobalFragment)
-        return send._replace(message=send.message._replace(merged_round=send.message.version))
+    def _message(self, *args: Any) -> GlobalFragment:
+        message = super()._message(*args)
+        return message._replace(merged_round=message.version)
 
 
 class Discreet(Downstream):
     """Tells nobody whose values a version holds."""
 
-    def send(self, *args: Any, **how: Any) -> Send:
-        send = super().send(*args, **how)
-        assert isinstance(send.message, GlobalFragment)
-        return send._replace(message=send.message._replace(merged_round=NO_VERSION))
+    def _message(self, *args: Any) -> GlobalFragment:
+        return super()._message(*args)._replace(merged_round=NO_VERSION)
 
 
 class Patient(Syncer):
@@ -91,8 +85,9 @@ class Patient(Syncer):
 class Forgiving(Roster):
     """Takes messages of those that it has expelled."""
 
-    def lose(self, member: Any, state: str, reason: str, now_s: float) -> list[Effect]:
-        return [] if reason == "expelled" else super().lose(member, state, reason, now_s)
+    def lose(self, member: Any, state: str, reason: str, now_s: float) -> None:
+        if reason != "expelled":
+            super().lose(member, state, reason, now_s)
 
 
 class Greedy(Learner):
@@ -107,9 +102,9 @@ class Greedy(Learner):
 class Unasked(Learner):
     """Gives its state before it has seen what its receiver has."""
 
-    def _serve(self, effects: list[Effect]) -> None:
+    def _serve(self) -> None:
         if self.local_step > 0 and self.state == TRAINING:
-            effects += self.donor.serve(1_000_000, self.local_step)
+            self.donor.serve(1_000_000, self.local_step)
 
 
 class Fanciful(Learner):
@@ -127,11 +122,11 @@ class Fanciful(Learner):
 class Uncritical(Learner):
     """Takes all parameters of a donor, whatever global values they are based on."""
 
-    def _update_state(self, now_s: float) -> list[Effect]:
+    def _update_state(self, now_s: float) -> None:
+        super()._update_state(now_s)
         everything = tuple(range(self._config.num_fragments))
-        return [
-            e._replace(fragments=everything) if isinstance(e, AdoptState) else e for e in super()._update_state(now_s)
-        ]
+        for effect in self._effects.drain():
+            self._effects.append(effect._replace(fragments=everything) if isinstance(effect, AdoptState) else effect)
 
 
 class Hoards(Learner):
@@ -144,8 +139,8 @@ class Hoards(Learner):
 class Slow(Start):
     """Takes an old state for a young one."""
 
-    def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig, *args: Any) -> None:
-        super().__init__(learner_id, incarnation, replace(config, sync_every=1000), *args)
+    def __init__(self, effects: Effects, learner_id: str, incarnation: int, config: ProtocolConfig, *args: Any) -> None:
+        super().__init__(effects, learner_id, incarnation, replace(config, sync_every=1000), *args)
 
 
 class GivesTwice(LeaseBook):
@@ -199,11 +194,10 @@ class Liar(Syncer):
 class Careless(Comeback):
     """Does not wait for what learners bring after a restart."""
 
-    def restart(self, *args: Any) -> list[Effect]:
-        effects = super().restart(*args)
+    def restart(self, *args: Any) -> None:
+        super().restart(*args)
         if self.restoring is not None:
             self.restoring.deadline_s = args[-1] + 2.5
-        return effects
 
     def ask(self, *args: Any) -> None:
         pass
@@ -219,35 +213,34 @@ class Gullible(Learner):
 class Wasteful(Downstream):
     """Sends every value whole, although it could send steps."""
 
-    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> None:
         member.down.will_hold[fragment_id] = Held(NO_VERSION, 0)
-        return super().send(member, fragment_id, *args, **kwargs)
+        super().send(member, fragment_id, *args, **kwargs)
 
 
 class Presumptuous(Downstream):
     """Believes that everybody holds what a step starts from."""
 
-    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> None:
         if fragment_id in self.bases:
             member.down.will_hold[fragment_id] = self.bases[fragment_id]
-        return super().send(member, fragment_id, *args, **kwargs)
+        super().send(member, fragment_id, *args, **kwargs)
 
 
 class Insistent(Downstream):
     """Sends the same step again and again."""
 
-    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> None:
         member.down.sent.pop(fragment_id, None)
-        return super().send(member, fragment_id, *args, **kwargs)
+        super().send(member, fragment_id, *args, **kwargs)
 
 
 class Confused(Downstream):
     """Names another base than that of the step which its driver has."""
 
-    def send(self, *args: Any, **kwargs: Any) -> Send:
-        send = super().send(*args, **kwargs)
-        assert isinstance(send.message, GlobalFragment)
-        return send._replace(message=send.message._replace(base=send.message.base + (send.message.base > 0)))
+    def _message(self, *args: Any) -> GlobalFragment:
+        message = super()._message(*args)
+        return message._replace(base=message.base + (message.base > 0))
 
 
 class ForgetsRounds(Syncer):
@@ -260,8 +253,9 @@ class ForgetsRounds(Syncer):
 class Hesitant(Learner):
     """Waits for a state for good."""
 
-    def _update_state(self, now_s: float) -> list[Effect]:
-        return [] if self.state == RECOVERING else super()._update_state(now_s)
+    def _update_state(self, now_s: float) -> None:
+        if self.state != RECOVERING:
+            super()._update_state(now_s)
 
 
 class Polite(Learner):
@@ -272,21 +266,21 @@ class Polite(Learner):
     def may_step(self) -> bool:
         return super().may_step() and not self.waits
 
-    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
+    def _on_pull(self, message: PullRequest) -> None:
         self.waits = True
-        return super().on_pull(message, now_s)
+        super()._on_pull(message)
 
-    def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
+    def _on_global(self, message: GlobalFragment, now_s: float) -> None:
         self.waits = False
-        return super().on_global(message, now_s)
+        super()._on_global(message, now_s)
 
 
 class Distracted(Learner):
     """Takes the clock of a pull over while a step runs."""
 
-    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
+    def _on_pull(self, message: PullRequest) -> None:
         self.global_step = max(self.global_step, message.global_step)
-        return super().on_pull(message, now_s)
+        super()._on_pull(message)
 
 
 class Partial(Syncer):
@@ -317,9 +311,9 @@ class Overbooking(Progress):
 class Generous(RoundBook):
     """Counts what a value holds, counted before or not."""
 
-    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> list[Member]:
+    def credit(self, this: Round, parts: Sequence[Part]) -> list[Member]:
         self.progress.merged_tokens += sum(part.tokens for part in parts)
-        return super().credit(this, parts, effects)
+        return super().credit(this, parts)
 
 
 class Premature(Progress):
@@ -355,8 +349,8 @@ class OfAnotherTable(Syncer):
 class Skips(RoundBook):
     """Has a round of nothing in every tenth step."""
 
-    def _open(self, effects: list[Effect], now_s: float) -> Round | None:
-        opened = super()._open(effects, now_s)
+    def _open(self, now_s: float) -> Round | None:
+        opened = super()._open(now_s)
         if opened is not None and opened.global_step % 10 == 0:
             opened.fragment_id = -1
         return opened
@@ -365,8 +359,8 @@ class Skips(RoundBook):
 class CopiesAhead(Stager):
     """Copies what is due later than the next rounds."""
 
-    def stage_due(self, now: StepReport, first_round: int, effects: list[Effect]) -> None:
-        super().stage_due(now, first_round + self.config.overlap_steps + 1, effects)
+    def stage_due(self, now: StepReport, first_round: int) -> None:
+        super().stage_due(now, first_round + self.config.overlap_steps + 1)
 
 
 def _forgotten(send: Send) -> bool:

@@ -9,12 +9,12 @@ import pytest
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.faults.scenario import FaultyScenario
 from diloco_jax.sim.invariants import __main__ as cli
 from diloco_jax.sim.invariants import all as checkers
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.invariants.draw import LEARNERS_MAX, WEIGHTS, random_scenario
 from diloco_jax.sim.invariants.verdict import command, judge
+from diloco_jax.sim.scenario import Scenario
 from tests.sim.invariants.test_checkers import RECOVERY, SCENARIO
 
 SEEDS = range(200)
@@ -39,8 +39,9 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert any(c.sync_later and not c.by_class for c in configs) and any(c.sync_later and c.by_class for c in configs)
     assert any(c.quorum == s.learners > 2 for c, s in zip(configs, scenarios, strict=True)), "K = M"
     assert any(config.grace_steps_max == 0 for config in configs)
-    assert max(s.network.loss for s in scenarios) > 0.09
-    assert any(s.network.duplication and s.network.reorder for s in scenarios)
+    links = [scenario.network.faults for scenario in scenarios if scenario.network.faults is not None]
+    assert max(faults.loss for faults in links) > 0.09
+    assert any(faults.duplication and faults.reorder for faults in links)
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
     assert kinds == {*WEIGHTS, "leave", "join", "drain", "hostile"}
     assert any(not scenario.faults for scenario in scenarios)
@@ -52,7 +53,7 @@ def test_a_seed_is_a_run() -> None:
 
 
 def test_a_failing_seed_prints_its_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    impossible = FaultyScenario(learners=1, total_steps=3, config=ProtocolConfig(quorum=2), seed=41)
+    impossible = Scenario(learners=1, total_steps=3, config=ProtocolConfig(quorum=2), seed=41)
     monkeypatch.setattr(cli, "random_scenario", lambda seed, **_: impossible)
     assert cli.main(["--seed", "41"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -73,19 +74,20 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "events/s" in capsys.readouterr().out
 
 
-OWN = replace(RECOVERY.config, snapshot_every=8, recover_from_peers=False)  # only an own state brings parameters
+# Only a learner's own saved state brings parameters.
+OWN = replace(RECOVERY.config, snapshot_every=8, recover_from_peers=False)
 LONG_LOADS = replace(RECOVERY, config=OWN, load_s=3.0, seed=0)
 
 
 class Rash(Mailbox[Any]):
-    """Has nothing wait."""
+    """Gives every message to the machine at once."""
 
     def arrive(self, message: SyncerMessage, item: Any, now_s: float) -> Given[Any]:
         return Given(message, item, self._machine.on_message(message, now_s))
 
 
 class Headlong(Mailbox[Any]):
-    """Hands over what waits while a state is being taken over."""
+    """Hands over waiting messages while a state is being loaded."""
 
     def take(self, now_s: float) -> Given[Any] | None:
         if not self._waiting:
@@ -104,11 +106,11 @@ class Headlong(Mailbox[Any]):
 def test_a_broken_mailbox_is_caught(
     mailbox: type[Mailbox[Any]],
     checker: type[Checker],
-    scenario: FaultyScenario,
+    scenario: Scenario,
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diloco_jax.sim.faults.learner.Mailbox", mailbox)
+    monkeypatch.setattr("diloco_jax.sim.learner_driver.Mailbox", mailbox)
     verdict = judge(scenario, checkers=[checker])
     assert verdict.problem.startswith(f"Violation: {checker.__name__} at "), verdict
     assert re.search(text, verdict.problem), verdict

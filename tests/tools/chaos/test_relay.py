@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.tools.chaos.relay import PIECES_MAX, READ_BYTES_MAX, Relay
-from diloco_jax.transport import grpc_link
+from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig, split_address
 
 pytestmark = pytest.mark.net

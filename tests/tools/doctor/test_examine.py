@@ -1,4 +1,4 @@
-"""`diloco doctor` between two sides: every way in which they can miss each other is found, with what to do about it."""
+"""`diloco doctor` between two sides: it finds each reason why they do not connect, and prints the remedy."""
 
 import dataclasses
 import datetime
@@ -23,13 +23,12 @@ from diloco_jax.tools.doctor import link as doctor_link
 from diloco_jax.tools.doctor.examine import listening
 from diloco_jax.tools.doctor.host import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import greet
-from diloco_jax.transport import grpc_link, probe
-from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.endpoints import grpc_link, probe
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.trust import certificates, security
 from tests.runtime.helpers import start, write_config
 from tests.sockets import free_port
-from tests.tables import rows
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -38,7 +37,7 @@ PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of one run; island-9's certificate has expired."""
+    """Make the certificates of one run; that of island-9 has expired."""
     folder = tmp_path_factory.mktemp("ours")
     made = certificates.make(folder, ["island-0"])
     authority = certificates._read_pair(folder)
@@ -50,7 +49,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of another authority, with the same names."""
+    """Make certificates of another authority with the same names."""
     folder = tmp_path_factory.mktemp("theirs")
     certificates.make(folder, ["island-0"])
     return folder
@@ -58,7 +57,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the time that a loaded machine needs."""
+    """Raise the time limits to what a loaded machine needs."""
     monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(doctor_link, "REACH_TIMEOUT_S", WAIT_S)
 
@@ -88,7 +87,7 @@ Look = Callable[..., dict[str, Check]]
 
 @pytest.fixture
 def look(config: RunConfig, need: ProcessPart, listener: GrpcListener) -> Look:
-    """Checks of the link by name; keyword arguments change the transport."""
+    """Return a function that checks a link; its keyword arguments change the transport."""
 
     def run(name: str = "island-0", address: str = "", *, own: RunConfig = config, **changes: Any) -> dict[str, Check]:
         transport = dataclasses.replace(own.transport, **changes)
@@ -113,7 +112,19 @@ def test_silence_is_a_firewall(look: Look, monkeypatch: pytest.MonkeyPatch) -> N
     assert "TCP port 7000 through the firewalls" in found["reach"].fix
 
 
-@pytest.mark.parametrize(("name", "address", "files", "check", "words", "fix"), rows("commands.doctor"))
+@pytest.mark.parametrize(
+    ("name", "address", "files", "check", "words", "fix"),
+    [
+        ("island-0", "no-such-host.invalid:7000", "ours", "address", "does not resolve", "correct the name"),
+        ("island-0", "127.0.0.1:FREE", "ours", "reach", "nothing listens there", "--listen"),
+        ("island-0", "0.0.0.0:7000", "ours", "address", "nobody can dial it", "--syncer HOST:PORT"),
+        ("island-0", "10.0.0.1:0", "ours", "address", "a port chosen at start", "--syncer HOST:PORT"),
+        ("island-9", "", "ours", "credentials", "expired on 2020-01-02", "make a new one"),
+        ("island-5", "", "ours", "credentials", "cannot be read", "diloco certs"),
+        ("island-0", "", "token", "syncer", "the token is not the syncer's", "transport.token_file"),
+        ("island-0", "", "theirs", "handshake", "another authority", "transport.tls_ca"),
+    ],
+)
 def test_what_is_wrong_is_named(
     look: Look, ours: Path, theirs: Path, name: str, address: str, files: str, check: str, words: str, fix: str
 ) -> None:
@@ -128,7 +139,8 @@ def test_on_the_syncers_machine_nothing_need_listen_yet(look: Look) -> None:
     assert look("syncer", f"0.0.0.0:{free_port()}")["listen"].status == "ok"
     assert look("syncer")["syncer"].status == "ok"
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and not listening: refuses, and cannot be had
+        # The port refuses connections, and another process cannot bind it.
+        taken.bind(("127.0.0.1", 0))
         found = look("syncer", f"127.0.0.1:{taken.getsockname()[1]}")
     assert found["listen"].status == "fail" and "cannot listen" in found["listen"].found
 
@@ -182,7 +194,8 @@ def test_other_versions(look: Look, monkeypatch: pytest.MonkeyPatch, name: str, 
     monkeypatch.setattr(probe, "versions", lambda: theirs)
     found = look()["versions"]
     assert found.status == status and f"{name} " in found.found and "0.0.1 there" in found.found
-    assert "python" not in found.found  # what agrees is not listed
+    # Versions that agree are not listed.
+    assert "python" not in found.found
 
 
 def test_a_syncer_that_knows_no_doctor(look: Look, config: RunConfig) -> None:
@@ -196,9 +209,10 @@ def test_a_syncer_that_knows_no_doctor(look: Look, config: RunConfig) -> None:
 
 
 def test_throughput_of_a_slow_link(look: Look, listener: GrpcListener) -> None:
-    """4 Mbit/s up, 8 down."""
+    """Measure a link of 4 Mbit/s up and 8 Mbit/s down."""
     with Relay(listener.address) as relay:
-        relay.change("up", bytes_per_s=125_000.0)  # of each of four connections
+        # Each of the four connections has this rate.
+        relay.change("up", bytes_per_s=125_000.0)
         relay.change("down", bytes_per_s=250_000.0)
         found = look(address=relay.address)["throughput"]
     words = found.found.replace(",", "").split()

@@ -231,5 +231,5 @@ def test_a_run_goes_on_with_the_values_that_it_began_with(tmp_path: Path) -> Non
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[11,12]]\n')
     config = SimpleNamespace(model=SimpleNamespace(weights="elsewhere"))
     parts: Any = SimpleNamespace(config=config, run_dir=tmp_path, model=SimpleNamespace(digests=[11, 13]))
-    with pytest.raises(ValueError, match=r"model\.weights elsewhere holds other values than this run began with"):
+    with pytest.raises(ValueError, match=r"model\.weights elsewhere holds other values than this run started with"):
         begin(parts, tuple, FAILOVER, 0.0)

@@ -1,13 +1,13 @@
-"""Logs get a line when something changes: which, in which order, and how few."""
+"""Logs get a line when something changes: the right one, in the right order, and few of them."""
 
 from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.records.liveness import StartPhase
 from diloco_jax.tools.live.changes import FLAP_S, LINE_EVERY_S, Changes
 from tests.tools.live.made import FRESH, STARTING, learner, status
 
-SILENT = Alarm("silent", "island-1", "island-1 is silent: connected, but not heard for 7.0 s").told()
+SILENT = Alarm("silent", "island-1", "island-1 is silent: connected, but not heard for 7.0 s").as_dict()
 JOINING = "alive, last heard 0.2 s ago; loads, compiles or downloads"
 Moment = tuple[float, dict[str, Any] | None, list[StartPhase]]
 
@@ -96,7 +96,7 @@ def test_an_island_that_flaps_gets_few_lines() -> None:
 
 
 def test_an_alarm_that_was_never_told_is_not_told_to_be_over() -> None:
-    busy = [Alarm("slow", f"island-{n}", f"island-{n} is slow").told() for n in range(2)]
+    busy = [Alarm("slow", f"island-{n}", f"island-{n} is slow").as_dict() for n in range(2)]
     moments: list[Moment] = [(0.0, running(alarms=busy), []), (0.5, running(), []), (5.0, running(), [])]
     assert lines_of(moments) == ["[0 s] quickstart is running"]
 

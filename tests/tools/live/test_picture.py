@@ -8,17 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.runtime.records.phases import StartPhase
+from diloco_jax.runtime.figures.forms import format_bytes, format_count, format_duration
+from diloco_jax.runtime.records.liveness import StartPhase
 from diloco_jax.tools.live.picture import History, render, sparkline
-from diloco_jax.tools.live.words import (
-    alarm_line,
-    describe,
-    ended_line,
-    ended_lines,
-    format_bytes,
-    format_count,
-    format_duration,
-)
+from diloco_jax.tools.live.words import alarm_line, describe, ended_line, ended_lines
 from tests.tools.live.made import FRESH, REASONS, STARTING, drawn, learner, status, words
 
 COUNTS = {0: "0", 950: "950", 999.6: "1k", 1234: "1.23k", 45.6e6: "45.6M", 999_499: "999k", 3e15: "3000T"}
@@ -101,7 +94,7 @@ def test_no_line_is_wider_than_the_terminal(
     width: int, learners: list[dict[str, Any]], step: int, losses: list[float]
 ) -> None:
     run = status(learners=learners, global_step=step, total_steps=10**7)
-    run["alarms"] = [Alarm("silent", "island-1", f"island-1 is silent: {REASONS['silent']}").told()]
+    run["alarms"] = [Alarm("silent", "island-1", f"island-1 is silent: {REASONS['silent']}").as_dict()]
     phases = [StartPhase("compiler-island-0", "compiling, 3 of 7 programs", 4.0)]
     curves = {"training loss": losses, "evaluation loss": losses, "tokens/s": losses}
     text = drawn(render(run, width, curves=curves, phases=phases), 2 * width)
@@ -218,7 +211,7 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
 
 
 def test_what_is_wrong_with_the_syncer_is_told() -> None:
-    alarm = Alarm("tape", "", "the tape cannot be written: No space left on device").told()
+    alarm = Alarm("tape", "", "the tape cannot be written: No space left on device").as_dict()
     for tell in (describe, lambda state: words(drawn(render(state, 120)))):
         assert f"alarm: {alarm['text']}" in tell(status(alarms=[alarm]))
         assert "alarm" not in tell(status())

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from diloco_jax.cli import main as cli
-from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.tools.live.picture import History
-from diloco_jax.tools.live.view import LiveView, run_in
+from diloco_jax.tools.live.view import LiveView, run_in, show_cursor
 from tests.tools.live.made import drawn, status, words
 
 
@@ -120,9 +120,17 @@ def test_a_watch_ends_with_the_run_and_says_how(
     assert cli.main(watch) == 0
     assert capsys.readouterr().out.splitlines()[0] == "[0 s] quickstart is complete"
     (tmp_path / "summary.json").unlink()
-    write_json(tmp_path / "status.json", status())  # of a process that is not there
+    # The process of this status does not exist.
+    write_json(tmp_path / "status.json", status())
     assert cli.main(watch) == FAILED
     assert capsys.readouterr().out.startswith("[0 s] quickstart is not running, waiting for: round 401")
     assert cli.main([*watch, "--json"]) == WRONG_INPUT
     assert "--watch draws for people" in capsys.readouterr().err
     assert cli.main(["status", str(tmp_path / "none"), "--watch"]) == WRONG_INPUT
+
+
+def test_the_cursor_comes_back_on_a_terminal_only(tmp_path: Path) -> None:
+    for terminal, written in ((True, b"\x1b[?25h"), (False, b"")):
+        with (tmp_path / "out").open("w", encoding="utf-8") as out:
+            show_cursor(Console(file=out, force_terminal=terminal))
+        assert (tmp_path / "out").read_bytes() == written

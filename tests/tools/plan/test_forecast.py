@@ -18,7 +18,7 @@ from diloco_jax.core.fragments import take
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
 from diloco_jax.settings.text import load, parse
 from diloco_jax.sim.goodput.settings import Assumptions
-from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, payload_bytes, syncer_memory
+from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, syncer_memory
 from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.forecast import (
@@ -33,7 +33,6 @@ from diloco_jax.tools.plan.forecast import (
 from diloco_jax.tools.plan.report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.sharding import MeshConfig
-from tests.tables import rows
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SETTINGS: dict[str, Any] = {
@@ -48,7 +47,7 @@ QUIET = Assumptions(step_s=1.0)
 
 
 def small(**changes: Any) -> Case:
-    """The small config with sections changed, and the assumptions `given`."""
+    """Return a case of the small config with changed sections and the assumptions `given`."""
     given = changes.pop("given", QUIET)
     sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items()}
     return case_of(parse({**SETTINGS, **sections}, "test"), given)
@@ -61,7 +60,7 @@ def test_bytes_are_those_of_payloads() -> None:
     found = wire_bytes(case)
     ways: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
     for way in ways:
-        sizes = [len(encode(take(values, fragment), way)) for fragment in case.plan.fragments]
+        sizes = [len(encode(take(values, fragment), way)) for fragment in case.run.fragments]
         assert found[way]["round_max"] == max(sizes)
         assert found[way]["round_mean"] == sum(sizes) / 4
         assert found[way]["per_step"] == sum(sizes) / 8
@@ -73,8 +72,8 @@ def test_bytes_are_those_of_payloads() -> None:
 
 def test_periods_by_class_move_what_their_turns_move() -> None:
     case = small(protocol={"sync_every": {"mlp": 4, "rest": 8}, "num_fragments": 24, "sync_later": {500: 16}})
-    counts = case.plan.counts
-    sizes = [4 * fragment.num_elements for fragment in case.plan.fragments]
+    counts = case.run.plan.counts
+    sizes = [4 * fragment.num_elements for fragment in case.run.fragments]
     mlp, rest = sum(sizes[: counts[0]]), sum(sizes[counts[0] :])
     found = wire_bytes(case)["float32"]
     assert found["per_step"] == mlp / 4 + rest / 8, "before step 500, when they move the most"
@@ -102,27 +101,28 @@ def test_periods_by_class_move_what_their_turns_move() -> None:
     ],
 )
 def test_chip_memory_is_that_of_the_programs(up: Format, mesh: dict[str, int], adopt: str) -> None:
-    """Held bytes, without devices, equal what compiled programs take and give."""
+    """Compare the forecast of held bytes, made without devices, with arguments and results of compiled programs."""
     case = small(wire={"up": up}, islands={"mesh": mesh}, adopt={"mode": adopt})
     config, blueprint = case.config, case.blueprint
     real = Blueprint(config.model, config.optimizer, MeshConfig(**mesh), jax.devices()[:4], seed=0)
-    programs = real.exchange(up, adopt == "rebase").programs(case.plan.fragments)
+    programs = real.exchange(up, adopt == "rebase").programs(case.run.fragments)
     staging = [compiled for kind, _, compiled in programs if kind == "stage"]
     anchors, residuals = (
         [shard_bytes(each.in_avals[0][place], each.input_shardings[0][place]) for each in staging] for place in (1, 2)
     )
     staged = [shard_bytes(each.out_info, each.output_shardings) for each in staging]
-    found = chip_memory(config, blueprint, case.plan)
+    found = chip_memory(case.run, blueprint)
     shapes, shardings = real.state_shapes, real.state_shardings
     assert found.parameters == shard_bytes(shapes.params, shardings.params)
     assert found.parameters + found.optimizer == shard_bytes(shapes, shardings)
     assert (found.anchors, found.residuals) == (sum(anchors), sum(residuals))
-    assert anchors == [anchor_bytes(blueprint, fragment) for fragment in case.plan.fragments]
-    assert found.staged == sum(sorted(staged)[-2:])  # tau P / H + 1 at once
+    assert anchors == [anchor_bytes(blueprint, fragment) for fragment in case.run.fragments]
+    # tau P / H + 1 = 2 fragments are staged at once.
+    assert found.staged == sum(sorted(staged)[-2:])
 
 
 def shard_bytes(shapes: Any, shardings: Any) -> float:
-    """Bytes of one chip's shards of all arrays of a tree."""
+    """Return the bytes of one chip's shards of all arrays of a tree."""
     leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     return sum(
         math.prod(sharding.shard_shape(tuple(leaf.shape))) * np.dtype(leaf.dtype).itemsize
@@ -132,9 +132,9 @@ def shard_bytes(shapes: Any, shardings: Any) -> float:
 
 def test_memory_of_the_syncer_by_hand() -> None:
     case = small(syncer={"shards": 2}, outer={"momentum": 0.9}, protocol={"anchor_history": 3})
-    found = syncer_memory(case.config, case.plan)
+    found = syncer_memory(case.run)
     assert found.values == found.outer_momentum == found.left_out_by_rounding == 4 * case.parameters
-    down, largest = payload_bytes(case.plan, "int4"), max(each.num_elements for each in case.plan.fragments)
+    down, largest = case.run.payload_bytes("int4"), max(each.num_elements for each in case.run.fragments)
     assert (found.steps, found.older_values) == (2 * sum(down), 0), "between protocol.anchor_history versions"
     assert found.fragment_in_merge == 4 * 4 * largest, "three arrays, and what a late value has missed"
     assert found.payloads == 2 * 4 * wire_bytes(case)["int4"]["round_max"], "tau rounds of all learners"
@@ -151,7 +151,8 @@ def test_a_site_with_two_learners_needs_twice_as_much() -> None:
 
 
 def test_where_no_rate_is_enough_there_is_none() -> None:
-    rows = rate_rows(small(given=replace(QUIET, round_trip_ms=1500.0)))  # of 2 steps, 2.75 s are spent waiting
+    # The round waits 2.75 s of its 2 steps for the network.
+    rows = rate_rows(small(given=replace(QUIET, round_trip_ms=1500.0)))
     never = [row for row in rows if row["gbit_per_s"] is None]
     assert {(row["wire"], row["utilisation"]) for row in never} == {
         (wire, share) for wire in ("float32", "bfloat16", "int8", "int4", "int2") for share in (0.75, 0.9, 0.95, 0.99)
@@ -162,11 +163,12 @@ def test_load_of_the_syncer_by_hand() -> None:
     case = small(given=replace(QUIET, step_s=2.0, syncer_ms_per_mb=1e6, shard_mb_per_s=1e-3, merge_ns=1e9))
     up = wire_bytes(case)["int4"]["round_mean"]
     load = syncer_load(case)
-    assert load["rounds_per_s"] == 0.25  # 4 rounds in 8 steps of 2 s
+    # 4 rounds close in 8 steps of 2 s.
+    assert load["rounds_per_s"] == 0.25
     assert load["cpu_s_per_round"] == pytest.approx(1000 * 4 * up / 1e6)
     assert load["mb_per_s_in"] == pytest.approx(4 * 4 * up / 16 / 1e6)
     assert load["shards"] == math.ceil(load["mb_per_s_in"] / 1e-3)
-    largest = max(fragment.num_elements for fragment in case.plan.fragments)
+    largest = max(fragment.num_elements for fragment in case.run.fragments)
     assert load["merge_s"] == pytest.approx(largest * 4 / 16)
 
 
@@ -176,7 +178,8 @@ def test_recovery_by_hand(gbit_per_s: float, half: bool) -> None:
     case = small(given=given, protocol={"recovery_turns": 1})
     rate = 0.92e9 * gbit_per_s / 8
     back = recovery(case)
-    state = 2 * 4 * case.parameters  # Adam's moments; parameters are the syncer's
+    # An island saves Adam's moments, and the syncer the parameters.
+    state = 2 * 4 * case.parameters
     assert back["global_model_s"] == pytest.approx(4 * case.parameters / rate)
     rounds = case.rounds("int4", "int4").up_total_bytes / 8
     assert (rate - rounds < rate / 2) == half, "rounds leave the donor less than half of its link"
@@ -195,12 +198,13 @@ def test_chips_are_what_is_paid_for_not_devices() -> None:
 
 
 def test_goodput_by_hand() -> None:
-    """Rare failures cost the return of the slice (64 s in the mean) and the recovery of its learner."""
+    """Check that a rare failure costs the return of the slice, 64 s on average, and the recovery of its learner."""
     case = small(given=replace(QUIET, chips=1000, mtbi_years=0.1))
     found = expected_goodput(case, 100.0)
     failures_per_s = 250 / (0.1 * 31_536_000)
     assert 1 - found["goodput"] == pytest.approx(failures_per_s * (64.5 + 100), rel=0.1)
-    assert found["uptime"] == pytest.approx(1, abs=1e-4)  # all four at once are rare
+    # All four islands seldom fail together.
+    assert found["uptime"] == pytest.approx(1, abs=1e-4)
     assert found["rigid_goodput"] < found["goodput"]
     assert found["hours_between_failures"] == pytest.approx(0.876)
     with pytest.raises(ValueError, match="3 chips cannot be cut into 4 slices"):
@@ -213,7 +217,7 @@ Changes = dict[str, Any]
 
 
 def changes(case: Case) -> Changes:
-    """Settings that the advice would change."""
+    """Return the settings that the advice changes."""
     return {each["setting"]: each["value"] for each in advise(case) if each["change"]}
 
 
@@ -228,11 +232,13 @@ def test_a_good_link_changes_nothing() -> None:
 
 
 LINKS: list[tuple[Changes, Changes, set[str]]] = [
-    # what is there, what is given, and what must be among the changes
+    # Changes of the config, the assumptions, and settings that the advice must change.
     ({}, {"link_gbit_per_s": 6e-5}, {"wire.up", "wire.down"}),
     ({}, {"link_gbit_per_s": 3e-5}, {"protocol.sync_every"}),
-    ({"protocol": {"num_fragments": 1}}, {"link_gbit_per_s": 5.8e-5}, {"protocol.num_fragments"}),  # 8 steps a round
-    ({"protocol": {"overlap_steps": 1}}, {}, {"protocol.overlap_steps"}),  # no room for the grace window
+    # One fragment needs 8 steps for each round.
+    ({"protocol": {"num_fragments": 1}}, {"link_gbit_per_s": 5.8e-5}, {"protocol.num_fragments"}),
+    # One step of overlap leaves no time for the grace window.
+    ({"protocol": {"overlap_steps": 1}}, {}, {"protocol.overlap_steps"}),
     ({"wire": {"up": "float32", "down": "float32"}}, {"link_gbit_per_s": 4e-4}, {"wire.up", "wire.down"}),
     ({}, {"round_trip_ms": 1500.0, "tcp_window_mb": 64.0}, {"protocol.overlap_steps"}),
     ({"protocol": {"overlap_steps": 0, "quorum": 4}}, {}, {"protocol.overlap_steps"}),
@@ -246,7 +252,7 @@ LINKS: list[tuple[Changes, Changes, set[str]]] = [
 
 @pytest.mark.parametrize(("config", "given", "expected"), LINKS)
 def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[str], tmp_path: Path) -> None:
-    """The advice is valid, makes rounds come back in time, and calls for nothing more."""
+    """Check that a config with the advice is valid, has rounds that return in time, and gets no more advice."""
     assumed = replace(QUIET, **given)
     case = small(**config, given=assumed)
     wanted = changes(case)
@@ -263,10 +269,11 @@ def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[
 
 
 def test_latency_alone_does_not_raise_h() -> None:
-    """Steps that are short against the round trip need overlap; rarer rounds would not help."""
+    """Check that steps shorter than the round trip get overlap as advice, because rarer rounds do not help."""
     found = changes(small(given=replace(QUIET, step_s=0.05, round_trip_ms=400.0, tcp_window_mb=64.0)))
     assert found.keys() == {"protocol.overlap_steps"}
-    assert found["protocol.overlap_steps"] >= 13  # 1.5 x 0.4 s are 12 steps, and half a step for reports
+    # 1.5 x 0.4 s are 12 steps; reports need another half step.
+    assert found["protocol.overlap_steps"] >= 13
 
 
 def test_no_more_overlap_is_advised_than_a_config_takes() -> None:
@@ -289,7 +296,8 @@ def test_large_configs_allocate_nothing() -> None:
 def test_cost_where_prices_are_given() -> None:
     case = small(given=replace(QUIET, price_per_chip_hour=2.0, price_per_egress_gb=0.1))
     cost = forecast(case, [])["cost"]
-    per_step = 2 * 4 * wire_bytes(case)["int4"]["per_step"]  # both ways of four learners
+    # Four learners send and receive.
+    per_step = 2 * 4 * wire_bytes(case)["int4"]["per_step"]
     assert cost["egress_gb_per_day"] == pytest.approx(per_step * 86400 / 1e9)
     assert cost["egress_per_day"] == pytest.approx(cost["egress_gb_per_day"] * 0.1)
     assert cost["chips_per_day"] == 24 * 16 * 2.0
@@ -297,11 +305,12 @@ def test_cost_where_prices_are_given() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of `diloco plan`."""
+    """Return exit status, output and errors of `diloco plan`."""
     platforms = os.environ["JAX_PLATFORMS"]
     try:
         code = cli.main(["plan", *words])
-    except SystemExit as end:  # an override that is wrong
+    # A wrong override ends the parser.
+    except SystemExit as end:
         code = int(end.code or 0)
     finally:
         os.environ["JAX_PLATFORMS"] = platforms
@@ -322,9 +331,20 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  25 " in out and "keep:" in out
 
 
-@pytest.mark.parametrize(("words", "said"), rows("commands.plan"))
-def test_wrong_input_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    known = [str(CONFIGS / f"{word}.yaml") if word in ("quickstart", "data_parallel") else word for word in words]
-    code, out, err = run(capsys, *known)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("missing.yaml", "cannot be read"),
+        ("quickstart --mtbi-years 1e-12", "--mtbi-years is 1e-12, less than a second"),
+        ("quickstart --slices 2000000", "--slices is 2000000; use at most 1e+06"),
+        ("quickstart --sites 9", "only 4 islands"),
+        ("quickstart --chips 2", "2 chips cannot be cut into 4 slices"),
+        ("data_parallel", "--algorithm decoupled"),
+        ("quickstart --protocol.num_fragments 99999 --protocol.sync_every 99999", "queue_payloads_max"),
+    ],
+)
+def test_wrong_input_is_one_message(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = {name: str(CONFIGS / f"{name}.yaml") for name in ("quickstart", "data_parallel")}
+    code, out, err = run(capsys, *(packed.get(word, word) for word in arguments.split()))
     assert code == 2 and not out
-    assert said in " ".join(err.split()).replace("│ ", "") and "Traceback" not in err
+    assert message in " ".join(err.split()).replace("│ ", "") and "Traceback" not in err

@@ -13,7 +13,7 @@ from diloco_jax.protocol.watch import sample_book
 from diloco_jax.protocol.watch.auditor import Auditor
 from diloco_jax.protocol.watch.sample_book import Book, Findings, SampleShare
 from diloco_jax.runtime.records.tape_chain import TapeChain
-from diloco_jax.sim.faults.cluster import FaultyCluster
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.draw import random_scenario
 from diloco_jax.sim.node import Effects, Observer
 from diloco_jax.tools.replay.audit import audit, describe
@@ -282,7 +282,7 @@ class SampleMap:
 class Witness(Observer):
     """Hands what the syncer was told, and did, to an auditor."""
 
-    def __init__(self, cluster: FaultyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.auditor = Auditor(cluster.scenario.config.num_fragments)
         self.said: list[tuple[Any, ...]] = []
         self._lines = iter(range(1, 1 << 30))
@@ -297,7 +297,7 @@ class Witness(Observer):
 
 def witness(seed: int) -> Witness:
     """Run a seed, and return all that an auditor said of it."""
-    cluster = FaultyCluster(random_scenario(seed))
+    cluster = Cluster(random_scenario(seed))
     one = Witness(cluster)
     cluster.watch(one)
     cluster.run(10_000.0)

@@ -15,7 +15,9 @@ import pytest
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.releases import OtherRelease
+from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState, outline, read_entries
@@ -269,9 +271,9 @@ class Alone:
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """One island for all tests of single lives."""
-    return Trainer(
-        config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
-    )
+    config = config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
+    model = Evaluator(config)
+    return Trainer(resolve(config, model.shapes, model.kinds))
 
 
 @pytest.mark.timeout(300)
@@ -307,13 +309,13 @@ def test_life_is_repeated_step_by_step(
         loop.put_batch([(start, stop) for start, stop in read])
         losses.append(loop.wait(loop.step(3 + index))["loss"])
         if index == 0:
-            staged = island.stage(first)
+            staged = island.exchange.stage(island.state.params, first)
         if index == 1:
             kept_back = staged.residual()
             assert kept_back is not None and any(np.asarray(v).any() for v in kept_back.on_devices.values())
             island.adopt(first, take(moved, first), mode=mode, alpha=0.25, sent=staged)
     assert staged is not None
-    payloads = {p: island.stage(trainer.fragments[p]).encode() for p in (0, 1)}
+    payloads = {p: island.exchange.stage(island.state.params, trainer.fragments[p]).encode() for p in (0, 1)}
     island.exchange.held = {}
     world = Alone(values)
     this, other = replica(world), replica(Alone(values))

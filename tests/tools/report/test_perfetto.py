@@ -27,7 +27,8 @@ def test_an_eventful_run_is_on_one_timeline(tmp_path: Path) -> None:
     pair = eventful(tmp_path)
     pair.finish()
     again = max(index for index, line in enumerate(pair.tape) if line.startswith('["StepReport"'))
-    twice = [*pair.tape[: again + 1], *pair.tape[again:]]  # a learner that waits tells its report again
+    # A learner that waits repeats its report.
+    twice = [*pair.tape[: again + 1], *pair.tape[again:]]
     (tmp_path / "tape.jsonl").write_text("".join(f"{line}\n" for line in twice))
     record = {"kind": "eval", "t": 2.5, "global_step": 4, "tokens": 40, "loss": float("nan")}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")

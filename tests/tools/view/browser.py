@@ -1,4 +1,4 @@
-"""Chromium without a window, driven through two pipes of its own (Chrome DevTools Protocol): no driver, no library."""
+"""Chromium without a window, driven through two pipes (Chrome DevTools Protocol), without a driver or a library."""
 
 import base64
 import contextlib
@@ -17,7 +17,7 @@ FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-
 
 
 class Browser:
-    """One page in a browser of its own.
+    """One page in a separate browser.
 
     Args:
         folder: for its profile.
@@ -33,7 +33,8 @@ class Browser:
         for each in (commands, answers):
             os.close(each)
         self._number, self._rest, self._session = 0, b"", ""
-        self.problems: list[str] = []  # what the page's console complained of
+        # Errors on the page's console.
+        self.problems: list[str] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Accessibility"):
@@ -78,7 +79,8 @@ class Browser:
         """Return the value of an expression once it is true."""
         ends_s = time.monotonic() + timeout_s
         while time.monotonic() < ends_s:
-            with contextlib.suppress(AssertionError):  # the page is about to load
+            # A page that loads has no result yet.
+            with contextlib.suppress(AssertionError):
                 if value := self.run(script):
                     return value
             time.sleep(0.05)

@@ -47,7 +47,7 @@ def test_a_run_is_shown_and_what_happens_to_it(browser: Browser, tmp_path: Path)
         shows(browser, "#events", "b joined: incarnation 1")
         shows(browser, "#samples", "50.0 %")
         gone = row("b", state="gone", condition="gone", reason="no connection")  # b is killed
-        told = [Alarm("gone", "b", "b is gone: no connection").told()]
+        told = [Alarm("gone", "b", "b is gone: no connection").as_dict()]
         (folder / "status.json").write_text(json.dumps(status(learners=[row("a"), gone], alarms=told)))
         append(folder, step("b", 5.25, 2, 30), left("b", 6.0), *one_round(2, 7.0))
         shows(browser, "#alarm-list", "b is gone")
@@ -87,7 +87,8 @@ def test_the_keyboard_reaches_everything(browser: Browser, tmp_path: Path) -> No
         browser.run("document.querySelector('[aria-label=\"Let a leave\"]').focus()")
         browser.press("Enter")
         shows(browser, "dialog[open]", "Let a leave?")
-        browser.press("Enter")  # the button that keeps it has the focus
+        # The button that keeps the island has the focus.
+        browser.press("Enter")
         browser.until("!document.querySelector('dialog[open]')")
         assert browser.run("document.activeElement.getAttribute('aria-label')") == "Let a leave"
         assert browser.run("document.getElementById('drained').innerText") == ""
@@ -154,12 +155,14 @@ def test_a_real_run_whose_island_and_syncer_are_killed_while_the_page_is_open(br
         assert (run_dir / "page.token").stat().st_mode & 0o77 == 0
         browser.open(f"http://{page}/#{token.strip()}")
         shows(browser, "#state", "running")
-        browser.until("document.querySelectorAll('#timeline .ph4').length > 3")  # rounds, up to their broadcasts
+        # Rounds are drawn up to their broadcasts.
+        browser.until("document.querySelectorAll('#timeline .ph4').length > 3")
         kill("island-1")
         shows(browser, "#alarm-list", "island-1 is gone")
         browser.until("runs[0].events.filter(e => e.kind === 'joined' && e.who[0] === 'island-1').length === 2")
         shows(browser, "#alarm-list", "None")
-        kill("diloco_jax syncer")  # and with it the page, which comes back where it was
+        # The page ends with the syncer, and returns at the same address.
+        kill("diloco_jax syncer")
         shows(browser, "#events", "restarted")
         shows(browser, "#state", "running")
         times = browser.until("runs[0].times")
@@ -168,7 +171,8 @@ def test_a_real_run_whose_island_and_syncer_are_killed_while_the_page_is_open(br
         browser.run("document.querySelector('dialog .bad').click()")
         shows(browser, "#drained", "island-0 leaves after its current step")
         shows(browser, "#events", "island-0 left: drained")
-        browser.problems.clear()  # the connections that broke
+        # The console has errors of broken connections.
+        browser.problems.clear()
     finally:
         process.terminate()
         process.communicate(timeout=60)

@@ -89,7 +89,7 @@ TIMES = [
     # its link breaks, it trains on, and tells it when it is back
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 5, 50, 1.0)],
      {"training": 5.0}),
-    # the same, but with a second in which it did nothing
+    # The same, with an idle second.
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 4, 40, 1.0)],
      {"training": 4.0, "away": 1.0}),
     # it is back sooner, and begins its next step late
@@ -108,7 +108,7 @@ TIMES = [
     # data: half of the time in steps
     ([joined("a", 0.0), step("a", 2.0, 1, 10, 2.0), {"kind": "metrics", "t": 2.0, "global_step": 0, "learner": "a"}
       | {"values": {"waiting_for_data": 0.5}}, step("a", 4.0, 2, 20, 2.0)], {"training": 3.0, "data": 1.0}),
-    # that everybody leaves a run that is complete is no loss
+    # Islands that leave a complete run do not lower its goodput.
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**left("a", 1.5), "kind": "finished", "members": []},
       left("a", 1.5), wire(9.0, 1, 0, 0)], {"training": 1.0, "between": 0.5}),
 ]  # fmt: skip
@@ -119,7 +119,7 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
     times = IslandTimes(["a", "never"])
     for record in records:
         times.take(record)
-    told = times.told()
+    told = times.as_dict()
     nothing = dict.fromkeys(("training", "data", "between", "joining", "away"), 0.0)
     assert told["islands"]["a"] == {**nothing, **uses}
     assert told["islands"]["never"] == {**nothing, "away": told["span_s"]}
@@ -129,7 +129,7 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
 def test_an_alarm_that_ended_is_neither_current_nor_told_twice(tmp_path: Path) -> None:
     """A red block over a complete run would tell of a fault that ended long before."""
     gone = Alarm("gone", "b", "b is gone: no connection")
-    over = Standing(gone, 138.0, 154.0, stands=False).told()
+    over = Standing(gone, 138.0, 154.0, stands=False).as_dict()
     folder = made_run(tmp_path, state="complete", episodes=[over])
     for t, state in ((138.0, "begins"), (154.0, "ends")):
         record = {"kind": "alarm", "t": t, "global_step": 1, "alarm": "gone", "state": state}
@@ -185,7 +185,7 @@ def test_no_command_that_people_use_often_opens_the_tape(command: str, tmp_path:
 
 
 def test_alarms_of_a_run_that_ended_are_those_of_its_summary() -> None:
-    stood, stands = Alarm("gone", "a", "a is gone").told(), Alarm("slow", "b", "b is slow").told()
+    stood, stands = Alarm("gone", "a", "a is gone").as_dict(), Alarm("slow", "b", "b is slow").as_dict()
     assert alarms_now(status(alarms=[stands]), {}) == [stands]
     assert alarms_now(status(state="stopped", alarms=[stands]), {"alarms": [stood]}) == [stood]
     dead = status(state="not running", remedy="resume", said_s_ago=9.0, learners=[])

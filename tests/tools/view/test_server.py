@@ -100,7 +100,8 @@ def test_an_island_is_drained_with_the_token_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "ask_drain", drain)
     with served(folder) as server:
         status, text, _ = ask(server, "/drain", {"run": 0, "learner": "a"}, X_Token="{token}")
-        assert (status, json.loads(text)["ok"]) == (409, False) and "never listened" in text  # no address in the folder
+        # The folder has no address.
+        assert (status, json.loads(text)["ok"]) == (409, False) and "never listened" in text
         (folder / "syncer.address").write_text("127.0.0.1:7\n")
         status, text, _ = ask(server, "/drain", {"run": 0, "learner": "a"}, X_Token="{token}")
         assert (status, json.loads(text)) == (200, {"ok": True, "message": "a leaves"})

@@ -72,7 +72,10 @@ def test_payloads_are_what_the_host_would_encode_with_what_rounding_kept_back(
             island.adopt(fragment, anchor, sent=sent)
             update = updates(fragment, turn, format)
             island.overwrite(fragment, {key: anchor[key] - update[key] for key in anchor})
-            unused, staged = island.stage(fragment), island.stage(fragment)
+            unused, staged = (
+                island.exchange.stage(island.state.params, fragment),
+                island.exchange.stage(island.state.params, fragment),
+            )
             whole = {key: update[key] + kept[key] for key in update}
             payload = codec.encode(whole, format)
             assert staged.encode() == payload == unused.encode()
@@ -112,7 +115,7 @@ def test_staged_updates_are_those_of_the_step_whatever_runs_next(
     collected = []
     for i in range(4):
         handle = island.step(island.put_batch(batches[i]), 1e-2)
-        staged = [island.stage(fragment) for fragment in plan.fragments]
+        staged = [island.exchange.stage(island.state.params, fragment) for fragment in plan.fragments]
         want = island.parameters()
         following = island.step(island.put_batch(batches[i + 1]), 1e-2)  # donates what was staged
         with ThreadPoolExecutor(1) as thread:
@@ -134,7 +137,7 @@ def test_staging_does_not_cost_the_next_step_its_donation(make_island: MakeIslan
     island.adopt(whole, island.parameters())
     before = pointers(island, path)
     train(island, batches[:1])
-    staged = island.stage(whole)
+    staged = island.exchange.stage(island.state.params, whole)
     train(island, batches[1:2])
     assert pointers(island, path) == before
     assert len(staged.encode()) == codec.encoded_size(whole.shapes, "int4")
@@ -145,7 +148,7 @@ def test_little_goes_to_the_host_and_each_part_once(make_island: MakeIsland) -> 
         island = make_island(**mesh, wire="int4", args=WIDE)
         whole = island._whole()
         island.adopt(whole, island.parameters())
-        staged = island.stage(whole)
+        staged = island.exchange.stage(island.state.params, whole)
         assert all(len(copy.sharding.device_set) == 1 for _, _, copy in staged._copies)
         windows = windows_of(whole, island.exchange._tensors)
         cut = [w for w in windows if w.block_dim is None]
@@ -175,7 +178,7 @@ def test_adoption_is_exact_in_every_mode(make_island: MakeIsland, mesh: dict[str
             island.load(start)
             island.adopt(fragment, random_values(fragment, seed=4))
             island.overwrite(fragment, then)
-            sent = island.stage(fragment)
+            sent = island.exchange.stage(island.state.params, fragment)
             island.overwrite(fragment, local)
             island.adopt(fragment, new, mode=mode, alpha=0.25, sent=sent)
             assert_same(island.parameters(), put(start, fragment, want))
@@ -225,7 +228,7 @@ def test_after_warming_up_nothing_is_compiled(
         island.adopt(fragment, take(start, fragment))
     for batch in batches[:3]:
         handle = island.step(island.put_batch(batch), 1e-2)
-        staged = [island.stage(fragment) for fragment in plan.fragments]
+        staged = [island.exchange.stage(island.state.params, fragment) for fragment in plan.fragments]
         island.wait(handle)
         for fragment, sent in zip(plan.fragments, staged, strict=True):
             island.adopt(fragment, take(start, fragment), mode="rebase", sent=sent)
@@ -239,7 +242,7 @@ def test_values_that_are_not_finite_leave_no_trace(make_island: MakeIsland, form
     anchor = random_values(fragment)
     island.adopt(fragment, anchor)
     island.overwrite(fragment, {k: np.full_like(v, np.inf) for k, v in anchor.items()})
-    bad = island.stage(fragment)
+    bad = island.exchange.stage(island.state.params, fragment)
     if format == "int4":
         with pytest.raises(ValueError, match="holds NaN or infinity"):
             bad.encode()
@@ -250,7 +253,7 @@ def test_values_that_are_not_finite_leave_no_trace(make_island: MakeIsland, form
     island.adopt(fragment, anchor, sent=bad)
     island.overwrite(fragment, {k: v - 1 for k, v in anchor.items()})
     ones = {k: np.ones_like(v) for k, v in anchor.items()}
-    assert island.stage(fragment).encode() == codec.encode(ones, format)
+    assert island.exchange.stage(island.state.params, fragment).encode() == codec.encode(ones, format)
 
 
 def test_values_are_copied(make_island: MakeIsland) -> None:
@@ -263,7 +266,7 @@ def test_values_are_copied(make_island: MakeIsland) -> None:
         for value in values.values():
             value[...] = 99
         island.overwrite(fragment, {k: np.zeros_like(v) for k, v in kept.items()})
-        assert island.stage(fragment).encode() == codec.encode(kept, "float32")
+        assert island.exchange.stage(island.state.params, fragment).encode() == codec.encode(kept, "float32")
 
 
 def test_foreign_values_are_refused_by_name(make_island: MakeIsland) -> None:

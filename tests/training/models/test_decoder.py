@@ -1,5 +1,7 @@
 """The decoder against a NumPy forward pass written from the formulas, and what must hold for any decoder."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ from diloco_jax.training.models.decoder import Decoder, draw_token
 from diloco_jax.training.models.moe import MoeConfig, MoeDecoder
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import join_model, split_model
-from tests.tables import rows
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -23,7 +24,7 @@ def build(seed: int = 0, **changes: object) -> Decoder:
 
 
 def randomised(model: Decoder) -> Decoder:
-    """The same model with every parameter, also the norms' scales, away from its special initial value."""
+    """Return the model with each parameter moved away from its initial value, the norms' scales too."""
     graphdef, params = split_model(model)
     rng = np.random.default_rng(5)
     return join_model(
@@ -40,12 +41,13 @@ def loss_of(model: Decoder, tokens: np.ndarray) -> float:
 
 
 def reference_logits(p: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) -> np.ndarray:
-    """One example at a time, one head at a time, float64."""
+    """Return logits computed in float64, for one example and one head at a time."""
 
     def norm(x, scale):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
-    def rope(x):  # [T, H]: complex rotation of (x[i], x[i + H/2])
+    # The complex rotation of (x[i], x[i + H/2]), where x is [T, H].
+    def rope(x):
         half = x.shape[1] // 2
         turn = np.exp(1j * np.arange(len(x))[:, None] * c.rope_theta ** (-2 * np.arange(half) / x.shape[1]))
         z = (x[:, :half] + 1j * x[:, half:]) * turn
@@ -154,11 +156,31 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters() -> No
     assert loss_of(half, TOKENS) == pytest.approx(loss_of(full, TOKENS), rel=0.01)
 
 
-@pytest.mark.parametrize(("changes", "message"), rows("training.decoder"))
-def test_impossible_sizes_are_refused(changes: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_heads", 3, "multiple of num_kv_heads"),
+        ("head_dim", 5, "even"),
+        ("dim", 0, "at least 1"),
+        ("activation", "tanh", "gelu, silu, relu2"),
+        ("dtype", "float16", "float32, bfloat16"),
+        ("norms", "none", "pre, post, both"),
+        ("window", -1, "window is -1; it must be at least 0"),
+        ("rope_slow", 4.0, "rope_slow 4.0 must be above 0 and below rope_fast 4.0"),
+        ("rope_factor", 0.5, "rope_factor 0.5"),
+        ("rope_theta", math.nan, "rope_theta nan must be finite"),
+        ("num_heads", 0, "at least 1"),
+        ("experts_per_token", 5, r"use 1 to num_experts \(4\)"),
+        ("capacity_factor", 0.0, "must be > 0"),
+        ("routing", "all", "choose from capacity, dropless"),
+        ("capacity_factor", math.inf, "capacity_factor inf must be > 0"),
+        ("balance_coefficient", math.nan, "balance_coefficient nan at least 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(name: str, value: object, message: str) -> None:
     config = MoeConfig(**TINY, num_experts=4)
-    for name, value in changes.items():
-        object.__setattr__(config, name, value)  # under test the types would refuse some earlier
+    # Under test the constructor checks types, and would refuse some of these values with another error.
+    object.__setattr__(config, name, value)
     with pytest.raises(ValueError, match=message):
         config.__post_init__()
 
@@ -191,8 +213,10 @@ def test_what_it_writes_is_what_its_logits_say() -> None:
         return np.asarray(program(jnp.asarray(prompt))).tolist()
 
     tokens = prompt.tolist()
-    for _ in range(6):  # greedy, one forward pass for each token, with no more than the context
-        tokens.append(int(logits_of(model, np.array([tokens[-context:]]))[0, -1].argmax()))
+    forward = jax.jit(lambda t: model(t))
+    # Greedy decoding with one forward pass over at most one context for each token.
+    for _ in range(6):
+        tokens.append(int(forward(jnp.asarray([tokens[-context:]]))[0, -1].argmax()))
     assert written(0.0) == tokens[3:]
     assert written(1e-4) == tokens[3:], "a cold draw is the likeliest token"
     assert written(5.0) == written(5.0) != written(5.0, seed=1)

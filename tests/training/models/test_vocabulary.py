@@ -73,15 +73,18 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
 def test_rows_and_their_gradients_come_back(mesh: dict[str, int], slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SLAB_BYTES", slab)
     layout = MeshLayout(make_mesh(MeshConfig(**mesh), jax.devices()))
-    lies = layout.sharding(TABLE.shape, TABLE_AXES)
+    sharding = layout.sharding(TABLE.shape, TABLE_AXES)
 
     def total(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         with use_layout(layout):
             rows = look_up(table, tokens, "float32")
         return jnp.sum(rows * FACTORS), rows
 
-    table, tokens = jax.device_put(TABLE, lies), jax.device_put(TOKENS, layout.sharding(TOKENS.shape, ("batch", None)))
-    program = jax.jit(jax.grad(total, has_aux=True), out_shardings=(lies, None)).lower(table, tokens).compile()
+    table, tokens = (
+        jax.device_put(TABLE, sharding),
+        jax.device_put(TOKENS, layout.sharding(TOKENS.shape, ("batch", None))),
+    )
+    program = jax.jit(jax.grad(total, has_aux=True), out_shardings=(sharding, None)).lower(table, tokens).compile()
     gradient, rows = program(table, tokens)
     np.testing.assert_array_equal(rows, TABLE[TOKENS])
     want = np.zeros(TABLE.shape)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.tools.chaos.relay import Relay
-from diloco_jax.transport.group.commands import HostAnswer, HostEnd, HostHave, HostMeet, HostStep, HostWant
+from diloco_jax.transport.commands import HostAnswer, HostEnd, HostHave, HostMeet, HostStep, HostWant
 from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust import certificates

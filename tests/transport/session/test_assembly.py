@@ -17,7 +17,6 @@ from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Range
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import assembly as assembly_module
 from diloco_jax.transport.session.assembly import MESSAGES_MAX, RANGES_MAX, Assembly
-from tests.tables import rows
 from tests.transport.ends import WAIT_S, comes_true, value
 
 HEADER = pb.Header(run_id="run", sender="a", session=7, lane=pb.LANE_BULK, stripes=1)
@@ -26,7 +25,7 @@ LIMIT = 1000
 
 
 class Receiver:
-    """A session's receiving end."""
+    """Receiving end of a session."""
 
     def __init__(self, partials: Partials | None = None, limit: int = LIMIT) -> None:
         self.partials = partials or Partials(limit, 60.0)
@@ -39,7 +38,7 @@ class Receiver:
 
     def feed(self, *frames: bytes) -> None:
         for frame in frames:
-            assert self.has_room(frame), "it would wait for ever"
+            assert self.has_room(frame), "it would wait forever"
             self.assembly.add(incoming(frame))
             self.deliver()
 
@@ -60,7 +59,7 @@ def frames(number: int, payload: bytes, chunk_bytes: int = 10, **resume: Any) ->
 
 
 def changed(frame: bytes, **fields: Any) -> bytes:
-    """The frame with other fields in its chunk, as a peer without checksums would send it."""
+    """Return the frame with other fields in its chunk, as a peer without checksums sends it."""
     parsed = pb.Frame.FromString(frame)
     parsed.ClearField("check")
     for name, new in fields.items():
@@ -75,7 +74,7 @@ def changed(frame: bytes, **fields: Any) -> bytes:
     seed=st.integers(0, 1 << 20),
 )
 def test_any_spread_over_stripes_gives_all_messages_in_order(payloads: list[bytes], stripes: int, seed: int) -> None:
-    """Whoever is free takes the next chunk; the connections then run at any speed, and none waits for ever."""
+    """Check that no connection waits forever when each one that is free takes the next chunk, at any speed."""
     number, receiver = random.Random(seed), Receiver(limit=150)
     queues: list[list[bytes]] = [[] for _ in range(stripes)]
     for index, payload in enumerate(payloads, 1):
@@ -159,7 +158,8 @@ def test_who_waits_hears_of_the_room_that_a_delivery_makes(monkeypatch: pytest.M
 
     threading.Thread(target=add, daemon=True).start()
     assert looked.acquire(timeout=WAIT_S)
-    receiver.assembly.add(incoming(frames(1, bytes(1000), 900)[1]))  # which looks, and lets the other look again
+    # This call checks for room, and wakes the other thread to check too.
+    receiver.assembly.add(incoming(frames(1, bytes(1000), 900)[1]))
     assert looked.acquire(timeout=WAIT_S) and looked.acquire(timeout=WAIT_S)
     assert not done.is_set()
     receiver.deliver()
@@ -179,7 +179,7 @@ def test_one_delivers_and_the_others_go_on() -> None:
     first = threading.Thread(target=receiver.assembly.deliver, args=(slow,), daemon=True)
     first.start()
     assert began.wait(WAIT_S)
-    receiver.feed(frames(2, b"y")[0])  # it returns
+    receiver.feed(frames(2, b"y")[0])
     assert heard == [] and receiver.came == []
     go_on.set()
     first.join(WAIT_S)
@@ -187,7 +187,8 @@ def test_one_delivers_and_the_others_go_on() -> None:
 
 
 def test_oversize_payload_is_refused_before_allocation() -> None:
-    huge = changed(frames(1, b"0123")[0], payload_bytes=1 << 62)  # an attempt to allocate this raises another error
+    # An attempt to allocate so much would raise another error.
+    huge = changed(frames(1, b"0123")[0], payload_bytes=1 << 62)
     with pytest.raises(wire.WireError, match=r"payload of 4611686018427387904 bytes, the limit here is 1000: raise"):
         Receiver().feed(huge)
     Receiver(limit=4).feed(frames(1, b"0123")[0])
@@ -204,7 +205,27 @@ def test_every_flipped_data_bit_is_found() -> None:
             Receiver().feed(bytes(broken))
 
 
-@pytest.mark.parametrize(("early", "late", "reason"), rows("transport.chunks"))
+@pytest.mark.parametrize(
+    ("early", "late", "reason"),
+    [
+        pytest.param([1], 1, "bytes 10 to 20 are empty or there already", id="bytes-that-came-before"),
+        pytest.param([0], 0, "message 1 came twice", id="message-that-came-before"),
+        pytest.param(
+            [0, 1, 2], 2, "a chunk of message 1, which is complete: 2 is the next", id="message-that-is-complete"
+        ),
+        pytest.param([0], {"payload_bytes": 31}, "at 10 of 31 of message 1 is out of place", id="another-length"),
+        pytest.param([0], {"offset": 21}, "at 21 of 30 of message 1 is out of place", id="beyond-the-end"),
+        pytest.param([0], {"offset": 15}, "", id="between-two-chunks"),
+        pytest.param([0], {"key": 5}, "is out of place", id="another-key"),
+        pytest.param([0], {"resumed": True}, "is out of place", id="resumed-in-the-middle"),
+        pytest.param(
+            [],
+            {"resumed": True},
+            "leaves out bytes of a payload, but nothing of it is kept here",
+            id="resumed-and-unknown",
+        ),
+    ],
+)
 def test_chunks_out_of_place_are_refused(early: list[int], late: int | dict[str, Any], reason: str) -> None:
     made, receiver = frames(1, bytes(30)), Receiver()
     for at in early:
@@ -233,7 +254,7 @@ KEY = digest(PAYLOAD)
 
 
 def continued(receiver: Receiver, payload: bytes = PAYLOAD, key: int = KEY) -> list[bytes]:
-    """Return the frames of a sender that was told what the receiver holds."""
+    """Return the frames of a sender that knows which bytes the receiver holds."""
     held = PeerHoldings(receiver.partials.announce()).claim((key, len(payload)))
     return frames(1, payload, key=key, held=held)
 
@@ -264,7 +285,8 @@ def test_any_number_of_cuts_and_every_byte_moves_once(cuts: list[set[int]]) -> N
 @pytest.mark.usefixtures("_small_payloads_resume")
 def test_payload_that_is_not_what_was_begun_is_dropped_and_forgotten() -> None:
     receiver = Receiver()
-    forged = bytes(100)  # whoever sent it, under the key of another
+    # A peer sends these bytes under the key of another payload.
+    forged = bytes(100)
     receiver.feed(*frames(1, forged, key=KEY)[:6])
     receiver.assembly.close()
     again = Receiver(receiver.partials)

@@ -191,4 +191,4 @@ def test_token_without_encryption_is_no_protection(folder: Path, caplog: pytest.
         credentials(plain, "a")
     with caplog.at_level(logging.WARNING):
         credentials(dataclasses.replace(plain, allow_plaintext=True), "a")
-    assert "whoever can read the traffic learns the token" in caplog.text
+    assert "anyone who can read the traffic learns the token" in caplog.text

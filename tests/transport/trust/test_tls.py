@@ -1,4 +1,4 @@
-"""Certificates and tokens over real connections: who has them is served, whoever has not learns what to change."""
+"""Certificates and tokens over real connections: the syncer serves their owners, and names the remedy to others."""
 
 import dataclasses
 import datetime
@@ -11,14 +11,13 @@ import grpc
 import pytest
 
 from diloco_jax.protocol.messages import Advance, FragmentValue
-from diloco_jax.transport import grpc_link
-from diloco_jax.transport.calls import DaemonThreads, ask_drain, ask_status
-from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.endpoints import grpc_link
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import SYNCER_HOST, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.calls import DaemonThreads, ask_drain, ask_status
 from diloco_jax.transport.trust import certificates, security
 from diloco_jax.transport.trust.security import credentials, is_loopback
-from tests.tables import rows
 from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear
 
 pytestmark = pytest.mark.net
@@ -27,7 +26,7 @@ PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of one run; island-9's certificate has expired, old-syncer's too, and one learner poses as the syncer."""
+    """Make the certificates of one run; two of them have expired, and one learner poses as the syncer."""
     folder = tmp_path_factory.mktemp("ours")
     made = certificates.make(folder, ["island-0", "island-1"])
     authority, day = certificates._read_pair(folder), datetime.timedelta(days=1)
@@ -45,7 +44,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of another authority, with the same names."""
+    """Make certificates of another authority with the same names."""
     folder = tmp_path_factory.mktemp("theirs")
     certificates.make(folder, ["island-0"])
     return folder
@@ -53,13 +52,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for the reason soon, and take the time that a loaded machine needs."""
+    """Look for the reason early, and give the check the time that a loaded machine needs."""
     monkeypatch.setattr(grpc_link, "PATIENCE_S", 0.1)
     monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
 
 
 class Run:
-    """Ends that have the files of a run."""
+    """Ends of connections that have the files of a run."""
 
     def __init__(self, ends: Ends, folder: Path) -> None:
         self._ends, self._folder = ends, folder
@@ -69,7 +68,7 @@ class Run:
         return self._ends.listen(**certificates.settings(self._folder) | changes)
 
     def as_(self, name: str = "{name}", folder: Path | None = None, **changes: Any) -> dict[str, Any]:
-        """The settings of somebody who has the certificate of this name, of our authority or another."""
+        """Return the settings of the owner of the certificate with this name, from this authority or another."""
         folder = folder or self._folder
         files = {"tls_certificate": str(folder / f"{name}.pem"), "tls_key": str(folder / f"{name}.key")}
         return {"address": self.listener.address, **certificates.settings(folder), **files, **changes}
@@ -92,7 +91,7 @@ def run(ends: Ends, ours: Path) -> Run:
 
 
 def believe(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Switch off checks of our own files, as a peer with other code would: the other side must notice by itself."""
+    """Switch off the checks of local files: other code may lack them, and the other side must notice by itself."""
     for name in names:
         monkeypatch.setattr(certificates, name, lambda *_: None)
 
@@ -107,7 +106,8 @@ def test_the_right_certificates_and_token_are_served(run: Run) -> None:
 
 
 def test_one_address_or_another_the_syncer_is_known_by_its_certificate(run: Run) -> None:
-    listener = run.listen(address="0.0.0.0:0")  # no allow_plaintext: it is encrypted
+    # The link is encrypted and needs no allow_plaintext.
+    listener = run.listen(address="0.0.0.0:0")
     port = listener.address.rpartition(":")[2]
     for host in ("localhost", "127.0.0.1"):
         run.connect(address=f"{host}:{port}")
@@ -150,7 +150,7 @@ def test_syncer_of_another_authority_is_not_believed(run: Run, theirs: Path) -> 
 
 def test_expired_certificates_are_refused_by_both_sides(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     syncer = run.as_("old-syncer", address="127.0.0.1:0", token_file="")
-    # no wrong input: whoever starts us again meanwhile may find it renewed
+    # This is not wrong input, because the certificate may be renewed before the next start.
     with pytest.raises(ConnectionError, match=r"tls_certificate .*island-9\.pem expired on 2020-01-02 .* a new one"):
         run.connect("island-9")
     with pytest.raises(ValueError, match=r"tls_certificate .*old-syncer\.pem expired on 2020-01-02"):
@@ -180,7 +180,7 @@ def test_the_syncers_renewed_certificate_counts_for_the_next_connection(
 
 @pytest.mark.parametrize("poser", ["island-1", "named-like-the-syncer"])
 def test_learner_cannot_pose_as_the_syncer(ends: Ends, ours: Path, poser: str) -> None:
-    """Not with its own certificate, and not with one whose owner calls itself the syncer."""
+    """Check that a learner cannot pose as the syncer, with its certificate or with one that names the syncer."""
     key, chain = ((ours / f"{poser}.{kind}").read_bytes() for kind in ("key", "pem"))
     server = grpc.server(DaemonThreads())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)]))
@@ -220,7 +220,7 @@ def test_token_alone_on_loopback(ends: Ends, ours: Path) -> None:
 
 
 def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.StatusCode]:
-    """Answers to the three calls of a client that has no token, and perhaps no certificate."""
+    """Return the answers to three calls of a client without a token, and perhaps without a certificate."""
     ca, key, chain = (ours / "ca.pem").read_bytes(), None, None
     if certificate:
         key, chain = (ours / "island-0.key").read_bytes(), (ours / "island-0.pem").read_bytes()
@@ -248,12 +248,13 @@ def test_nothing_without_credentials_and_nobody_is_evicted(
     run.listener.on_drain = lambda name: "drained"
     healthy = run.meet()
     assert list(raw_calls(run.listener.address, ours, certificate=certificate)) == [code] * 3
-    greet(run.listener, healthy, "island-0")  # a call without credentials must not end a session
+    # A call without credentials must not end this session.
+    greet(run.listener, healthy, "island-0")
     assert run.listener.send("island-0", Advance(1)) and hear(healthy).message == Advance(1)
 
 
 def test_who_may_drain_whom(run: Run) -> None:
-    """A learner itself only; the syncer's certificate, that is whoever runs the job, everybody."""
+    """A learner may drain only itself; the owner of the syncer's certificate may drain every island."""
     drained, stop = list[str](), threading.Event()
 
     def on_drain(name: str) -> str:
@@ -278,7 +279,19 @@ def test_who_may_drain_whom(run: Run) -> None:
     driver.join(WAIT_S)
 
 
-@pytest.mark.parametrize(("address", "loopback"), rows("transport.loopback"))
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1:0", True),
+        ("127.8.9.1:1", True),
+        ("[::1]:50051", True),
+        ("localhost:80", True),
+        ("0.0.0.0:0", False),
+        ("[::]:0", False),
+        ("10.0.0.1:80", False),
+        ("localhost.example.org:80", False),
+    ],
+)
 def test_loopback_addresses(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
 

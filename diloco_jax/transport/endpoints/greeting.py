@@ -1,0 +1,187 @@
+"""The first exchange between a user's training loop and a syncer: the run's config, and its model.
+
+The loop requests the run's config and the layout of its model (`ask_description`). While the run has no model, the
+first loop sends layout and initial values (`offer_model`); every later loop gets that layout and compares it with its
+own. The listener bounds everything before it allocates memory: the layout by LAYOUT_BYTES_MAX, the values by the layout
+and by the config's limit of parameters.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from diloco_jax.core.codec import digest
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
+from diloco_jax.transport.link import TransportConfig, check_name
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
+from diloco_jax.transport.trust.security import Gate, credentials
+
+DESCRIBE, OFFER = "Describe", "Offer"
+LAYOUT_BYTES_MAX = 2 << 20
+VALUES_BYTES = 1 << 20  # per message
+STALL_S = 60.0  # without a message
+BUSY, TOO_LATE = "another learner brings the model", "another learner has brought the model"
+
+
+class Description(NamedTuple):
+    """A run, as its syncer describes it: its config as YAML, and the layout of its model, "" while it has none.
+
+    `coming` is true while a learner sends the model.
+    """
+
+    config: str
+    layout: str
+    coming: bool = False
+
+
+class ModelOffer(NamedTuple):
+    """A model that a learner brought: its layout, and the bytes of its initial values."""
+
+    layout: str
+    values: bytearray
+
+
+def ask_description(config: TransportConfig, learner_id: str) -> Description:
+    """Return the description of the run at `config.address`; raises as `ask`."""
+    reply: pb.DescribeReply = ask(config, DESCRIBE, b"", pb.DescribeReply.FromString, check_name(learner_id))
+    return Description(reply.config, reply.layout, reply.coming)
+
+
+def offer_model(config: TransportConfig, learner_id: str, layout: str, values: Iterable[memoryview]) -> str:
+    """Send the model of a run that has none; return why the syncer did not take it, "" if it did.
+
+    Args:
+        values: Bytes of its tensors, read twice.
+
+    Raises:
+        TransportError: The syncer cannot be reached, or refused.
+    """
+    own, pieces = credentials(config, learner_id), list(values)
+
+    def requests() -> Iterator[bytes]:
+        yield pb.OfferRequest(learner_id=learner_id, layout=layout, digest=digest(pieces)).SerializeToString()
+        for piece in pieces:
+            for start in range(0, piece.nbytes, VALUES_BYTES):
+                yield pb.OfferRequest(values=bytes(piece[start : start + VALUES_BYTES])).SerializeToString()
+
+    with open_channel(config, own) as channel:
+        call = channel.stream_unary(f"/{SERVICE}/{OFFER}", response_deserializer=pb.OfferReply.FromString)
+        try:
+            reply = call(requests(), wait_for_ready=True, metadata=own.metadata)
+        except grpc.RpcError as error:
+            raise failure(config, error, learner_id) from None
+    return "" if reply.taken else clean(reply.message, REASON_LENGTH_MAX) or "no reason was given"
+
+
+class DescriptionDesk:
+    """Service for the method DESCRIBE of one listener; `coming` tells whether a learner sends the run's model."""
+
+    def __init__(self, gate: Gate, coming: Callable[[], bool] = lambda: False) -> None:
+        # The driver of the listener sets the answer.
+        self.description = Description("", "")
+        self._gate = gate
+        self._coming = coming
+
+    def serve(self, _: bytes, context: Any) -> pb.DescribeReply:
+        """Answer one call."""
+        with refusing(context):
+            self._gate.check(dict(context.invocation_metadata()))
+        found = self.description
+        return pb.DescribeReply(config=found.config, layout=found.layout, coming=self._coming())
+
+
+class ModelDesk:
+    """Listener of a run without a model; it takes the first model that a learner offers.
+
+    Args:
+        measure: Returns the size of a layout's values in bytes; ValueError for a layout that this run cannot take.
+
+    Attributes:
+        address: Address for learners, with the real port.
+
+    Raises:
+        ValueError: This machine cannot listen there.
+    """
+
+    def __init__(self, config: TransportConfig, description: Description, measure: Callable[[str], int]) -> None:
+        own = credentials(config, SYNCER)
+        self._gate = Gate(encrypted=config.encrypted, token=own.token)
+        self._measure = measure
+        self._busy = threading.Lock()
+        self._taken = threading.Event()
+        self._offer: ModelOffer | None = None
+        desk = DescriptionDesk(self._gate, lambda: self._busy.locked() or self._taken.is_set())
+        desk.description = description
+        handlers = {
+            DESCRIBE: grpc.unary_unary_rpc_method_handler(desk.serve, response_serializer=serialized),
+            OFFER: grpc.stream_unary_rpc_method_handler(self._serve, response_serializer=serialized),
+        }
+        self._server, self.address = open_server(config, SERVICE, handlers, own.server)
+
+    def take(self, timeout_s: float) -> ModelOffer | None:
+        """Return the model once it is complete, and forget it; None after `timeout_s` seconds."""
+        self._taken.wait(timeout_s)
+        offer, self._offer = self._offer, None
+        return offer
+
+    def close(self) -> None:
+        """Send the last answer, and free the port."""
+        self._server.stop(1.0).wait(2.0)
+
+    def _serve(self, requests: Iterator[bytes], context: Any) -> pb.OfferReply:
+        try:
+            with refusing(context):
+                self._gate.check(dict(context.invocation_metadata()))
+                first = pb.OfferRequest.FromString(next(requests, b""))
+                self._gate.check_speaks_for(check_name(first.learner_id), context.auth_context())
+        except (DecodeError, ValueError) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not self._busy.acquire(blocking=False):
+            return pb.OfferReply(message=BUSY)
+        heard_s = [time.monotonic()]
+        context.add_callback(watch_silence(context.cancel, heard_s))
+        try:
+            if self._taken.is_set():
+                return pb.OfferReply(message=TOO_LATE)
+            size = self._measure(first.layout)
+            values, filled = bytearray(size), 0
+            for raw in requests:
+                heard_s[0] = time.monotonic()
+                piece = pb.OfferRequest.FromString(raw).values
+                if filled + len(piece) > size:
+                    return pb.OfferReply(message=f"more than the {size} bytes came that the layout says")
+                values[filled : filled + len(piece)] = piece
+                filled += len(piece)
+            if filled < size or digest(values) != first.digest:
+                return pb.OfferReply(message=f"{filled} of {size} bytes came, or they are damaged")
+            self._offer = ModelOffer(first.layout, values)
+            self._taken.set()
+            return pb.OfferReply(taken=True)
+        except (DecodeError, ValueError) as error:
+            return pb.OfferReply(message=str(error))
+        finally:
+            self._busy.release()
+
+
+def watch_silence(cancel: Callable[[], object], heard_s: list[float]) -> Callable[[], None]:
+    """Cut off a caller whose last message, at monotonic time `heard_s[0]`, is STALL_S old.
+
+    Returns:
+        A function that ends the watch.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(STALL_S / 4):
+            if time.monotonic() > heard_s[0] + STALL_S:
+                cancel()
+                return
+
+    threading.Thread(target=look, name="diloco-offer", daemon=True).start()
+    return over.set

@@ -1,0 +1,337 @@
+"""The transport over gRPC: the syncer listens, islands dial.
+
+A learner opens several channels with one TCP connection each: one for control messages, so that they never wait behind
+a payload, and some that share the payloads, because one connection alone does not fill a long link. The module uses
+gRPC's synchronous API, because only its client stays stable when connections break often.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import grpc
+
+from diloco_jax.protocol.messages import SYNCER, LearnerMessage, MetricsReport, SyncerMessage
+from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
+from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
+from diloco_jax.transport.link import (
+    HOST_TYPES,
+    LEARNER_TYPES,
+    SYNCER_TYPES,
+    Delivery,
+    LinkClosed,
+    Payload,
+    Rejected,
+    Traffic,
+    TransportConfig,
+    TransportError,
+    check_name,
+    payload_parts,
+)
+from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
+from diloco_jax.transport.session.dialled import DialledStreams
+from diloco_jax.transport.session.inbox import Inbox
+from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
+from diloco_jax.transport.session.stream import Lane, StreamSession
+from diloco_jax.transport.trust.security import Denied, Gate, credentials, diagnose
+
+# A connection may take this long before we look for the cause.
+PATIENCE_S = 1.0
+
+
+class GrpcLink:
+    """A learner's session with a syncer, opened by `connect`."""
+
+    def __init__(self, session: StreamSession, streams: DialledStreams) -> None:
+        self._session = session
+        self._streams = streams
+        self.number = session.header.session
+        self.shards: tuple[str, ...] = ()
+        """Addresses of the syncer's further listeners, as host:port."""
+
+    def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
+        allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
+        parts = payload_parts(message, payload, allowed, self._session.config.payload_bytes_max)
+        self._session.send(message, parts)
+
+    def receive(self, timeout_s: float) -> Delivery | None:
+        item = self._session.inbox.get(timeout_s)
+        return None if item is None else item[1]
+
+    def close(self, grace_s: float = 5.0) -> None:
+        self._streams.close("closed by the learner", grace_s)
+
+
+def connect(
+    config: TransportConfig,
+    *,
+    run_id: str,
+    epoch: int = 0,
+    learner_id: str,
+    incarnation: int,
+    partials: Partials | None = None,
+    inbox: Inbox | None = None,
+    peer: str = SYNCER,
+    number: int = 0,
+    host: int = 0,
+    hosts: int = 1,
+) -> GrpcLink:
+    """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
+
+    Args:
+        epoch: Newest epoch of the syncer that we know; a syncer of an earlier epoch refuses. 0 if none is known.
+        partials: Incomplete payloads of earlier sessions of this process with this syncer; this session continues
+            them, and adds its own at its end. None: payloads that are cut are sent again.
+        inbox: Inbox for deliveries, if several links share one; it receives the deliveries of all.
+        peer: Name of the other side in deliveries.
+        number: Number of the session; 0 for a new one, which is larger than all before it.
+        host: Number of this host among the learner's hosts; hosts other than 0 need the number of the leader's session.
+
+    Raises:
+        TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; with
+            the reason.
+        ValueError: Our name is not allowed, our own certificate, key or token cannot be used, or the address is not
+            loopback and plaintext was not allowed.
+    """
+    own = credentials(config, check_name(learner_id))
+    calls.keep_freed_memory()
+    # The number grows within a process; across processes the incarnation grows.
+    number = number or time.monotonic_ns()
+    header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
+    header.host, header.hosts = host, hosts if hosts > 1 else 0
+    partials = Partials(0, config.resume_s) if partials is None else partials
+    inbox = Inbox() if inbox is None else inbox
+    readable = () if host else SYNCER_TYPES
+    session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, readable, name=peer)
+    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{calls.CONNECT}")
+    link = GrpcLink(session, streams)
+    trouble = _await_ready(session, config, learner_id)
+    if trouble is None:
+        try:
+            told = dict(streams.first.initial_metadata())
+            link.shards = calls.read_shards(told.get(calls.SHARDS_KEY, ""), config.address)
+            return link
+        except ValueError as error:
+            session.fail(f"the syncer names unusable shards: {error}")
+            trouble = session.reason
+    answered, reason = not session.open and not trouble, session.reason
+    session.fail("not connected")
+    session.cancel()
+    link.close(grace_s=1.0)
+    if answered:
+        refusal = f"the syncer at {config.address} refused {learner_id!r}: {reason}"
+        if session.refused == "denied":
+            raise Denied(grpc.StatusCode.PERMISSION_DENIED, refusal)
+        raise (Rejected if session.refused else TransportError)(refusal)
+    raise calls.unanswered(config, trouble)
+
+
+def _await_ready(session: StreamSession, config: TransportConfig, learner_id: str) -> str | None:
+    """Wait for the session; return None when it is ready, else the cause of the failure, "" if it is unknown.
+
+    A cause that only a person can remove ends the wait, because gRPC would retry in silence.
+    """
+    until_s = time.monotonic() + config.connect_timeout_s
+    if session.wait_ready(min(PATIENCE_S, config.connect_timeout_s / 2)):
+        return None
+    over, troubles = threading.Event(), list[str]()
+
+    # The diagnosis runs beside the wait: on a bad network it takes seconds, and the session may open meanwhile.
+    def look() -> None:
+        while not over.is_set():
+            trouble = diagnose(config, learner_id)
+            if trouble and not over.is_set():
+                troubles.append(trouble)
+                session.fail(trouble)
+            over.wait(PATIENCE_S)
+
+    threading.Thread(target=look, name=f"diloco-look-{learner_id}", daemon=True).start()
+    ready = session.wait_ready(max(0.0, until_s - time.monotonic()))
+    over.set()
+    return None if ready else "".join(troubles[:1])
+
+
+class GrpcListener:
+    """The syncer's side, with one inbox for all learners, opened by `listen`.
+
+    Attributes:
+        config: Settings of the connections.
+        address: Address for learners, with the real port.
+        on_drain: The driver's answer to a request that a learner leave (`ask_drain`). `receive` calls it with the
+            learner's name, so it runs on the driver's thread. It returns what happens now, in words, or raises
+            ValueError with the reason why nothing happens. None: the answer is that this syncer cannot drain.
+        status_json: The answer to `diloco status`; the driver may replace it at any time.
+        desk: Service for `diloco doctor`.
+        greeter: Service that describes the run to users' training loops.
+    """
+
+    def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
+        self.config = config
+        self._inbox = Inbox()
+        self._book = SessionBook(config, run_id, epoch)
+        self._drains = Drains(self._inbox.wake)
+        # Only the driver's thread touches it.
+        self._heard: dict[str, StreamSession] = {}
+        self.on_drain: Callable[[str], str] | None = None
+        calls.keep_freed_memory()
+        self._shards = calls.pack_shards(shards)
+        # (learner, host) -> (incarnation, incomplete payloads of its sessions)
+        self._partials: dict[tuple[str, int], tuple[int, Partials]] = {}
+        self.status_json = "{}"
+        own = credentials(config, SYNCER)
+        self._gate = Gate(encrypted=config.encrypted, token=own.token)
+        self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
+        self.greeter = DescriptionDesk(self._gate)
+        handlers = {
+            calls.CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
+            DESCRIBE: grpc.unary_unary_rpc_method_handler(self.greeter.serve, response_serializer=calls.serialized),
+            calls.STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=calls.serialized),
+            calls.DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=calls.serialized),
+            PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=calls.serialized),
+        }
+        self._server, self.address = calls.open_server(config, calls.SERVICE, handlers, own.server)
+
+    def receive(self, timeout_s: float) -> Delivery | None:
+        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 does not wait."""
+        item = self._inbox.get(timeout_s)
+        self._drains.answer(self.on_drain)
+        if item is None:
+            return None
+        session, delivery = item
+        if delivery.kind == "message":
+            self._heard[session.peer] = cast(StreamSession, session)
+        elif self._heard.get(session.peer) is session:
+            del self._heard[session.peer]
+        return delivery
+
+    def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
+        """Queue a message to the session that brought the last delivery of `peer`; never blocks.
+
+        Answering the session that was *heard*, rather than the newest, keeps a returning learner from getting messages
+        for its previous life.
+
+        Returns:
+            False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
+            "disconnected" delivery is in the inbox, or was received already.
+
+        Raises:
+            ValueError: The message or its payload can never be sent (wrong type, too large).
+        """
+        parts = payload_parts(message, payload, SYNCER_TYPES, self.config.payload_bytes_max)
+        session = self._heard.get(peer)
+        if session is None:
+            return False
+        try:
+            session.send(message, parts)
+        except LinkClosed:
+            return False
+        return True
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return None at once; any thread may call it."""
+        self._inbox.wake()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return the bytes received from and sent to all learners so far."""
+        return self._inbox.traffic
+
+    def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
+        """Answer `diloco status`."""
+        del request
+        with calls.refusing(context):
+            self._gate.check(dict(context.invocation_metadata()))
+        return pb.StatusReply(json=self.status_json)
+
+    def _drain(self, request: bytes, context: Any) -> pb.DrainReply:
+        """Answer `diloco drain`."""
+        try:
+            with calls.refusing(context):
+                self._gate.check(dict(context.invocation_metadata()))
+                learner_id = calls.read_drain_request(request)
+                self._gate.check_speaks_for(learner_id, context.auth_context(), or_syncer=True)
+        except ValueError as error:
+            return pb.DrainReply(ok=False, message=str(error))
+        ok, message = self._drains.ask(learner_id)
+        return pb.DrainReply(ok=ok, message=message)
+
+    def stop_admitting(self) -> list[StreamSession]:
+        """Refuse every new session from now on, and return the open ones."""
+        self._drains.close()
+        return self._book.stop_admitting()
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
+        calls.close_server(self._server, self.stop_admitting(), "closed by the syncer", grace_s)
+
+    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Serve one lane of one learner: this generator writes, a separate thread reads."""
+        with calls.refusing(context):
+            session, lane = self._open_lane(context)
+        if not context.add_callback(lambda: session.fail_lost(lane)):
+            session.fail_lost(lane)
+        session.mark_ready(lane)
+        if session.wait_ready(self.config.connect_timeout_s):
+            with calls.refusing(context):
+                self._book.establish(session)
+            if self._shards and not lane.bulk:
+                context.send_initial_metadata(((calls.SHARDS_KEY, self._shards),))
+            session.start_reader(lane, requests)
+            yield session.ready_frame(lane)
+        else:
+            session.fail(f"not all connections came within {self.config.connect_timeout_s:g} s")
+        yield from session.write(lane)
+
+    def _open_lane(self, context: Any) -> tuple[StreamSession, Lane]:
+        """Check the caller's credentials before everything else, then find or create its session."""
+        metadata = dict(context.invocation_metadata())
+        self._gate.check(metadata)
+        header = calls.read_header(metadata)
+        self._gate.check_speaks_for(header.sender, context.auth_context())
+        held = calls.read_holdings(metadata)
+        calls.check_connections(header, self.config)
+
+        def make() -> StreamSession:
+            partials = self._partials_of(header)
+            readable = HOST_TYPES if header.host else LEARNER_TYPES
+            return StreamSession(self._inbox, header, SYNCER, header.sender, self.config, partials, readable)
+
+        session = self._book.admit(header, make)
+        lane = session.lanes.get((header.lane, header.stripe))
+        if lane is None or lane.ours.stripes != header.stripes:
+            raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
+        if not session.bind(lane, context.cancel):
+            raise Refused(f"this {lane.name} connection of the session is open already")
+        if not lane.bulk:
+            session.pieces.held = held
+        return session, lane
+
+    def _partials_of(self, header: pb.Header) -> Partials:
+        """Return the incomplete payloads of this host's incarnation; the caller holds the lock of `admit`."""
+        name, incarnation = (header.sender, header.host), header.incarnation
+        known = self._partials.get(name)
+        if known is None or known[0] != incarnation:
+            if known is not None:
+                known[1].forget()
+            self._partials = {name: each for name, each in self._partials.items() if each[1].held_bytes}
+            # All hosts of a learner together keep at most one payload.
+            bytes_max = self.config.payload_bytes_max // max(1, header.hosts)
+            known = (incarnation, Partials(bytes_max, self.config.resume_s))
+            self._partials[name] = known
+        return known[1]
+
+
+def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, shards: Sequence[str] = ()) -> GrpcListener:
+    """Listen on `config.address`.
+
+    Args:
+        shards: host:port of further listeners, sent to every learner; ":port" means the host that it dialled.
+
+    Raises:
+        ValueError: The port is in use, the address is not loopback and plaintext was not allowed, or a shard is not
+            an address.
+    """
+    return GrpcListener(config, run_id, epoch, shards)

@@ -1,0 +1,274 @@
+"""Tests of what only a real connection can do: break, lie, be somewhere else."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from diloco_jax.protocol.messages import Advance, Heartbeat
+from diloco_jax.transport import wire
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.link import TransportConfig, TransportError, split_address
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
+
+pytestmark = pytest.mark.net
+
+CHILD = """
+import sys
+from diloco_jax.protocol.messages import Advance, Heartbeat
+from diloco_jax.transport.endpoints import grpc_link
+from diloco_jax.transport.link import TransportConfig
+role, address = sys.argv[1:]
+if role == "learner":
+    side = grpc_link.connect(TransportConfig(address=address), run_id="run", learner_id="a", incarnation=0)
+    side.send(Heartbeat("a", 0))
+else:
+    side = grpc_link.listen(TransportConfig(address=address), run_id="run", epoch=1)
+    print(side.address, flush=True)
+    side.receive(60)
+    side.send("a", Advance(1))
+side.receive(60)
+"""
+
+
+class Child:
+    """The other side in a process of its own, to be killed."""
+
+    def __init__(self, role: str, address: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, role, address], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+        )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        return self.process
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class RawLearner:
+    """A learner that speaks frames by hand, so that it can say what our own code never would."""
+
+    def __init__(self, address: str, **names: Any) -> None:
+        self.channels: list[grpc.Channel] = []
+        self.release, self.hold = threading.Event(), threading.Event()
+        self.said: dict[int, list[bytes]] = {pb.LANE_CONTROL: [], pb.LANE_BULK: []}
+        self.headers: dict[int, pb.Header] = {}
+        self.calls: dict[int, Any] = {}
+        for lane in (pb.LANE_CONTROL, pb.LANE_BULK):
+            self.headers[lane] = header(lane=lane, **names)
+            channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+            self.channels.append(channel)
+            self.calls[lane] = call_with(channel, self.headers[lane], self._frames(lane))
+
+    def _frames(self, lane: int) -> Iterator[bytes]:
+        self.release.wait(WAIT_S)
+        yield from self.said[lane]
+        self.hold.wait(WAIT_S)
+
+    def say(self, lane: int, frames: list[bytes]) -> None:
+        self.said[lane] = frames
+        for call in self.calls.values():
+            assert wire.split(next(call))[1] == b""  # the syncer has both lanes
+        self.release.set()
+
+    def value_frames(self, payload: bytes, chunk_bytes: int) -> list[bytes]:
+        body, packed = wire.pack_body(value(1, len(payload))), wire.pack_header(self.headers[pb.LANE_BULK])
+        pieces = wire.pieces(1, body, [memoryview(payload)], chunk_bytes)
+        return [wire.piece_frame(packed, piece) for piece in pieces]
+
+    def close(self, grace_s: float = 0.0) -> None:
+        del grace_s
+        self.release.set()
+        self.hold.set()
+        for channel in self.channels:
+            channel.close()
+
+
+def header(**names: Any) -> pb.Header:
+    return pb.Header(**{"run_id": "run", "sender": "a", "session": 1, "stripes": 1, "lane": pb.LANE_CONTROL, **names})
+
+
+def call_with(channel: grpc.Channel, said: pb.Header | bytes | None, frames: Iterator[bytes]) -> Any:
+    """The call that opens one stream, with this header in its metadata."""
+    raw = said.SerializeToString() if isinstance(said, pb.Header) else said
+    metadata = () if raw is None else (("diloco-header-bin", raw),)
+    return channel.stream_stream("/diloco.v1.Syncer/Connect")(frames, metadata=metadata, timeout=WAIT_S)
+
+
+@pytest.fixture
+def raw(ends: Ends, listener: GrpcListener) -> RawLearner:
+    return ends.keep(RawLearner(listener.address))
+
+
+def test_killed_learner_is_noticed(ends: Ends, listener: GrpcListener) -> None:
+    with Child("learner", listener.address) as process:
+        assert hear(listener, 3 * WAIT_S).message == Heartbeat("a", 0)  # a Python starts, perhaps on a busy machine
+        process.send_signal(signal.SIGKILL)
+        hear_end(listener, "connection to 'a' was lost")
+    assert listener.receive(0) is None and not listener.send("a", Advance(1))
+    ends.meet()  # the incarnation is not stale: only its connection died
+
+
+def test_killed_syncer_is_noticed(ends: Ends) -> None:
+    with Child("syncer", "127.0.0.1:0") as process:
+        assert process.stdout is not None
+        link = ends.connect(to=process.stdout.readline().strip())
+        link.send(Heartbeat("a", 0))
+        assert hear_message(link) == Advance(1)
+        process.send_signal(signal.SIGKILL)
+        assert hear_end(link, "connection to 'syncer' was lost").peer == "syncer"
+        assert link.receive(0) is None
+
+
+def test_one_broken_connection_ends_both(ends: Ends, listener: GrpcListener) -> None:
+    link = ends.meet()
+    link._streams._channels[1].close()  # bulk
+    for side in (link, listener):
+        hear_end(side, "bulk connection")
+    for ended in link._streams._ended:
+        assert ended.wait(WAIT_S)
+    link.close(1.0)
+    assert link.receive(0) is None and listener.receive(0) is None
+
+
+def test_close_gives_up_after_its_grace_when_nobody_reads(ends: Ends, listener: GrpcListener) -> None:
+    link = ends.connect(queue_payloads_max=1000)
+    payload = bytes(1 << 24)
+    for _ in range(TransportConfig().queue_payloads_max + 40):  # more than the syncer's inbox and the sockets hold
+        link.send(value(1, len(payload)), payload[:1])
+    for _ in range(4):
+        link.send(value(1, len(payload)), payload)
+    link.close(0.05)
+    while (heard := hear(listener)).kind == "message":
+        pass
+    assert "connection to 'a' was lost" in heard.reason
+
+
+def test_corrupt_chunk_ends_the_session_and_the_reason_reaches_both(listener: GrpcListener, raw: RawLearner) -> None:
+    good, bad = raw.value_frames(b"0123456789abcdef", 8)
+    raw.say(pb.LANE_BULK, [good, bad[:-1] + b"?"])
+    hear_end(listener, "'a' sent on the bulk connection what cannot be used: corrupt chunk: crc32c differs")
+    (last,) = list(raw.calls[pb.LANE_CONTROL])
+    assert "crc32c differs" in pb.Frame.FromString(last).goodbye.reason
+    assert listener.receive(0) is None
+
+
+def changed(frame: bytes, what: str) -> bytes:
+    made = pb.Frame.FromString(frame)
+    made.ClearField("check")
+    if what == "size":
+        made.chunk.payload_bytes = 1 << 50
+    else:
+        made.header.run_id = "other"
+    return made.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("size", f"the limit here is {LIMIT}"), ("run", "run_id is 'other', not 'run'"), ("noise", "malformed frame")],
+)
+def test_oversize_claim_and_foreign_frame_and_noise_end_the_session(
+    listener: GrpcListener, raw: RawLearner, what: str, reason: str
+) -> None:
+    good = raw.value_frames(b"0123", 8)[0]
+    raw.say(pb.LANE_BULK, [b"\xff\x00noise" if what == "noise" else changed(good, what)])
+    hear_end(listener, reason)
+    assert listener.receive(0) is None
+
+
+def test_stream_that_ends_without_goodbye_is_a_loss(listener: GrpcListener, raw: RawLearner) -> None:
+    raw.hold.set()
+    raw.say(pb.LANE_BULK, raw.value_frames(b"0123456789", 4)[:2])
+    hear_end(listener, "connection to 'a' was lost")
+
+
+@pytest.mark.parametrize("said", [None, b"\xff", b""])
+def test_call_without_a_header_is_refused(listener: GrpcListener, said: bytes | None) -> None:
+    with grpc.insecure_channel(listener.address) as channel, pytest.raises(grpc.RpcError) as raised:
+        next(call_with(channel, said, iter(())))
+    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "names no lane" in raised.value.details()
+    assert listener.receive(0) is None
+
+
+def test_half_a_session_is_given_up(ends: Ends) -> None:
+    listener = ends.listen(connect_timeout_s=0.05)
+    hold = threading.Event()
+    with grpc.insecure_channel(listener.address) as channel:
+        call = call_with(channel, header(), (b"" for _ in iter(hold.wait, True)))
+        frame = pb.Frame.FromString(next(call))
+        hold.set()
+    assert "not all connections came within 0.05 s" in frame.goodbye.reason
+    assert listener.receive(0) is None
+
+
+def test_half_a_session_of_a_newer_incarnation_ends_nobodys(
+    ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, admitted, right = ends.meet(), threading.Event(), GrpcListener._open_lane
+
+    def open_lane(self: GrpcListener, context: Any) -> Any:
+        made = right(self, context)
+        admitted.set()
+        return made
+
+    monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
+    with grpc.insecure_channel(listener.address) as channel:
+        call = call_with(channel, header(incarnation=9), iter(()))
+        assert admitted.wait(WAIT_S)
+        greet(listener, link)
+        call.cancel()
+    assert listener.send("a", Advance(1)) and hear_message(link) == Advance(1)
+
+
+def test_port_in_use_names_the_address_and_the_remedy(ends: Ends, listener: GrpcListener) -> None:
+    with pytest.raises(ValueError, match=rf"cannot listen on transport.address {listener.address}.*in use.*choose"):
+        ends.listen(address=listener.address)
+    with pytest.raises(ValueError, match=r"cannot listen on transport.address 192\.0\.2\.1:0"):
+        ends.listen(address="192.0.2.1:0", allow_plaintext=True)
+
+
+def test_unreachable_syncer_names_address_time_and_remedy(ends: Ends) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound, not listening: nobody else gets the port, and it answers nobody
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(TransportError, match=rf"no syncer answered at {address} within 0\.2 s: start it"):
+            ends.connect(to=address, connect_timeout_s=0.2)
+
+
+def test_learner_that_starts_first_waits_for_the_syncer(ends: Ends) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    links: list[GrpcLink] = []
+    thread = threading.Thread(target=lambda: links.append(ends.connect(to=address)), daemon=True)
+    thread.start()
+    listener = ends.listen(address=address)
+    thread.join(WAIT_S)
+    (link,) = links
+    greet(listener, link)
+
+
+def test_a_connection_for_each_stream_and_the_real_port(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers: set[str] = set()
+    right = GrpcListener._open_lane
+
+    def open_lane(self: GrpcListener, context: Any) -> Any:
+        peers.add(context.peer())
+        return right(self, context)
+
+    monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
+    host, port = split_address(ends.listen().address)
+    assert host == "127.0.0.1" and port > 0
+    ends.connect()
+    assert len(peers) == 1 + CONFIG.stripes, "no two streams may share a connection"
