@@ -1,7 +1,7 @@
 """The exchanged state of an island: it gives out and takes in fragments and whole states between two inner steps.
 
-    staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step, no host sync
-    staged.encode()                                                in any thread: anchor - local as it is sent
+    staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step; the host does not wait
+    staged.encode()                                                in any thread: the bytes of anchor - local
     state.adopt(fragment, values, sent=staged)                     between two steps
     state.stage_state(), state.load_state(saved)                   the same for everything, optimizer included
 
@@ -47,11 +47,11 @@ PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"
 class ExchangedState:
     """A training state whose parameters are exchanged with other islands."""
 
-    `layouts` is a TrainState of the layouts of the leaves of `state`, `kinds` what every parameter is, by path.
-    """
-
-    state: TrainState  # as it is after the newest step
+    # The state after the newest step.
+    state: TrainState
+    # A TrainState with the layout of each leaf of `state` on the devices.
     layouts: Any
+    # The kind of every parameter, by path.
     kinds: Mapping[str, Kind]
     # The layout of a whole state's bytes.
     state_layout: StateLayout
@@ -107,7 +107,7 @@ class ExchangedState:
             return stage_shards(by_name(self.state))
 
     def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
-        """Check that saved shards are all that `load_shards` needs; a ValueError says what differs."""
+        """Check that saved shards have everything that `load_shards` needs; ValueError names the difference."""
         check_fits(leaves, by_name(self.layouts), self.state_layout.by_name)
 
     def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
@@ -140,8 +140,8 @@ class ExchangedState:
             self.overwrite(fragment, take(params, fragment))
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:
-        """Take over everything but the parameters; `leaf` gives the leaf of a name."""
-        # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
+        """Load everything but the parameters; `leaf` returns the array of a name."""
+        # The old state is freed first, because a device may not have room for two. No error may occur after this.
         self.state = self.state._replace(opt_state=None, other={})
         layouts = self.layouts
         moments = [put_array(leaf(name), to) for name, to in by_name(layouts).items() if name.startswith(OPTIMIZER)]

@@ -1,9 +1,9 @@
-"""The audit of a run from its tapes alone (`diloco audit`): the fate of each sample, and who merges excluded.
+"""The audit of a run from its tapes alone (`diloco audit`): the fate of each sample, and the exclusions from merges.
 
-The syncer's machine takes its decisions again. Leases, reports, merges and releases among them are entered in a second
-book (protocol/watch/sample_book.py), which is compared with the machine's. The learners' tapes, where they are, must
-not read what was never leased to them. If the tape records the norms of a round, the rule must exclude the same
-learners again (protocol/watch/exclusion_auditor.py).
+The syncer's machine repeats its decisions. Its leases, reports, merges and releases are entered into a second book
+(protocol/watch/sample_book.py), which is compared with the machine's book. The learners' tapes, as far as they are
+there, must have only samples that were leased to the learner. If the tape records the norms of a round, the rule must
+exclude the same learners again (protocol/watch/exclusion_auditor.py).
 """
 
 from bisect import bisect_right
@@ -27,13 +27,17 @@ COMPARED_AFTER = ("merged", "restart", "rewind")
 
 
 def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget = NO_BUDGET) -> dict[str, Any]:
-    """Follow every sample of a run.
+    """Follow every sample of a run, and repeat the exclusions from merges.
 
     Returns:
-        leased, merged, overwritten, released, out: handed out, and what became of it; repeated: handed out not for the
-        first time; undone: merged into a version that was lost later; void: handed out in a history that the run went
-        back behind; rounds, exclusions_repeated (rounds whose exclusions were decided again from recorded norms),
-        learner_tapes, violations (how many) and the first of them in words.
+        leased: samples that were leased; merged, overwritten, released, out: their fates, where `out` is still leased;
+        repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
+        samples leased in a history that the run returned from; rounds; exclusions_repeated: rounds whose exclusions
+        were decided again from recorded norms; learner_tapes; violations: their number; first_violations: the first
+        of them in words.
+
+    Raises:
+        ValueError: a tape is missing or broken; the message names it.
     """
     tape = run_dir / TAPE_FILE
     machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
@@ -123,9 +127,11 @@ def describe(result: Mapping[str, Any]) -> str:
     if result["undone"]:
         lines.append(f"{result['undone']} were merged into a version that was lost with all processes that held it")
     if result["void"]:
-        lines.append(f"{result['void']} more were handed out in a history that the run went back behind")
+        lines.append(f"{result['void']} more were leased in a history that the run returned from")
     if result["exclusions_repeated"]:
-        lines.append(f"{result['exclusions_repeated']} rounds have recorded norms, from which the rule decided again")
+        lines.append(
+            f"{result['exclusions_repeated']} rounds have recorded norms, and the rule decided again from them"
+        )
     if not result["violations"]:
         return "\n".join(
             [*lines, f"every sample has one fate; {result['learner_tapes']} learner tapes have no other samples"]

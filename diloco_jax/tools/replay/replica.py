@@ -37,9 +37,10 @@ class Trainer:
 
     def __init__(self, run: ResolvedRun, sequences: int = 1) -> None:
         config = run.config
-        devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
+        devices = jax.devices()[: config.island("").devices or None]
         self._loop = loop = BuiltInLoop(config, "", devices)
-        self.island: Island = loop.island  # the devices, and the life that is on them
+        # The island has the state of the life that advances.
+        self.island: Island = loop.island
         self.fragments = run.fragments
         self._config = config
         self._sequences = sequences

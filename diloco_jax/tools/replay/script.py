@@ -106,11 +106,14 @@ class Script:
     raised: bool = False
     # The steps of each life's learning-rate schedule, from its greeting.
     planned: dict[LearnerLife, int] = field(default_factory=dict)
-    returns: Counter[Moment] = field(default_factory=Counter)  # how often the run goes back to each snapshot
-    newest: dict[LearnerLife, int] = field(default_factory=dict)  # local step that each life has reported
-    # Rounds that excluded others than the rule does by their recorded norms, in words.
+    # The number of returns to each snapshot.
+    returns: Counter[Moment] = field(default_factory=Counter)
+    # The newest local step that each life has reported.
+    newest: dict[LearnerLife, int] = field(default_factory=dict)
+    # Descriptions of rounds whose recorded norms lead to other exclusions than the run's.
     wrong_exclusions: list[str] = field(default_factory=list)
-    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)  # (round, learner) -> whose value is kept
+    # The life whose value is kept, by (round, learner).
+    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)
     _orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = field(default_factory=dict)
     _reported: dict[LearnerLife, int] = field(default_factory=dict)
 
