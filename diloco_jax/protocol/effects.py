@@ -90,7 +90,7 @@ class EvaluateModel(NamedTuple):
     final: bool
 
 
-class Part(NamedTuple):
+class Contribution(NamedTuple):
     """Contribution of one learner to a merge; its weight follows from tokens and steps (core/merge.py)."""
 
     learner_id: str
@@ -109,7 +109,7 @@ class Merge(NamedTuple):
     global_step: int
     fragment_id: int
     # Sorted by learner_id, so that equal inputs give equal bits.
-    parts: tuple[Part, ...]
+    contributions: tuple[Contribution, ...]
 
 
 class Restore(NamedTuple):

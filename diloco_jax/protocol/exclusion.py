@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diloco_jax.protocol.effects import Part
+from diloco_jax.protocol.effects import Contribution
 
 # Accepted rates that a fragment remembers.
 RATES_KEPT = 32
@@ -84,7 +84,7 @@ class RateHistory(NamedTuple):
 class MeasuredValue(NamedTuple):
     """One learner's part of a round, and the norm of its value: NaN if the value is not finite."""
 
-    part: Part
+    part: Contribution
     norm: float
 
     @property
@@ -207,7 +207,7 @@ def evidence_of(
     return Evidence(norms, length, history.elsewhere, outlier_factor, overflows, dict(sorted(reasons.items())))
 
 
-def repeat(evidence: Evidence, parts: Sequence[Part], history: RateHistory) -> tuple[Decision, RateHistory]:
+def repeat(evidence: Evidence, parts: Sequence[Contribution], history: RateHistory) -> tuple[Decision, RateHistory]:
     """Repeat a recorded decision; returns it with the fragment's next history.
 
     Args:

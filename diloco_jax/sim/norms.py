@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple
 
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
     Evidence,
     MeasuredValue,
@@ -87,7 +87,7 @@ class DrawnNorms:
         """Return the values of a round with their norms; the values of `useless` learners are not finite."""
         return [
             MeasuredValue(part, math.nan if part.learner_id in useless else self._norm(part, order.global_step, now_s))
-            for part in order.parts
+            for each in order.contributions
         ]
 
     def merge(self, order: Merge, useless: Collection[str], now_s: float) -> tuple[tuple[str, ...], Evidence]:
@@ -107,7 +107,7 @@ class DrawnNorms:
     def events_of(self, learner_id: str) -> tuple[NormEvent, ...]:
         return tuple(event for event in self.settings.events if event.learner_id == learner_id)
 
-    def _norm(self, part: Part, global_step: int, now_s: float) -> float:
+    def _norm(self, part: Contribution, global_step: int, now_s: float) -> float:
         events = self.events_of(part.learner_id) if now_s < self.settings.ends_s else ()
         if any(event.kind == "hostile" for event in events):
             return self._arbitrary(part, global_step)
@@ -137,7 +137,7 @@ class DrawnNorms:
             drawn.append(math.pow(SPREAD, random.uniform(-1.0, 1.0)))
         return drawn[local_step - 1]
 
-    def _arbitrary(self, part: Part, global_step: int) -> float:
+    def _arbitrary(self, part: Contribution, global_step: int) -> float:
         random = Random(f"norm of {part.learner_id} in {global_step} of {self._seed}")
         usual = self.settings.rate * part.steps
         if random.random() < 0.5:

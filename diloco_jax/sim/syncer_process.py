@@ -134,7 +134,7 @@ class SyncerProcess:
         if not self.alive:
             return
         useless, fragment_id, now_s = self._world.useless, merge.fragment_id, self._engine.now_s
-        names = tuple([part.learner_id for part in merge.parts])
+        names = tuple([each.learner_id for each in merge.contributions])
         left_out: tuple[str, ...] = ()
         if useless:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)

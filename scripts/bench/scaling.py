@@ -32,7 +32,7 @@ from _control import Loop, cpu_of, measure_loop
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, PullRequest
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
@@ -238,7 +238,7 @@ def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener
     for name in names:
         listener.send(name, PullRequest(step, fragment_id, step))
     values = hear(listener, FragmentValue, len(names))
-    parts = tuple(Part(name, step, 1, 1, base, 1) for name in sorted(names))
+    parts = tuple(Contribution(name, step, 1, 1, base, 1) for name in sorted(names))
     merged = model.merge(Merge(step, fragment_id, parts), values)
     assert merged.state is not None, merged.left_out
     model.publish(merged)

@@ -79,8 +79,8 @@ class SyncerDriver:
     def execute(self, effect: Effect, handled: Message | None) -> None:
         """Do what the machine asks for; `handled` is the message that it was given."""
         if isinstance(effect, Merge):
-            assert all(part.steps >= 1 and part.tokens >= 1 for part in effect.parts), effect
-            self._free(effect.global_step, {part.learner_id for part in effect.parts})
+            assert all(each.steps >= 1 and each.tokens >= 1 for each in effect.contributions), effect
+            self._free(effect.global_step, {each.learner_id for each in effect.contributions})
             self.orders[effect.global_step] = effect
         elif isinstance(effect, Discard):
             self._free(effect.global_step, set())
@@ -92,7 +92,7 @@ class SyncerDriver:
     def merge(self, global_step: int, epoch: int, poisoned: set[str]) -> tuple[int, tuple[str, ...]]:
         """Finish a merge; returns the digest of the fragment's value and who was left out."""
         order = self.orders.pop(global_step)
-        names = [part.learner_id for part in order.parts]
+        names = [each.learner_id for each in order.contributions]
         left_out = tuple(name for name in names if name in poisoned)
         if len(left_out) < len(names):
             before, made = self.values[order.fragment_id], value_of(order.fragment_id, global_step, epoch)

@@ -280,7 +280,7 @@ class Pair:
 
     def contributors(self) -> list[tuple[str, ...]]:
         """Name those that were merged, round by round."""
-        return [tuple(part.learner_id for part in merge.parts) for merge in self.merges()]
+        return [tuple(each.learner_id for each in merge.contributions) for merge in self.merges()]
 
     def check_replay(self) -> None:
         """A fresh syncer that is fed the tape asks for the same, input by input."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from diloco_jax.protocol.effects import Part
+from diloco_jax.protocol.effects import Contribution
 from diloco_jax.protocol.exclusion import (
     EARLIER_MIN,
     GROWTH,
@@ -36,7 +36,7 @@ QUIET = RateHistory(rates=(1e-3,) * RATES_MIN, peaks=(1e-3, 1e-3))
 
 
 def value(name: str, norm: float, steps: int = 1, base: int = 0) -> MeasuredValue:
-    return MeasuredValue(Part(name, 10, steps, 64 * steps, base, 4), norm)
+    return MeasuredValue(Contribution(name, 10, steps, 64 * steps, base, 4), norm)
 
 
 def decided(

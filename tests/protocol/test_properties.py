@@ -134,8 +134,12 @@ class Watch:
         for effect in effects:
             if isinstance(effect, Merge):
                 assert effect.global_step not in self.merged, "merged twice"
-                assert effect.parts and all(part.steps >= 1 and part.tokens >= 1 for part in effect.parts)
-                assert [p.learner_id for p in effect.parts] == sorted({p.learner_id for p in effect.parts})
+                assert effect.contributions and all(
+                    each.steps >= 1 and each.tokens >= 1 for each in effect.contributions
+                )
+                assert [p.learner_id for p in effect.contributions] == sorted(
+                    {p.learner_id for p in effect.contributions}
+                )
                 self.merging.append(effect.global_step)
                 self.merged.add(effect.global_step)
             elif isinstance(effect, Note) and effect.kind == "closed":

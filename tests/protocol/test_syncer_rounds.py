@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Note, Part, Restore, Send
+from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effect, Merge, Note, Restore, Send
 from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, AnchorRequest, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
@@ -23,7 +23,11 @@ def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> No
     else:
         effects = syncer.on_disconnect("a", 1, "broke", 2.0)
     released = [Note("released", 1, -1, ("a",), f"{LEASED} samples go to others")] if goes == "leave" else []
-    assert effects == [Note("left", 1, -1, ("a",), "broke"), Merge(1, 1, (Part("b", 1, 1, 10, 0, 1),)), *released]
+    assert effects == [
+        Note("left", 1, -1, ("a",), "broke"),
+        Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
+        *released,
+    ]
     assert syncer.membership.members["a"].state == GONE
     assert syncer.on_disconnect("a", 1, "again", 3.0) == []
 
@@ -84,7 +88,10 @@ def test_unanswered_pulls_are_repeated_ever_more_seldom_and_then_given_up() -> N
     asked = {now_s: syncer.on_tick(float(now_s)) for now_s in range(2, 13)}  # asked at 1.0, resend_s = 3
     assert {now_s for now_s, effects in asked.items() if effects == again} == {4, 10}
     assert syncer.next_deadline_s() == 13.0
-    assert syncer.on_tick(13.0) == [Drop("a", "no value within 12.0 s"), Merge(1, 1, (Part("b", 1, 1, 10, 0, 1),))]
+    assert syncer.on_tick(13.0) == [
+        Drop("a", "no value within 12.0 s"),
+        Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
+    ]
     (drop,) = syncer.on_message(value("a", 1, 1, 1), 14.0)
     assert isinstance(drop, Drop), "too late"
 

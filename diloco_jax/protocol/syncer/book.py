@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.claims import contradiction
-from diloco_jax.protocol.effects import Discard, Drop, Effects, Merge, Part, SaveSnapshot, Send
+from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effects, Merge, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
@@ -70,7 +70,7 @@ class Round:
     half_s: float | None = None
     # Learner -> local step that it was asked for, until it answers.
     asked: dict[str, int] = field(default_factory=dict)
-    values: dict[str, Part] = field(default_factory=dict)
+    values: dict[str, Contribution] = field(default_factory=dict)
     # Learner -> tokens that its member had reported when the round closed.
     told_tokens: dict[str, int] = field(default_factory=dict)
     # Learners whose value here is of an incarnation before the present one.
@@ -87,7 +87,7 @@ class Round:
         """Make the round that `to_plain` described."""
         asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
         told_tokens = dict(plain["told_tokens"])
-        values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
+        values = {part.learner_id: part for part in (Contribution(*values) for values in plain["values"])}
         former = set(plain["former"])
         return cls(**plain | {"asked": asked, "told_tokens": told_tokens, "values": values, "former": former})
 
@@ -383,7 +383,7 @@ class RoundBook:
             member.credit.merged_base[fragment_id] = base
             tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
             data = (message.samples, message.since)
-            this.values[name] = Part(name, message.local_step, message.steps, tokens, base, *data)
+            this.values[name] = Contribution(name, message.local_step, message.steps, tokens, base, *data)
             self.settle(this, now_s)
             # The collecting round may have excluded this learner because its value was late.
             self.proceed(now_s)
@@ -420,7 +420,7 @@ class RoundBook:
         self.effects.append(note)
         self._advance()
 
-    def renew(self, this: Round, parts: Sequence[Part], digest: int, now_s: float) -> None:
+    def renew(self, this: Round, parts: Sequence[Contribution], digest: int, now_s: float) -> None:
         """Broadcast the new version that a round has made."""
         self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         self.downstream.renew(this.fragment_id, this.global_step, digest)
@@ -429,7 +429,7 @@ class RoundBook:
         for member in self.membership.connected():
             self.downstream.send(member, this.fragment_id, broadcast_s=now_s)
 
-    def credit(self, this: Round, parts: Sequence[Part]) -> list[Member]:
+    def credit(self, this: Round, parts: Sequence[Contribution]) -> list[Member]:
         """Count the values in a new version; return the members whose present incarnation made one of them."""
         fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
         present: list[Member] = []

@@ -20,7 +20,7 @@ from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
 from diloco_jax.core.passes import State, norms
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
     Decision,
     Evidence,
@@ -236,10 +236,10 @@ class GlobalModel:
             decided: whom the run left out, which a replay repeats; None to decide now.
         """
         fragment_id, mark, arithmetic = order.fragment_id, self._marks[order.fragment_id], self._arithmetic
-        unusable = {p.learner_id: arithmetic.unusable(fragment_id, payloads[p.learner_id]) for p in order.parts}
+        unusable = {p.learner_id: arithmetic.unusable(fragment_id, payloads[p.learner_id]) for p in order.contributions}
         left_out = {name: reason for name, reason in unusable.items() if reason}
         left_out |= {name: "the run left it out" for name in decided or ()}
-        parts = [part for part in order.parts if part.learner_id not in left_out]
+        parts = [each for each in order.contributions if each.learner_id not in left_out]
         values = self._measure(fragment_id, parts, payloads)
         length, factor = self._lengths[fragment_id], self._outlier_factor if decided is None else 0.0
         decision = decide(values, mark.history, length, factor)
@@ -256,7 +256,9 @@ class GlobalModel:
         base = mark.version if self.step_bytes(fragment_id) else NO_VERSION
         return Merged(fragment_id, Mark(order.global_step, digest, history, base), left_out, history, evidence)
 
-    def _measure(self, fragment_id: int, parts: Sequence[Part], payloads: Mapping[str, Any]) -> list[MeasuredValue]:
+    def _measure(
+        self, fragment_id: int, parts: Sequence[Contribution], payloads: Mapping[str, Any]
+    ) -> list[MeasuredValue]:
         """Return the learners' parts with the norms of their values, which the arithmetic keeps for `_update`."""
         if not parts:
             return []

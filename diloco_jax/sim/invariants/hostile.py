@@ -43,8 +43,8 @@ class HostileIsHarmless(Checker):
         self.check(max(machine.versions) <= machine.global_step <= machine.progress.total_steps, f"{machine.versions}")
 
     def _merge(self, merge: Merge) -> None:
-        honest = [part for part in merge.parts if part.learner_id not in self.hostile]
-        for part in merge.parts:
+        honest = [each for each in merge.contributions if each.learner_id not in self.hostile]
+        for part in merge.contributions:
             member = self.cluster.syncer.membership.members[part.learner_id]
             steps = member.local_step + OVERTAKES_MAX
             this = self.cluster.syncer.rounds.flying.get(merge.global_step)

@@ -99,9 +99,9 @@ class MergedOnce(Checker):
         self.check(this not in self._rounds, f"round {merge.global_step} is merged twice")
         self._rounds.add(this)
         held = self._payloads.pop(merge.global_step, {})
-        names = [part.learner_id for part in merge.parts]
+        names = [each.learner_id for each in merge.contributions]
         self.check(names == sorted(held), f"{merge} merges {names}, payloads are held of {sorted(held)}")
-        for part in merge.parts:
+        for part in merge.contributions:
             value = held[part.learner_id]
             self.check(part.steps >= 1 and part.tokens >= 1, f"{part} has no step in round {merge.global_step}")
             if part.learner_id in self.hostile:
@@ -150,7 +150,7 @@ class SharesAreTold(Checker):
             self._given[given.global_step, given.learner_id] = (given.learner_id, given.incarnation)
         for effect in effects:
             if isinstance(effect, Merge):
-                names = tuple(part.learner_id for part in effect.parts)
+                names = tuple(each.learner_id for each in effect.contributions)
                 self._merging[effect.global_step] = (effect.fragment_id, names)
             elif isinstance(effect, Note) and effect.kind == "lost":
                 version = self.cluster.syncer.versions[effect.fragment_id]
@@ -188,7 +188,7 @@ class QuorumHolds(Checker):
                 self._close(effect)
             elif isinstance(effect, Merge):
                 members = self._closed.pop(effect.global_step, ())
-                names = {part.learner_id for part in effect.parts}
+                names = {each.learner_id for each in effect.contributions}
                 self.check(bool(names) and names <= set(members), f"{effect}, but the round closed with {members}")
 
     def _close(self, note: Note) -> None:

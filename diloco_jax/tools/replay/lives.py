@@ -212,7 +212,7 @@ class NeededLives:
         for event in script.events:
             if isinstance(event, MergedRound):
                 order = event.order
-                for part, life in zip(order.parts, event.lives, strict=True):
+                for part, life in zip(order.contributions, event.lives, strict=True):
                     need = self._need(life)
                     line = need.line_of(part.local_step, f"its value in round {order.global_step}")
                     need.stop = max(need.stop, line)

@@ -102,7 +102,7 @@ class Replay:
     def _round(self, this: script.MergedRound) -> None:
         order = this.order
         payloads = {}
-        for part, life in zip(order.parts, this.lives, strict=True):
+        for part, life in zip(order.contributions, this.lives, strict=True):
             payloads[part.learner_id] = self._replica(life).value(order.fragment_id, part.local_step)
         # Damage of a value on its way, or by `diloco chaos`, is not on the tapes, so `left_out` is passed in.
         merged = self.model.merge(order, payloads, this.left_out)

@@ -123,7 +123,7 @@ class Script:
         if kind == "merged":
             order, lives = self._orders.pop(line[2])
             # If all values were excluded, the round has merged nothing.
-            if len(line[4]) < len(order.parts):
+            if len(line[4]) < len(order.contributions):
                 reported, self._reported = tuple(self._reported.items()), {}
                 events.append(MergedRound(order, lives, line[3], tuple(line[4]), reported))
         elif kind == "StepReport":
@@ -144,7 +144,7 @@ class Script:
             events.append(Back(moment))
         for effect in effects:
             if isinstance(effect, Merge):
-                lives = tuple(self._values.pop((effect.global_step, part.learner_id)) for part in effect.parts)
+                lives = tuple(self._values.pop((effect.global_step, each.learner_id)) for each in effect.contributions)
                 self._orders[effect.global_step] = (effect, lives)
             elif isinstance(effect, Restore):
                 # The line is an AnchorValue, which has the digest of the value.

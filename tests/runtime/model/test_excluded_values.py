@@ -155,7 +155,7 @@ def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:
 def test_a_replay_leaves_out_whom_the_run_left_out() -> None:
     """It does not decide anew: a value that was damaged on its way is whole in a replay."""
     from diloco_jax.core import codec
-    from diloco_jax.protocol.effects import Merge, Part
+    from diloco_jax.protocol.effects import Contribution, Merge
 
     model, again = one_fragment(), one_fragment()
     for number in range(1, 20):
@@ -163,7 +163,7 @@ def test_a_replay_leaves_out_whom_the_run_left_out() -> None:
         damaged = {**values, "a": sent(model, 240.0)} if number % 10 == 9 else values
         merged = merge(model, number, 0, damaged)
         assert merged.left_out.keys() == ({"a"} if number % 10 == 9 else set())
-        parts = tuple(Part(name, number, 24, 64 * 24, one.base, 4) for name, one in values.items())
+        parts = tuple(Contribution(name, number, 24, 64 * 24, one.base, 4) for name, one in values.items())
         payloads = {name: codec.encode(one.values, "float32") for name, one in values.items()}
         repeated = again.merge(Merge(number, 0, parts), payloads, merged.left_out)
         again.publish(repeated)

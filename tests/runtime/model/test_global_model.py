@@ -13,7 +13,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import FINEST
 from diloco_jax.core.layout import value_digest
 from diloco_jax.core.outer import OuterConfig
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import RATES_KEPT, RATES_MIN
 from diloco_jax.runtime.model import model_share
 from diloco_jax.runtime.model.global_model import GlobalModel
@@ -221,7 +221,7 @@ def story(model: GlobalModel, up: codec.Format) -> list[Any]:
         newest, capture = model.versions[fragment_id], model.capture()
         older = max(0, newest - 2) if step > 4 else newest
         parts = tuple(
-            Part(name, step, 1 + n, 64 * (n + 1), base, 4)
+            Contribution(name, step, 1 + n, 64 * (n + 1), base, 4)
             for n, (name, base) in enumerate(zip("abcd", [newest, older, newest, newest], strict=True))
         )
         payloads = {name: leafy_payload(fragment_id, 10 * step + n, up) for n, name in enumerate("abcd")}
@@ -257,7 +257,7 @@ def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
     assert plain_again == plain and again.keys() == pieces.keys()
     assert all(np.array_equal(again[key], array) for key, array in pieces.items())
     payloads = {"a": leafy_payload(1, 1, "int4"), "b": leafy_payload(1, 2, "int4")}
-    parts = tuple(Part(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
+    parts = tuple(Contribution(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
     for one in (model, other):
         one.publish(one.merge(Merge(9, 1, parts), payloads))
     if outer.elementwise:  # XLA may fuse the same operations of a smaller program in another way
@@ -282,7 +282,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
     was, moved = models[0].capture().value(0), np.zeros(models[0].layout(0).size, np.float32)
     for step in (1, 2):
         for model in models:
-            order = Merge(step, 0, (Part("a", 1, 1, 64, step - 1, 4),))
+            order = Merge(step, 0, (Contribution("a", 1, 1, 64, step - 1, 4),))
             model.publish(model.merge(order, {"a": leafy_payload(0, step, "float32", 1.0)}))
         now = models[0].capture().value(0)
         if down == "float32":
@@ -292,7 +292,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
             moved += layout.flat(codec.decode(payload, LEAFY_PLAN.fragments[0].keys_shapes, down))
     value = np.frombuffer(leafy_payload(0, 3, "float32", 1.0), np.float32)
     for model, base, sent in zip(models, (0, 2), (value, value + moved), strict=True):
-        model.publish(model.merge(Merge(3, 0, (Part("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
+        model.publish(model.merge(Merge(3, 0, (Contribution("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
     ours, theirs = (model.capture().value(0) for model in models)
     assert np.abs(moved).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)

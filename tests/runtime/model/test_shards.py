@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Heartbeat, Hello
 from diloco_jax.runtime.model import merge_shards
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
@@ -148,7 +148,9 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
             value = FragmentValue(name, 1, step, fragment_id, step, 1, 64, newest, step, len(values[name]))
             link.send(value, values[name])
         came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, len(NAMES))}
-        order = Merge(step, fragment_id, tuple(Part(name, step, 1, 64 + n, newest, 1) for n, name in enumerate(NAMES)))
+        order = Merge(
+            step, fragment_id, tuple(Contribution(name, step, 1, 64 + n, newest, 1) for n, name in enumerate(NAMES))
+        )
         merged, wanted = bench.model.merge(order, came), alone.merge(order, values)
         assert merged == wanted and merged.state is not None
         bench.model.publish(merged)
@@ -219,7 +221,7 @@ def test_an_unusable_value_is_left_out(bench: Bench) -> None:
     for name, data in (("a", good), ("b", b"")):
         bench.links[name].send(FragmentValue(name, 1, 1, 0, 1, 1, 64, version, 1, len(good)), data)
     came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, 2)}
-    merged = bench.model.merge(Merge(1, 0, tuple(Part(name, 1, 1, 64, version, 1) for name in NAMES)), came)
+    merged = bench.model.merge(Merge(1, 0, tuple(Contribution(name, 1, 1, 64, version, 1) for name in NAMES)), came)
     assert merged.left_out.keys() == {"b"} and merged.state is not None
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from diloco_jax.protocol.effects import AdoptState, Effect, Effects, Merge, Part, Send, UnstageState
+from diloco_jax.protocol.effects import AdoptState, Contribution, Effect, Effects, Merge, Send, UnstageState
 from diloco_jax.protocol.learner.anchors import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner, ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
@@ -311,7 +311,7 @@ class Overbooking(Progress):
 class Generous(RoundBook):
     """Counts what a value holds, counted before or not."""
 
-    def credit(self, this: Round, parts: Sequence[Part]) -> list[Member]:
+    def credit(self, this: Round, parts: Sequence[Contribution]) -> list[Member]:
         self.progress.merged_tokens += sum(part.tokens for part in parts)
         return super().credit(this, parts)
 

@@ -160,7 +160,7 @@ class Credulous(Syncer):
 
 
 def _with_steps(merge: Merge, steps: int) -> Merge:
-    return merge._replace(parts=tuple(part._replace(steps=steps, tokens=steps) for part in merge.parts))
+    return merge._replace(contributions=tuple(each._replace(steps=steps, tokens=steps) for each in merge.contributions))
 
 
 class Hoarder(Syncer):

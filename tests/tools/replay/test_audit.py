@@ -56,7 +56,7 @@ def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path
         pair.held = {"b:StepReport"} if 3 <= number < 6 else set()
         pair.step("a", "b")
         pair.wait(2.0)
-    shares = [part for merge in pair.merges() for part in merge.parts if part.learner_id == "b"]
+    shares = [each for merge in pair.merges() for each in merge.contributions if each.learner_id == "b"]
     assert [(part.since, part.samples, part.tokens) for part in shares] == [(8, 14, 30), (14, 18, 20)]
     result = result_of(pair)
     assert result["violations"] == 0
