@@ -23,7 +23,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from diloco_jax.core.codec import Bytes, as_bytes
-from diloco_jax.core.parts import Buffer
+from diloco_jax.core.host_bytes import Buffer
 from diloco_jax.training.whole_state.layout import HostState, StateLayout
 
 Index = tuple[slice, ...]
