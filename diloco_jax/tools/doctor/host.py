@@ -79,7 +79,7 @@ def check_data(config: RunConfig) -> Check:
     windows = len(source.train)
     share = config.planned_steps * config.train.batch_size / windows
     read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
-    where = config.data.module or ", ".join(part.path for part in config.data.parts.values())
+    where = config.data.module or ", ".join(part.path for part in config.data.sources.values())
     return Check("data", "ok", f"{where}: {windows:,} training windows, the run {read}")
 
 
