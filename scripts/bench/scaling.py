@@ -39,7 +39,7 @@ from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.model_share import make_setup, make_shares
-from diloco_jax.runtime.syncer.parts import Results
+from diloco_jax.runtime.syncer.context import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig, SyncerConfig
