@@ -45,7 +45,7 @@ class Scenario:
     """A merge takes 0.5 to 1.5 times this, in seconds, so merges of different rounds may end out of turn."""
     payload_bytes: int = 0
     """Size of one encoded fragment, and of one part of a state."""
-    step_bytes: int | None = None
+    delta_bytes: int | None = None
     """Size of one encoded step from a version of a fragment to the next; None: fragments are always sent whole."""
     state_parts: int = 3
     """Parts of a learner's whole state."""

@@ -58,7 +58,7 @@ class SyncerHost:
             FINGERPRINT,
             dict.fromkeys(fragments, scenario.payload_bytes),
             budget=scenario.budget,
-            step_bytes={} if scenario.step_bytes is None else dict.fromkeys(fragments, scenario.step_bytes),
+            delta_bytes={} if scenario.delta_bytes is None else dict.fromkeys(fragments, scenario.delta_bytes),
             plan=scenario.plan,
         )
 

@@ -144,7 +144,7 @@ class SyncerProcess:
         if len(left_out) < len(names):
             before, epoch, version = self.values[fragment_id], self.machine.epoch, merge.global_step
             digest = digest_of(before, epoch, fragment_id, version, names, left_out)
-            if self._world.scenario.step_bytes is not None:
+            if self._world.scenario.delta_bytes is not None:
                 self.steps[fragment_id] = before
                 self._world.steps[epoch, fragment_id, version] = Step(before[1], digest)
             self.values[fragment_id] = (version, digest)

@@ -294,8 +294,8 @@ class Pair:
                 assert anchor.version != newest.version or anchor == newest, f"{name}: {anchor}, newest is {newest}"
 
     def _new_syncer(self) -> Syncer:
-        step_bytes = dict.fromkeys(range(self.config.num_fragments) if self._steps else (), STEP_BYTES)
-        return Syncer(self.config, self._total_steps, self._fingerprint, step_bytes=step_bytes)
+        delta_bytes = dict.fromkeys(range(self.config.num_fragments) if self._steps else (), STEP_BYTES)
+        return Syncer(self.config, self._total_steps, self._fingerprint, delta_bytes=delta_bytes)
 
     def _link(self, name: str) -> None:
         assert name not in self.linked, f"{name} is connected"

@@ -201,7 +201,7 @@ CALM = Scenario(
     total_steps=160,
     network=NetworkOptions(bandwidth_bytes_per_s=1e6, faults=LinkFaults()),
     payload_bytes=80_000,
-    step_bytes=10_000,
+    delta_bytes=10_000,
 )
 
 
@@ -292,7 +292,7 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
         total_steps=200,
         network=network,
         payload_bytes=20_000,
-        step_bytes=int(1e6 * down_s),
+        delta_bytes=int(1e6 * down_s),
         speed_spread=spread,
     )
     watch, cluster = Watch(), Cluster(scenario)

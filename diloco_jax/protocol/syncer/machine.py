@@ -42,7 +42,7 @@ class Syncer:
         total_steps: the run is complete after so many global steps at the latest.
         fingerprint: what both sides must agree on.
         payload_bytes: fragment -> size of its encoded global value.
-        step_bytes: fragment -> size of the delta to its newest version; a fragment that is missing has no deltas.
+        delta_bytes: fragment -> size of the delta to its newest version; a fragment that is missing has no deltas.
         budget: the run is complete when so many tokens are merged (progress.py).
         plan: when the global model is evaluated (evaluations.py).
     """
@@ -53,7 +53,7 @@ class Syncer:
         total_steps: int,
         fingerprint: tuple[tuple[str, str], ...] = (),
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
-        step_bytes: Mapping[int, int] = MappingProxyType({}),
+        delta_bytes: Mapping[int, int] = MappingProxyType({}),
         budget: Budget = NO_BUDGET,
         plan: EvaluationPlan = NEVER,
     ) -> None:
@@ -64,7 +64,7 @@ class Syncer:
         )
         self.membership = members = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = leases = LeaseBook(config.num_fragments)
-        self.downstream = down = Downstream(effects, config, progress, payload_bytes, step_bytes)
+        self.downstream = down = Downstream(effects, config, progress, payload_bytes, delta_bytes)
         self.evaluations = Evaluations(effects, plan, config, progress, members, down)
         self.rounds = rounds = RoundBook(
             effects, config, progress, members, down, leases, self.evaluations, config.schedule

@@ -129,7 +129,7 @@ class GlobalModel:
         """Return the layout of a fragment in flat arrays and payloads."""
         return self.setup.shares.wholes[fragment_id]
 
-    def step_bytes(self, fragment_id: int) -> int:
+    def delta_bytes(self, fragment_id: int) -> int:
         """Return the size of an encoded step in bytes; 0 if whole values travel."""
         return self.layout(fragment_id).payload_bytes(self.setup.down) if self.setup.down != "float32" else 0
 
@@ -253,7 +253,7 @@ class GlobalModel:
         if digest is None:
             arithmetic.forget(fragment_id)
             return Merged(fragment_id, None, left_out, history, evidence)
-        base = mark.version if self.step_bytes(fragment_id) else NO_VERSION
+        base = mark.version if self.delta_bytes(fragment_id) else NO_VERSION
         return Merged(fragment_id, Mark(order.global_step, digest, history, base), left_out, history, evidence)
 
     def _measure(

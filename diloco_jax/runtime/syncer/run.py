@@ -295,7 +295,7 @@ class SyncerRun:
             config.train.steps,
             self._fingerprint,
             payload_bytes={number: self._model.value_bytes(number) for number in numbers},
-            step_bytes={number: size for number in numbers if (size := self._model.step_bytes(number))},
+            delta_bytes={number: size for number in numbers if (size := self._model.delta_bytes(number))},
             budget=config.budget,
             plan=config.evaluations,
         )

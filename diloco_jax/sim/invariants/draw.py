@@ -74,8 +74,8 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
         bad_states=random.choice((0.0, 0.0, 0.3)),
         seed=seed,
     )
-    step_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
-    drawn = replace(drawn, step_bytes=step_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
+    delta_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
+    drawn = replace(drawn, delta_bytes=delta_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
     plan = EvaluationPlan(random.choice((0.0, 5.0, 20.0, 60.0)), random.choice((0, 1, 7, 20)))
     eval_s, bad_scores = random.choice((0.0, 0.5, 3.0, 30.0)), random.choice((0.0, 0.0, 0.3))
     drawn = replace(drawn, plan=plan if plan.wait_s else NEVER, eval_s=eval_s, bad_scores=bad_scores)

@@ -229,8 +229,8 @@ def story(model: GlobalModel, up: codec.Format) -> list[Any]:
         payloads["d"] = b"" if step == 3 else payloads["d"]
         merged = model.merge(Merge(step, fragment_id, parts), payloads)
         model.publish(merged)
-        step_bytes = bytes(model.payload(fragment_id, newest))
-        seen.append((sorted(merged.left_out), merged.state, step_bytes, bytes(model.payload(fragment_id))))
+        delta_bytes = bytes(model.payload(fragment_id, newest))
+        seen.append((sorted(merged.left_out), merged.state, delta_bytes, bytes(model.payload(fragment_id))))
         assert capture.marks[fragment_id].version == newest
     return [*seen, model.digests]
 

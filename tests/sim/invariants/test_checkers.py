@@ -88,7 +88,7 @@ TOKENS = replace(ONE_FRAGMENT, tokens=400_000, config=replace(CONFIG, num_fragme
 STEPS = replace(
     SCENARIO,
     payload_bytes=8000,
-    step_bytes=1000,
+    delta_bytes=1000,
     faults=(*SCENARIO.faults, Fault(30.0, "corrupt", ("island-3",), 20.0)),
 )
 MANY_PARTS = replace(RECOVERY, config=replace(RECOVERY.config, recovery_turns=1), state_parts=40)
@@ -322,7 +322,7 @@ BROKEN = [
     (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value"),
     (checkers.AnchorsAgree, with_syncer(broken.Careless, FAILOVER), "island-. holds version .* but .*nobody holds it"),
     (checkers.AnchorsAgree, with_syncer(broken.Confused, STEPS), "is sent, a step is of"),
-    (checkers.StepsApply, with_learner(broken.Gullible, STEPS), "applies .* to version"),
+    (checkers.DeltasApply, with_learner(broken.Gullible, STEPS), "applies .* to version"),
     (checkers.WholeWhereNeeded, with_syncer(broken.Wasteful, STEPS), "but gets .* whole"),
     (checkers.WholeWhereNeeded, with_syncer(broken.Presumptuous, STEPS), "will hold .*, and gets"),
     (checkers.WholeWhereNeeded, with_syncer(broken.Insistent, STEPS), "once more"),

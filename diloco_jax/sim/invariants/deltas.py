@@ -23,7 +23,7 @@ from diloco_jax.sim.node import Effects, LearnerProcess
 Fragment = tuple[str, int, int]
 
 
-class StepsApply(Checker):
+class DeltasApply(Checker):
     """A step is applied to its base only and leads to the value that the syncer made; nothing else is ever adopted."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -128,7 +128,7 @@ class WholeWhereNeeded(Checker):
             self.check(held == base or repeated, f"{peer} will hold {held}, and gets {message}")
             self.check(self._steps[key] <= STEPS_MAX, f"{peer} gets {message} once more")
         else:
-            steps = self.cluster.scenario.step_bytes is not None and self._steps[key] < STEPS_MAX
+            steps = self.cluster.scenario.delta_bytes is not None and self._steps[key] < STEPS_MAX
             self.check(not (steps and held == base), f"{peer} will hold {held}, but gets {message} whole")
             self._steps[key] = STEPS_MAX
         self._will_hold[peer][fragment_id] = (message.version, message.digest)
