@@ -107,7 +107,7 @@ def test_2_bulk_on_a_10_mbit_link_does_not_starve_heartbeats(listener: GrpcListe
 
 
 def test_2_a_learner_whose_value_takes_longer_than_the_lease_stays_alive() -> None:
-    pair = Pair(quorum=2, lease_s=20.0, heartbeat_s=5.0, pull_timeout_s=1000.0)
+    pair = Pair(quorum=2, silence_s=20.0, heartbeat_s=5.0, pull_timeout_s=1000.0)
     pair.join("a", "slow")
     pair.wait(1.0)
     pair.held = {"slow:FragmentValue"}
@@ -243,7 +243,7 @@ def late(pair: Pair, round_: int, fragment_id: int, incarnation: int = 1) -> str
 
 def test_7_late_report_after_its_round_closed() -> None:
     """Elsewhere: a worker that came back wrote into a generation that was closed already."""
-    pair = Pair(quorum=2, pull_timeout_s=8.0, lease_s=1000.0)
+    pair = Pair(quorum=2, pull_timeout_s=8.0, silence_s=1000.0)
     pair.join("a", "b")
     pair.rounds(1, "a", "b")
     pair.held = {"b:FragmentValue"}
@@ -302,7 +302,7 @@ def test_8_no_island_advertises_an_address(listener: GrpcListener) -> None:
 
 def test_9_first_compile_takes_longer_than_the_lease() -> None:
     """Elsewhere: a worker that compiled for minutes was declared dead, restarted, and compiled again."""
-    pair = Pair(quorum=1, total_steps=1000, lease_s=20.0, heartbeat_s=5.0, release_s=30.0)
+    pair = Pair(quorum=1, total_steps=1000, silence_s=20.0, heartbeat_s=5.0, release_s=30.0)
     pair.join("a")
     pair.rounds(3, "a")
     pair.join("compiles")
@@ -311,7 +311,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
         pair.step("a")
     assert pair.notes("silent") == [] and pair.notes("left") == [] and pair.notes("released") == []
     (condition,) = [c for c in conditions(pair.syncer, pair.now_s) if c.learner_id == "compiles"]
-    assert condition.condition == "joining" and pair.now_s - condition.since_s > 10 * pair.config.lease_s
+    assert condition.condition == "joining" and pair.now_s - condition.since_s > 10 * pair.config.silence_s
     assert len(pair.merges()) > 100, "nobody waited for it"
     pair.step("compiles", step_s=600.0)
     assert pair.syncer.membership.members["compiles"].state == "active"
@@ -321,7 +321,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
 
 def test_10_an_island_that_is_alive_but_never_merged_raises_an_alarm() -> None:
     """Elsewhere: half of the islands were alive, and none of their work was in the model; nobody noticed."""
-    pair = Pair(quorum=1, unmerged_rounds_max=10, pull_timeout_s=2.0, lease_s=20.0, heartbeat_s=5.0)
+    pair = Pair(quorum=1, unmerged_rounds_max=10, pull_timeout_s=2.0, silence_s=20.0, heartbeat_s=5.0)
     pair.join("a", "b")
     pair.held = {"b:FragmentValue"}  # b steps, reports and beats its heart; its values never arrive
     for _ in range(40):

@@ -3,7 +3,7 @@
 States of a member, and what moves it:
 
     joining  --first report that holds every fragment-->  active
-    joining, active  --no message for lease_s-->           silent  --any message-->  joining or active
+    joining, active  --no message for silence_s-->           silent  --any message-->  joining or active
     any      --disconnect, leave, expulsion-->             gone    --hello-->        joining or active
     any      --hello of a newer incarnation-->             joining (counters of the old one are added to the totals)
 
@@ -152,9 +152,9 @@ class Membership:
         self.live += (state == ACTIVE) - (member.state == ACTIVE)
         member.state, member.since_s = state, now_s
 
-    def expired(self, lease_s: float, now_s: float) -> list[Member]:
-        """Return the members that become silent, because no message came for `lease_s`; sorted by name."""
-        return [m for m in self.present() if now_s - m.heard_s >= lease_s]
+    def expired(self, silence_s: float, now_s: float) -> list[Member]:
+        """Return the members that become silent, because no message came for `silence_s`; sorted by name."""
+        return [m for m in self.present() if now_s - m.heard_s >= silence_s]
 
     def median_step_s(self) -> float | None:
         """Return the lower median of the live learners' step times: one slow island must not stretch every window."""

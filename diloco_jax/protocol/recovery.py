@@ -52,7 +52,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 
 PARTS_IN_FLIGHT = 4
 # A receiver waits for this many times the longest wait so far before it repeats a request. A part that a narrow link
-# still carries is then not requested twice. The second number limits the wait, in multiples of lease_s.
+# still carries is then not requested twice. The second number limits the wait, in multiples of silence_s.
 PATIENCE = 2.0
 PATIENCE_LEASES = 4.0
 # Copies that a donor keeps at a time.
@@ -210,7 +210,7 @@ class Receiver:
             return
         self._kept.add(message.part)
         self._longest_s, self._heard_s = max(self._longest_s, now_s - self._heard_s), now_s
-        patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.lease_s)
+        patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.silence_s)
         self._resend_wait_s = max(self._config.resend_s, patience_s)
         self._wait(now_s)
         self._effects.append(KeepPart(message.part, message.parts))
@@ -236,7 +236,7 @@ class Receiver:
         if self._attempts >= self._config.recovery_attempts:
             self.give_up()
             return
-        self._resend_wait_s = min(self._config.resend_s * 2 ** (self._attempts - 1), self._config.lease_s)
+        self._resend_wait_s = min(self._config.resend_s * 2 ** (self._attempts - 1), self._config.silence_s)
         if at_once:
             self._ask_anybody(clock, now_s)
             return
@@ -286,7 +286,7 @@ class Receiver:
         if clock - self._clock > self._config.transfer_steps_max:
             self._abandon(clock, now_s)
             return
-        self._resend_wait_s = max(self._resend_wait_s, min(2 * self._resend_wait_s, self._config.lease_s))
+        self._resend_wait_s = max(self._resend_wait_s, min(2 * self._resend_wait_s, self._config.silence_s))
         self._repeat(now_s)
 
     def _repeat(self, now_s: float) -> None:

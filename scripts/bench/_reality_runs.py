@@ -101,7 +101,7 @@ def config_of(job: Job, corpus: Path) -> dict[str, Any]:
         "optimizer": {"name": "adamw", "learning_rate": 0.001, "warmup_steps": 10},
         "data": {"path": str(corpus)},
         "protocol": {"sync_every": 8, "num_fragments": 4, "overlap_steps": 2, "snapshot_every": 50}
-        | {"lease_s": LEASE_S, "heartbeat_s": 0.5, "resend_s": 0.5, "pull_timeout_s": 2, "release_s": 20},
+        | {"silence_s": LEASE_S, "heartbeat_s": 0.5, "resend_s": 0.5, "pull_timeout_s": 2, "release_s": 20},
         "transport": {"connect_timeout_s": 5, "keepalive_s": 2, "keepalive_timeout_s": 2},
         "trackers": [],
     }

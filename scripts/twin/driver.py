@@ -94,8 +94,8 @@ class ScheduleDriver(Observer):
 
     def _begin(self, fault: RealFault, now_s: float) -> None:
         run = self._run
-        lease_s = run.settings.protocol.lease_s
-        settle_s = SETTLE_S + (lease_s if fault.kind in NOTICED_LATE else 0.0)
+        silence_s = run.settings.protocol.silence_s
+        settle_s = SETTLE_S + (silence_s if fault.kind in NOTICED_LATE else 0.0)
         lasts_s = 0.0 if fault.kind.startswith("kill") else fault.duration_s
         self._hits[fault.target] = Hit(now_s + lasts_s, settle_s)
         self.inflicted.append((now_s, fault))

@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "sync_every": 2,
     "num_fragments": 2,
     "heartbeat_s": 5.0,
-    "lease_s": 20.0,
+    "silence_s": 20.0,
     "resend_s": 10.0,
     "recover_from_peers": False,
 }

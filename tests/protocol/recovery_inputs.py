@@ -17,7 +17,7 @@ def config(**settings: Any) -> ProtocolConfig:
             "sync_every": H,
             "num_fragments": 4,
             "resend_s": 2.0,
-            "lease_s": 20.0,
+            "silence_s": 20.0,
             "recovery_attempts": 4,
             "recovery_turns": 1,
         }

@@ -27,7 +27,7 @@ def new(total_steps: int = 100, sizes: Sequence[dict[int, int]] = (), **settings
     `sizes` are those of whole values, and of steps.
     """
     small: dict[str, Any] = {"sync_every": 4, "num_fragments": 4, "grace_steps_max": 0.0}
-    small |= {"lease_s": 8.0, "resend_s": 3.0, "lease_ahead_steps": LEASED}
+    small |= {"silence_s": 8.0, "resend_s": 3.0, "lease_ahead_steps": LEASED}
     return Syncer(ProtocolConfig(**small | settings), total_steps, FINGERPRINT, *sizes)
 
 

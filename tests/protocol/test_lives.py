@@ -87,7 +87,7 @@ def learner(
         num_fragments=1,
         overlap_steps=overlap_steps,
         heartbeat_s=2.0,
-        lease_s=10.0,
+        silence_s=10.0,
         resend_s=3.0,
         recover_from_peers=recovers,
         snapshot_every=snapshot_every,

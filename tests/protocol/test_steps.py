@@ -140,7 +140,7 @@ def test_a_restored_machine_knows_who_can_use_which_step() -> None:
 
 def learner() -> Learner:
     """It holds version 1 of both fragments."""
-    settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "lease_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
+    settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "silence_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
     config = ProtocolConfig(sync_every=2, num_fragments=2, recover_from_peers=False, **settings)
     machine = Learner("a", 1, config, FINGERPRINT)
     machine.on_connected(0.0)

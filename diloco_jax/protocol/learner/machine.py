@@ -117,7 +117,7 @@ class Contact:
         self.ask_again(now_s)
         self.hello_step = local_step
         # The answer may be slow, and not lost.
-        self.resend_wait_s = min(2 * self.resend_wait_s, self.config.lease_s)
+        self.resend_wait_s = min(2 * self.resend_wait_s, self.config.silence_s)
         versions, digests = anchors.versions, tuple(anchors.digests)
         who = (self.learner_id, self.incarnation, self.fingerprint)
         data = (allotment.step_samples, allotment.granted)
@@ -126,7 +126,7 @@ class Contact:
 
     def lost_track(self, now_s: float) -> bool:
         """Return whether the syncer has been silent for so long that it may have forgotten this learner."""
-        return now_s - self.heard_s >= self.config.lease_s and self.resend_at_s is None
+        return now_s - self.heard_s >= self.config.silence_s and self.resend_at_s is None
 
     def send_heartbeat(self, now_s: float) -> None:
         """Send a sign of life."""

@@ -339,7 +339,7 @@ class Syncer:
     def on_tick(self, now_s: float) -> list[Effect]:
         """Take the time: silence of members, grace windows, and requests without an answer depend on it."""
         if now_s >= self.roster.check_s:
-            self.roster.check_s = now_s + self.config.lease_s / 4
+            self.roster.check_s = now_s + self.config.silence_s / 4
             self.roster.check_silence(now_s)
         self.rounds.on_tick(now_s)
         self.comeback.on_tick(now_s)

@@ -46,8 +46,8 @@ class Roster:
 
     def check_silence(self, now_s: float) -> None:
         """Find members that have fallen silent, and give the data of those lost for long to others."""
-        for member in self.membership.expired(self.config.lease_s, now_s):
-            self.lose(member, SILENT, f"not heard for {self.config.lease_s} s", now_s)
+        for member in self.membership.expired(self.config.silence_s, now_s):
+            self.lose(member, SILENT, f"not heard for {self.config.silence_s} s", now_s)
         if not self.progress.finished:
             for name in sorted(self.leases.holdings):
                 member = self.membership.members[name]

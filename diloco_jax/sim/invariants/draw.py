@@ -126,7 +126,7 @@ def _norm_event(random: Random, name: str) -> NormEvent:
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:
     sync_every = random.choice((1, 2, 3, 4, 6, 8, 12, 24))
-    lease_s = random.choice((4.0, 8.0, 15.0))
+    silence_s = random.choice((4.0, 8.0, 15.0))
     return ProtocolConfig(
         sync_every=sync_every,
         num_fragments=random.randint(1, sync_every),
@@ -134,8 +134,8 @@ def _random_config(random: Random, stayers: int) -> ProtocolConfig:
         quorum=random.randint(1, stayers) if random.random() < 0.6 else 1,
         grace_steps_max=random.choice((0.0, 0.5, 1.0, 1.0, 2.0)),
         ema_decay=random.choice((0.0, 0.5, 0.9)),
-        lease_s=lease_s,
-        heartbeat_s=lease_s / random.choice((2.0, 4.0)),
+        silence_s=silence_s,
+        heartbeat_s=silence_s / random.choice((2.0, 4.0)),
         resend_s=random.choice((0.3, 1.0, 2.0)),
         pull_timeout_s=random.choice((3.0, 10.0, 30.0)),
         anchor_history=random.choice((1, 2, 2, 4)),

@@ -36,7 +36,7 @@ from diloco_jax.sim.scenario import Scenario
 from tests.sim.invariants import broken_machines as broken
 
 CONFIG = ProtocolConfig(
-    sync_every=4, num_fragments=4, overlap_steps=2, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0
+    sync_every=4, num_fragments=4, overlap_steps=2, silence_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0
 )
 NETWORK = NetworkOptions(
     faults=LinkFaults(loss=0.05, duplication=0.1, reorder=0.1, reorder_s=3.0, late=0.5, heals_s=40.0)
