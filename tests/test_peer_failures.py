@@ -248,7 +248,7 @@ def test_7_late_report_after_its_round_closed() -> None:
     pair.rounds(1, "a", "b")
     pair.held = {"b:FragmentValue"}
     pair.rounds(1, "a", "b")
-    round_, fragment_id = pair.syncer.global_step, pair.syncer.rounds.schedule.due(pair.syncer.global_step)
+    round_, fragment_id = pair.syncer.global_step, pair.syncer.rounds.turns.due(pair.syncer.global_step)
     pair.wait(8.0)  # given up without b
     assert pair.contributors()[-1] == ("a",)
     words = f"value for round {round_} came late or was not asked for"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from diloco_jax.protocol.turns import Groups, Periods, Schedule, fits, groups_of
+from diloco_jax.protocol.turns import Groups, Periods, Turns, fits, groups_of
 
 LEARNERS_MAX_LIMIT = 4096
 # Learners look so many global steps ahead after every step.
@@ -165,9 +165,9 @@ class ProtocolConfig:
         return groups_of(self.sync_every, self.sync_later)
 
     @property
-    def schedule(self) -> Schedule:
+    def turns(self) -> Turns:
         """Return the table of turns, if the fragments of each class are known."""
-        return Schedule(self.sync_every, self.num_fragments, self.sync_later, self.class_fragments)
+        return Turns(self.sync_every, self.num_fragments, self.sync_later, self.class_fragments)
 
     def with_fragments(self, counts: tuple[int, ...]) -> ProtocolConfig:
         """Return these settings for a model whose classes of tensors have `counts` fragments."""

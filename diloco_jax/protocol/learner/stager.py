@@ -12,7 +12,7 @@ from diloco_jax.protocol.effects import Drop, Effects, Send, Stage, Unstage
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.turns import Schedule
+from diloco_jax.protocol.turns import Turns
 
 # Copies of one fragment: the grace window spans one step, and the request's way spans another.
 STAGED_STEPS_MAX = 3
@@ -35,7 +35,7 @@ class Stager:
     incarnation: int
     config: ProtocolConfig
     # Which fragment is due when.
-    schedule: Schedule
+    turns: Turns
     anchors: Anchors
     adopt_mode: str
     # Fragment -> size of its encoded value.
@@ -56,7 +56,7 @@ class Stager:
 
     def stage_due(self, now: StepReport, first_round: int) -> None:
         """Stage what the rounds from `first_round` on will request, and free the copies of other fragments."""
-        fragments = self.schedule.due_within(first_round, self.config.overlap_steps or 1)
+        fragments = self.turns.due_within(first_round, self.config.overlap_steps or 1)
         for fragment_id in list(self.staged):
             if fragment_id not in fragments:
                 self._unstage(fragment_id)

@@ -34,7 +34,7 @@ from diloco_jax.protocol.pacing import (
 )
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
-from diloco_jax.protocol.turns import Schedule
+from diloco_jax.protocol.turns import Turns
 
 COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
 
@@ -156,7 +156,7 @@ class RoundBook:
     leases: LeaseBook
     # The last evaluation follows the last round.
     evaluations: Evaluations
-    schedule: Schedule
+    turns: Turns
     # Global step -> round.
     flying: dict[int, Round] = field(default_factory=dict)
     # The round that is not closed yet.
@@ -214,7 +214,7 @@ class RoundBook:
     def _next_step(self) -> int:
         """Return the global step of the next round."""
         step = self.progress.global_step
-        return self.schedule.next_due(step) if self.lockstep else step + 1
+        return self.turns.next_due(step) if self.lockstep else step + 1
 
     def may_open(self) -> bool:
         """Return whether the limits of the run allow another round."""
@@ -228,7 +228,7 @@ class RoundBook:
                 self.progress.finished = True
                 self.evaluations.conclude(now_s)
             return None
-        fragment_id = self.schedule.due(step)
+        fragment_id = self.turns.due(step)
         if len(self.flying) >= max(1, self.config.overlap_steps):
             return None
         if fragment_id >= 0 and any(this.fragment_id == fragment_id for this in self.flying.values()):

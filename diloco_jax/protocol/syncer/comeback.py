@@ -243,10 +243,10 @@ class Comeback:
         """Return versions that may exist beyond the tape, because a lost machine may lose the end of its tape."""
         found = {p: list(versions) for p, versions in before.possible.items()} if before is not None else {}
         rounds = [(this.fragment_id, this.global_step) for this in flying]
-        step, schedule = self.progress.global_step, self.rounds.schedule
+        step, turns = self.progress.global_step, self.rounds.turns
         for _ in range(max(1, self.config.overlap_steps)):
-            step = schedule.next_due(step) if self.config.lockstep else step + 1
-            rounds.append((schedule.due(step), step))
+            step = turns.next_due(step) if self.config.lockstep else step + 1
+            rounds.append((turns.due(step), step))
         for fragment_id, step in rounds:
             if fragment_id >= 0 and step not in found.setdefault(fragment_id, []):
                 found[fragment_id].append(step)

@@ -67,7 +67,7 @@ class Syncer:
         self.downstream = down = Downstream(effects, config, progress, payload_bytes, delta_bytes)
         self.evaluations = Evaluations(effects, plan, config, progress, members, down)
         self.rounds = rounds = RoundBook(
-            effects, config, progress, members, down, leases, self.evaluations, config.schedule
+            effects, config, progress, members, down, leases, self.evaluations, config.turns
         )
         self.comeback = Comeback(effects, config, progress, members, down, rounds, leases)
         self.matches = matches = Matchmaker(effects, members)

@@ -36,7 +36,7 @@ class HostileIsHarmless(Checker):
             elif isinstance(effect, Note) and effect.kind == "finished":
                 machine = self.cluster.syncer
                 steps, tokens = machine.progress.total_steps, machine.progress.budget.tokens
-                step = self.cluster.scenario.config.schedule.next_due(machine.global_step)
+                step = self.cluster.scenario.config.turns.next_due(machine.global_step)
                 ended = step > steps or 0 < tokens <= machine.progress.merged_tokens
                 self.check(ended, f"the run ends at global step {machine.global_step} of {steps}")
         machine = self.cluster.syncer

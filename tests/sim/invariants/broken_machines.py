@@ -343,7 +343,7 @@ class OfAnotherTable(Syncer):
 
     def __init__(self, config: ProtocolConfig, *args: Any, **others: Any) -> None:
         super().__init__(config, *args, **others)
-        self.rounds.schedule = replace(config, sync_later={}).schedule
+        self.rounds.turns = replace(config, sync_later={}).turns
 
 
 class Skips(RoundBook):
