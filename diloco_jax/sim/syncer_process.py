@@ -135,22 +135,22 @@ class SyncerProcess:
             return
         useless, fragment_id, now_s = self._world.useless, merge.fragment_id, self._engine.now_s
         names = tuple([each.learner_id for each in merge.contributions])
-        left_out: tuple[str, ...] = ()
+        excluded: tuple[str, ...] = ()
         if useless:
-            left_out = tuple(name for name in names if (name, merge.global_step) in useless)
+            excluded = tuple(name for name in names if (name, merge.global_step) in useless)
         evidence: Evidence | None = None
         if self._world.norms is not None:
-            left_out, evidence = self._world.norms.merge(merge, left_out, now_s)
-        if len(left_out) < len(names):
+            excluded, evidence = self._world.norms.merge(merge, excluded, now_s)
+        if len(excluded) < len(names):
             before, epoch, version = self.values[fragment_id], self.machine.epoch, merge.global_step
-            digest = digest_of(before, epoch, fragment_id, version, names, left_out)
+            digest = digest_of(before, epoch, fragment_id, version, names, excluded)
             if self._world.scenario.delta_bytes is not None:
                 self.steps[fragment_id] = before
                 self._world.steps[epoch, fragment_id, version] = Step(before[1], digest)
             self.values[fragment_id] = (version, digest)
         for observer in self._observers:
-            observer.on_merged(merge.global_step, left_out, now_s)
-        outcome = (merge.global_step, self.values[fragment_id][1], left_out, now_s)
+            observer.on_merged(merge.global_step, excluded, now_s)
+        outcome = (merge.global_step, self.values[fragment_id][1], excluded, now_s)
         taped = self.inputs is self.taped
         self.execute(self.taped.on_merged(*outcome, evidence) if taped else self.machine.on_merged(*outcome))
 

@@ -240,7 +240,7 @@ def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener
     values = hear(listener, FragmentValue, len(names))
     parts = tuple(Contribution(name, step, 1, 1, base, 1) for name in sorted(names))
     merged = model.merge(Merge(step, fragment_id, parts), values)
-    assert merged.state is not None, merged.left_out
+    assert merged.state is not None, merged.excluded
     model.publish(merged)
     message = GlobalFragment(step, fragment_id, step, 1, merged.state.digest, 0, base)
     for name in names:

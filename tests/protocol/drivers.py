@@ -93,12 +93,12 @@ class SyncerDriver:
         """Finish a merge; returns the digest of the fragment's value and who was left out."""
         order = self.orders.pop(global_step)
         names = [each.learner_id for each in order.contributions]
-        left_out = tuple(name for name in names if name in poisoned)
-        if len(left_out) < len(names):
+        excluded = tuple(name for name in names if name in poisoned)
+        if len(excluded) < len(names):
             before, made = self.values[order.fragment_id], value_of(order.fragment_id, global_step, epoch)
             self.values[order.fragment_id] = made
             self.bases[order.fragment_id, made] = before
-        return self.values[order.fragment_id].digest, left_out
+        return self.values[order.fragment_id].digest, excluded
 
     def check_sent(self, message: Message, handled: Message | None) -> None:
         """A payload that is sent must be there."""

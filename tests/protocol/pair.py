@@ -359,8 +359,8 @@ class Pair:
             self.driver.save(effect.global_step, self.syncer, len(self.tape))
 
     def _merge(self, global_step: int) -> None:
-        digest, left_out = self.driver.merge(global_step, self.syncer.epoch, self.poisoned)
-        self._run_syncer(self._taped.on_merged(global_step, digest, left_out, self.now_s))
+        digest, excluded = self.driver.merge(global_step, self.syncer.epoch, self.poisoned)
+        self._run_syncer(self._taped.on_merged(global_step, digest, excluded, self.now_s))
 
     def _send(self, sender: str, receiver: str, message: Message) -> None:
         name = receiver if sender == SYNCER else sender

@@ -42,10 +42,10 @@ def digest(fragment_id: int, version: int) -> int:
     return 1000 * version + fragment_id if version else 0
 
 
-def merged(syncer: Syncer, global_step: int, now_s: float, left_out: tuple[str, ...] = ()) -> list[Effect]:
+def merged(syncer: Syncer, global_step: int, now_s: float, excluded: tuple[str, ...] = ()) -> list[Effect]:
     """The merge of a round is done."""
     return syncer.on_merged(
-        global_step, digest(syncer.rounds.flying[global_step].fragment_id, global_step), left_out, now_s
+        global_step, digest(syncer.rounds.flying[global_step].fragment_id, global_step), excluded, now_s
     )
 
 

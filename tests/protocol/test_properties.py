@@ -176,8 +176,8 @@ def test_a_syncer_survives_anything(inputs: list[Any], tau: int, quorum: int) ->
             if watch.merging:
                 global_step = watch.merging.pop(item[1] % len(watch.merging))
                 members = syncer.rounds.flying[global_step].values
-                left_out = tuple(sorted(item[2] & members.keys()))
-                watch.see(syncer.on_merged(global_step, global_step, left_out, now_s), now_s)
+                excluded = tuple(sorted(item[2] & members.keys()))
+                watch.see(syncer.on_merged(global_step, global_step, excluded, now_s), now_s)
         elif isinstance(item, tuple) and item[0] == "restart":
             watch.merging.clear()
             watch.lost = True

@@ -54,8 +54,8 @@ class Driven:
             if not self.merging:
                 return []
             global_step = self.merging.pop(item[1] % len(self.merging))
-            left_out = tuple(sorted(item[2] & self.machine.rounds.flying[global_step].values.keys()))
-            return self.machine.on_merged(global_step, 1000 + global_step, left_out, self.now_s)
+            excluded = tuple(sorted(item[2] & self.machine.rounds.flying[global_step].values.keys()))
+            return self.machine.on_merged(global_step, 1000 + global_step, excluded, self.now_s)
         if kind == "restart":
             self.merging.clear()
             held = [max(0, version - item[1]) for version in self.machine.versions]

@@ -117,10 +117,10 @@ class Stager:
             # The round of the sent copy is over. A round that is not over may still merge its copy.
             del self.sent[fragment_id]
         merged = sent_round == message.merged_round
-        left_out = sent_round <= version and not merged
+        excluded = sent_round <= version and not merged
         if self.adopt_mode == "rebase" and merged:
             self.since[fragment_id] = sent_samples
-        elif self.adopt_mode != "blend" or left_out or self.anchors.adopted[fragment_id].version == NO_VERSION:
+        elif self.adopt_mode != "blend" or excluded or self.anchors.adopted[fragment_id].version == NO_VERSION:
             self.since[fragment_id] = samples
         if fragment_id in self.staged:
             self._unstage(fragment_id)

@@ -326,8 +326,8 @@ class RoundBook:
         for learner_id in members:
             member = self.membership.members[learner_id]
             member.credit.used_step = member.local_step
-        left_out = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
-        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + left_out))
+        excluded = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
+        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + excluded))
         if snapshot:
             self.effects.append(SaveSnapshot(progress.global_step))
         if this.fragment_id < 0:

@@ -249,16 +249,16 @@ class Syncer:
             self.rounds.proceed(now_s)
         return self._effects.drain()
 
-    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
+    def on_merged(self, global_step: int, digest: int, excluded: Sequence[str], now_s: float) -> list[Effect]:
         """Broadcast the new version of a fragment, because the driver finished a Merge.
 
         Args:
             digest: digest of the new value.
-            left_out: learners whose value was unusable. If all values were, there is no new value.
+            excluded: learners whose value was unusable. If all values were, there is no new value.
         """
         this = self.rounds.end_merge(global_step)
-        parts = [part for _, part in sorted(this.values.items()) if part.learner_id not in left_out]
-        for learner_id in sorted(set(left_out) - this.former):
+        parts = [part for _, part in sorted(this.values.items()) if part.learner_id not in excluded]
+        for learner_id in sorted(set(excluded) - this.former):
             member = self.membership.members[learner_id]
             # One bad value is one strike. If there is a new version, the learner's steps count again once it holds
             # that version. If there is none, nothing ends these steps, so they count again now.

@@ -128,12 +128,12 @@ class TapedSyncer:
         return self.syncer.on_disconnect(learner_id, incarnation, reason, now_s)
 
     def on_merged(
-        self, global_step: int, digest: int, left_out: Sequence[str], now_s: float, evidence: Evidence | None = None
+        self, global_step: int, digest: int, excluded: Sequence[str], now_s: float, evidence: Evidence | None = None
     ) -> list[Effect]:
         """Do as Syncer.on_merged; `evidence` is for readers of the tape, and the machine does not see it."""
         recorded = [] if evidence is None else [evidence._asdict()]
-        self._write("merged", now_s, global_step, digest, list(left_out), *recorded)
-        return self.syncer.on_merged(global_step, digest, left_out, now_s)
+        self._write("merged", now_s, global_step, digest, list(excluded), *recorded)
+        return self.syncer.on_merged(global_step, digest, excluded, now_s)
 
     def on_drain(self, learner_id: str, now_s: float) -> list[Effect]:
         # A drain changes nothing in the machine, so it is not on the tape.
@@ -297,8 +297,8 @@ def _apply(
             return syncer.on_message(_message(kind, arguments), now_s)
         case "disconnect", [learner_id, incarnation, reason]:
             return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
-        case "merged", [global_step, digest, left_out, *_]:
-            return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
+        case "merged", [global_step, digest, excluded, *_]:
+            return syncer.on_merged(int(global_step), int(digest), tuple(excluded), now_s)
         case "tick", _:
             return syncer.on_tick(now_s)
         case "snapshot", [int(), *_]:

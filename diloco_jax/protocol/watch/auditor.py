@@ -67,12 +67,12 @@ class Auditor:
         for fragment_id, (version, *_) in enumerate(adopted):
             self.book.on_held(fragment_id, version)
 
-    def _version(self, global_step: int, left_out: list[str]) -> None:
+    def _version(self, global_step: int, excluded: list[str]) -> None:
         order, lives = self._orders.pop(global_step)
         shares = {
             life: SampleShare(part.since, part.samples)
             for life, part in zip(lives, order.contributions, strict=True)
-            if part.learner_id not in left_out
+            if part.learner_id not in excluded
         }
         if shares:
             self.rounds += 1

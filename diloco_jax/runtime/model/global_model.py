@@ -56,7 +56,7 @@ class Merged(NamedTuple):
     # None if every value was excluded: then the fragment stays as it is.
     state: Mark | None
     # Learner -> why its value was excluded.
-    left_out: dict[str, str]
+    excluded: dict[str, str]
     # The fragment's next history.
     history: RateHistory
     evidence: Evidence
@@ -237,9 +237,9 @@ class GlobalModel:
         """
         fragment_id, mark, arithmetic = order.fragment_id, self._marks[order.fragment_id], self._arithmetic
         unusable = {p.learner_id: arithmetic.unusable(fragment_id, payloads[p.learner_id]) for p in order.contributions}
-        left_out = {name: reason for name, reason in unusable.items() if reason}
-        left_out |= {name: "the run left it out" for name in decided or ()}
-        parts = [each for each in order.contributions if each.learner_id not in left_out]
+        excluded = {name: reason for name, reason in unusable.items() if reason}
+        excluded |= {name: "the run left it out" for name in decided or ()}
+        parts = [each for each in order.contributions if each.learner_id not in excluded]
         values = self._measure(fragment_id, parts, payloads)
         length, factor = self._lengths[fragment_id], self._outlier_factor if decided is None else 0.0
         decision = decide(values, mark.history, length, factor)
@@ -247,14 +247,14 @@ class GlobalModel:
         while digest is None and decision.merged:
             decision, overflows = exclude_largest(decision, values), overflows + 1
             digest = self._update(order, values, decision)
-        left_out |= decision.excluded
+        excluded |= decision.excluded
         history = next_history(mark.history, decision, values)
-        evidence = evidence_of(values, mark.history, length, factor, overflows, left_out)
+        evidence = evidence_of(values, mark.history, length, factor, overflows, excluded)
         if digest is None:
             arithmetic.forget(fragment_id)
-            return Merged(fragment_id, None, left_out, history, evidence)
+            return Merged(fragment_id, None, excluded, history, evidence)
         base = mark.version if self.delta_bytes(fragment_id) else NO_VERSION
-        return Merged(fragment_id, Mark(order.global_step, digest, history, base), left_out, history, evidence)
+        return Merged(fragment_id, Mark(order.global_step, digest, history, base), excluded, history, evidence)
 
     def _measure(
         self, fragment_id: int, parts: Sequence[Contribution], payloads: Mapping[str, Any]

@@ -271,11 +271,11 @@ class Exposition(Collector):
             self._observe(0, this.opened_s, this.met_s, this.closed_s)
         self._abandoned += note.kind == "abandoned"
 
-    def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: Iterable[str], now_s: float) -> None:
         """Observe a merge and count the values that it left out, before the machine takes its result."""
         this = self._context.machine.rounds.flying[global_step]
         self._observe(2, this.closed_s, this.pulled_s, now_s)
-        self._rejected.update(list(left_out))
+        self._rejected.update(list(excluded))
 
     def _observe(self, first: int, *times_s: float) -> None:
         for phase, (start_s, end_s) in zip(self._phases[first:], pairwise(times_s), strict=False):

@@ -176,12 +176,12 @@ class SyncerDriver:
         self._execute(requests, delivery.payload)
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
-        for learner_id, reason in sorted(merged.left_out.items()):
+        for learner_id, reason in sorted(merged.excluded.items()):
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
-        self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
-        left_out = tuple(sorted(merged.left_out))
-        requests = self._taped.on_merged(order.global_step, digest, left_out, self._now_s(), merged.evidence)
+        self.watch.on_merged(order.global_step, merged.excluded, self._now_s())
+        excluded = tuple(sorted(merged.excluded))
+        requests = self._taped.on_merged(order.global_step, digest, excluded, self._now_s(), merged.evidence)
         self.context.tape.flush()
         # The decision is on the tape, and no learner has got it yet.
         self._model.publish(merged)

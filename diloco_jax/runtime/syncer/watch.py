@@ -113,9 +113,9 @@ class Watch:
         if (took_s := self.context.stats.on_value(value, now_s)) is not None:
             self._came.setdefault(value.global_step, {})[value.learner_id] = round(took_s, 4)
 
-    def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: Iterable[str], now_s: float) -> None:
         """Record the times of a round that the machine is about to end."""
-        self.exposed.on_merged(global_step, left_out, now_s)
+        self.exposed.on_merged(global_step, excluded, now_s)
         this = self.context.machine.rounds.flying[global_step]
         record = {"kind": "round", "t": now_s, "global_step": global_step, "fragment_id": this.fragment_id}
         record |= {"opened_s": this.opened_s, "met_s": this.met_s, "closed_s": this.closed_s}

@@ -42,7 +42,7 @@ class DeltasApply(Checker):
         for fragment_id, (version, digest) in enumerate(self._values):
             self._made[self.lineage, fragment_id, version] = digest
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._made[self.lineage, fragment_id, version] = digest
@@ -111,7 +111,7 @@ class WholeWhereNeeded(Checker):
                 self._sends(effect.peer, effect.message)
         self._values = list(self.values)
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         for fragment_id, (version, _) in enumerate(self.values):
             if version == global_step:
                 self._bases[fragment_id] = self._values[fragment_id]

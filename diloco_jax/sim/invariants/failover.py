@@ -130,7 +130,7 @@ class AnchorsAgree(HealthyChecker):
         for fragment_id, (version, digest) in enumerate(self.values):
             self._agree(self.lineage, fragment_id, version, digest, "the snapshot")
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._agree(self.lineage, fragment_id, version, digest, "a merge")

@@ -104,11 +104,11 @@ class Replay:
         payloads = {}
         for part, life in zip(order.contributions, this.lives, strict=True):
             payloads[part.learner_id] = self._replica(life).value(order.fragment_id, part.local_step)
-        # Damage of a value on its way, or by `diloco chaos`, is not on the tapes, so `left_out` is passed in.
-        merged = self.model.merge(order, payloads, this.left_out)
+        # Damage of a value on its way, or by `diloco chaos`, is not on the tapes, so `excluded` is passed in.
+        merged = self.model.merge(order, payloads, this.excluded)
         where = f"fragment {order.fragment_id}, version {order.global_step}"
-        if set(merged.left_out) != set(this.left_out):
-            names, theirs = ", ".join(merged.left_out) or "nobody", ", ".join(this.left_out) or "nobody"
+        if set(merged.excluded) != set(this.excluded):
+            names, theirs = ", ".join(merged.excluded) or "nobody", ", ".join(this.excluded) or "nobody"
             self._differ(f"{where} (left out: {names}; the run left out {theirs})")
         if merged.state is None:
             raise ValueError(f"{where} cannot be made: no value is usable now; the first difference: {self.difference}")

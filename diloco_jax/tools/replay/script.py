@@ -66,7 +66,7 @@ class MergedRound(NamedTuple):
     lives: tuple[LearnerLife, ...]
     # The digest of the new value in the run.
     digest: int
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     # The newest local steps that were reported since the previous round.
     reported: tuple[tuple[LearnerLife, int], ...]
 

@@ -143,7 +143,7 @@ class Rounds:
         if merged.state is not None:
             self.model.publish(merged)
             for name in names:
-                if name not in merged.left_out:
+                if name not in merged.excluded:
                     self.merged_rounds[int(name)][fragment_id] = self.round
             self._broadcast(fragment_id)
         return merged

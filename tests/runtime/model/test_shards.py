@@ -214,7 +214,7 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     share.tell = tell  # type: ignore[method-assign]
 
 
-def test_an_unusable_value_is_left_out(bench: Bench) -> None:
+def test_an_unusable_value_is_excluded(bench: Bench) -> None:
     bench.greet()
     version = bench.model.versions[0]
     good = leafy_payload(0, 1, "int4")
@@ -222,7 +222,7 @@ def test_an_unusable_value_is_left_out(bench: Bench) -> None:
         bench.links[name].send(FragmentValue(name, 1, 1, 0, 1, 1, 64, version, 1, len(good)), data)
     came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, 2)}
     merged = bench.model.merge(Merge(1, 0, tuple(Contribution(name, 1, 1, 64, version, 1) for name in NAMES)), came)
-    assert merged.left_out.keys() == {"b"} and merged.state is not None
+    assert merged.excluded.keys() == {"b"} and merged.state is not None
 
 
 def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Diligent(Syncer):
 class Lenient(Syncer):
     """Counts values that were left out."""
 
-    def on_merged(self, global_step: int, digest: int, left_out: tuple[str, ...], now_s: float) -> list[Effect]:
+    def on_merged(self, global_step: int, digest: int, excluded: tuple[str, ...], now_s: float) -> list[Effect]:
         return super().on_merged(global_step, digest, (), now_s)
 
 
@@ -286,8 +286,8 @@ class Distracted(Learner):
 class Partial(Syncer):
     """Forgets one member in its broadcasts."""
 
-    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
-        effects = super().on_merged(global_step, digest, left_out, now_s)
+    def on_merged(self, global_step: int, digest: int, excluded: Sequence[str], now_s: float) -> list[Effect]:
+        effects = super().on_merged(global_step, digest, excluded, now_s)
         return [e for e in effects if not (isinstance(e, Send) and _forgotten(e))]
 
 
