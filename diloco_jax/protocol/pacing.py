@@ -67,8 +67,8 @@ class ProtocolConfig:
     """A connected learner without a sign of life for so many seconds counts as lost. Heartbeats continue while a step
     compiles. Low: working islands count as lost. High: rounds wait longer for an island that hangs."""
     heartbeat_s: float = 2.0
-    """Seconds between two heartbeats of a learner, at most half of silence_s. Low: more messages. High: silence_s must be
-    longer."""
+    """Seconds between two heartbeats of a learner, at most half of silence_s. Low: more messages. High: silence_s must
+    be longer."""
     resend_s: float = 2.0
     """Seconds until a request without an answer (hello, pull) is repeated. Low: requests are repeated too early. High:
     a lost request waits longer."""

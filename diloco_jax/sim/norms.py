@@ -86,7 +86,7 @@ class DrawnNorms:
     def measure(self, order: Merge, useless: Collection[str], now_s: float) -> list[MeasuredValue]:
         """Return the values of a round with their norms; the values of `useless` learners are not finite."""
         return [
-            MeasuredValue(part, math.nan if part.learner_id in useless else self._norm(part, order.global_step, now_s))
+            MeasuredValue(each, math.nan if each.learner_id in useless else self._norm(each, order.global_step, now_s))
             for each in order.contributions
         ]
 

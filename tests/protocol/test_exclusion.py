@@ -227,7 +227,7 @@ def test_evidence_repeats_its_decision_and_the_next_history() -> None:
     decision = exclude_largest(decided(values, history), values)
     evidence = evidence_of(values, history, LENGTH, FACTOR, 1, decision.excluded)
     assert evidence.norms == {"a": 1.0, "b": None, "c": 90.0, "d": 80.0, "e": 1e9} and evidence.elsewhere == 1.5
-    parts = [each.part for each in values]
+    parts = [each.contribution for each in values]
     again, after = repeat(evidence, parts, history._replace(elsewhere=0.0))
     assert again == decision and after == next_history(history, decision, values)
     undecoded = repeat(evidence, [*parts, value("f", 1.0).part], history)[0]

@@ -399,8 +399,8 @@ class RoundBook:
             return
         if this.values:
             this.phase, this.pulled_s = MERGING, now_s
-            parts = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
-            self.effects.append(Merge(this.global_step, this.fragment_id, parts))
+            contributions = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
+            self.effects.append(Merge(this.global_step, this.fragment_id, contributions))
             return
         del self.flying[this.global_step]
         note = self.progress.note("abandoned", this.fragment_id, (), "no value arrived", this.global_step)
@@ -420,36 +420,40 @@ class RoundBook:
         self.effects.append(note)
         self._advance()
 
-    def renew(self, this: Round, parts: Sequence[Contribution], digest: int, now_s: float) -> None:
+    def renew(self, this: Round, contributions: Sequence[Contribution], digest: int, now_s: float) -> None:
         """Broadcast the new version that a round has made."""
         self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         self.downstream.renew(this.fragment_id, this.global_step, digest)
-        for member in self.credit(this, parts):
+        for member in self.credit(this, contributions):
             member.credit.merged_round[this.fragment_id] = this.global_step
         for member in self.membership.connected():
             self.downstream.send(member, this.fragment_id, broadcast_s=now_s)
 
-    def credit(self, this: Round, parts: Sequence[Contribution]) -> list[Member]:
+    def credit(self, this: Round, contributions: Sequence[Contribution]) -> list[Member]:
         """Count the values in a new version; return the members whose present incarnation made one of them."""
         fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
         present: list[Member] = []
         progress.merged_rounds += 1
-        progress.merged_parts += len(parts)
+        progress.merged_parts += len(contributions)
         progress.merged_step = max(progress.merged_step, version)
-        for part in parts:
-            member = self.membership.members[part.learner_id]
+        for contribution in contributions:
+            member = self.membership.members[contribution.learner_id]
             member.rounds += 1
-            if part.learner_id in this.former:
+            if contribution.learner_id in this.former:
                 # The counters and the data of the present incarnation are new.
                 continue
             credit = member.credit
-            tokens = min(part.tokens, progress.value_tokens_max) if progress.budget.tokens else part.tokens
-            progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], tokens)
+            tokens = (
+                min(contribution.tokens, progress.value_tokens_max) if progress.budget.tokens else contribution.tokens
+            )
+            progress.merged_tokens += credit.merge(this.told_tokens[contribution.learner_id], tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
-            self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
+            self.leases.on_merged(
+                contribution.learner_id, fragment_id, version, contribution.samples, contribution.since
+            )
             present.append(member)
         self.leases.on_version(fragment_id, version)
-        names = tuple([part.learner_id for part in parts])
+        names = tuple([contribution.learner_id for contribution in contributions])
         self.effects.append(progress.note("merged", fragment_id, names, "", version))
         return present
 

@@ -270,7 +270,7 @@ class GlobalModel:
         """Compute the next version; returns its digest, None if it is not finite or no value is merged."""
         if not decision.merged:
             return None
-        parts = [values[i].part for i in decision.merged]
+        parts = [values[i].contribution for i in decision.merged]
         weights = token_weights([part.tokens for part in parts], [part.steps for part in parts], self._weights)
         finite, digest = self._arithmetic.update(order.fragment_id, order.global_step, list(decision.merged), weights)
         return digest if finite else None

@@ -138,10 +138,10 @@ def test_only_what_is_needed_is_asked_for(tmp_path: Path) -> None:
     need = needs.lives[LearnerLife("a", 1)]
     assert took.donor == LearnerLife("a", 1) and need.copies == Counter({took.donor_step: 1})
     parts = [
-        (event.order.fragment_id, part.local_step)
+        (event.order.fragment_id, each.local_step)
         for event in rounds_of(script)
         for each in event.order.contributions
-        if part.learner_id == "a"
+        if each.learner_id == "a"
     ]
     assert need.values == Counter(parts)
     assert need.stop == need.steps[max(step for _, step in parts) - 1]
