@@ -128,10 +128,10 @@ def test_3_donor_dies_while_a_learner_recovers(arrived: int) -> None:
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, sync_every=4, num_fragments=2)
     pair.join("a", "b", "c")
     pair.rounds(2, "a", "b", "c")
-    pair.held = {"a:StatePart"}
+    pair.held = {"a:StateChunk"}
     pair.join("new")
     for _ in range(min(arrived, PARTS)):
-        pair.let_pass("a:StatePart")
+        pair.let_pass("a:StateChunk")
     assert (pair.learners["new"].state == TRAINING) == (arrived == PARTS)
     pair.crash("a")
     pair.step("new")
@@ -145,10 +145,10 @@ def test_3_every_donor_dies_in_turn_and_the_last_one_left_goes_on_from_the_synce
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, recovery_attempts=10)
     pair.join("a", "b")
     pair.rounds(3, "a", "b")
-    pair.held = {"a:StatePart", "b:StatePart"}
+    pair.held = {"a:StateChunk", "b:StateChunk"}
     pair.join("new")
     for donor in ("a", "b"):
-        pair.let_pass(f"{donor}:StatePart")
+        pair.let_pass(f"{donor}:StateChunk")
         assert pair.learners["new"].state == RECOVERING
         pair.crash(donor)
         pair.wait(30.0)

@@ -6,7 +6,7 @@ The state of a peer travels through the syncer (paper, App. E.3):
     StateRequest(clock)  ----->  chooses a donor
                                  StatePull(clock)  --------->  waits until it has seen `clock` itself, then copies its
                                                                inner optimizer state between two steps
-    KeepPart  <----------------  forwards   <----------------  StatePart 0
+    KeepChunk  <----------------  forwards   <----------------  StateChunk 0
     StateRequest(1, 2, ...)      ...                           a window of parts is in transit at a time
     AdoptState; StateDone  --->  StateEnd  ----------------->  frees the copy
 
@@ -28,9 +28,9 @@ from diloco_jax.protocol.bounds import PARTS_MAX
 from diloco_jax.protocol.effects import (
     AdoptState,
     Drop,
-    DropParts,
+    DropChunks,
     Effects,
-    KeepPart,
+    KeepChunk,
     Note,
     Send,
     StageState,
@@ -40,9 +40,9 @@ from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     SYNCER,
+    StateChunk,
     StateDone,
     StateEnd,
-    StatePart,
     StatePull,
     StateRefused,
     StateRequest,
@@ -175,7 +175,7 @@ class Receiver:
 
     def _forget(self) -> None:
         if self._kept:
-            self._effects.append(DropParts())
+            self._effects.append(DropChunks())
         self.donor, self.donor_step = "", 0
         self._count, self._asked, self._kept, self.complete = 0, 0, set(), False
 
@@ -186,7 +186,7 @@ class Receiver:
     def _wait(self, now_s: float) -> None:
         self.resend_s = now_s + self._resend_wait_s
 
-    def on_part(self, message: StatePart, clock: int, now_s: float) -> None:
+    def on_part(self, message: StateChunk, clock: int, now_s: float) -> None:
         """Keep a part that arrived, and request the parts after it."""
         if self.over or self.complete or self._asked == 0 or message.receiver != self._who[0]:
             return
@@ -213,7 +213,7 @@ class Receiver:
         patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.silence_s)
         self._resend_wait_s = max(self._config.resend_s, patience_s)
         self._wait(now_s)
-        self._effects.append(KeepPart(message.part, message.parts))
+        self._effects.append(KeepChunk(message.part, message.parts))
         while self._asked < min(self._count, len(self._kept) + PARTS_IN_FLIGHT):
             self._request(self._asked)
             self._asked += 1
@@ -252,7 +252,7 @@ class Receiver:
     def give_up(self) -> None:
         """Start without a state."""
         if self._kept:
-            self._effects.append(DropParts())
+            self._effects.append(DropChunks())
         self.stop()
 
     def stop(self) -> None:
@@ -357,7 +357,7 @@ class Donor:
 
     def _part(self, receiver: str, local_step: int, index: int) -> None:
         # The driver fills in count, digest and size: only it has the bytes.
-        part = StatePart(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step])
+        part = StateChunk(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step])
         self._effects.append(Send(SYNCER, part))
 
     def on_end(self, receiver: str) -> None:
@@ -421,7 +421,7 @@ class Matchmaker:
             self._effects.append(note)
         self._send(donor.learner_id, StatePull(receiver, message.clock, 0, 0))
 
-    def _send(self, peer: str, message: StatePull | StateEnd | StatePart | StateUnavailable) -> None:
+    def _send(self, peer: str, message: StatePull | StateEnd | StateChunk | StateUnavailable) -> None:
         self._effects.append(Send(peer, message))
 
     def _unavailable(self, receiver: str, donor: str, reason: str) -> None:
@@ -444,7 +444,7 @@ class Matchmaker:
         trained = [m for m in self._membership.members.values() if m.local_step > 0 and m.learner_id != receiver]
         return any(m.state == JOINING or m.learner_id in awaited for m in trained)
 
-    def on_part(self, part: StatePart) -> None:
+    def on_part(self, part: StateChunk) -> None:
         """Forward a part to its receiver."""
         if not part.part < part.parts:
             self._drop(part, f"part {part.part} of {part.parts} of a state is impossible")
@@ -455,7 +455,7 @@ class Matchmaker:
         else:
             self._send(part.receiver, part)
 
-    def _drop(self, part: StatePart, reason: str) -> None:
+    def _drop(self, part: StateChunk, reason: str) -> None:
         self._effects.append(Drop(part.learner_id, reason))
 
     def on_refused(self, message: StateRefused) -> None:

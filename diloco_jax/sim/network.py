@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StatePart
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StateChunk
 from diloco_jax.sim.engine import Engine
 
 Deliver = Callable[["tuple[SimulatedLink, Any]"], None]
 # Messages with a payload travel on a lane of their own.
-BULK = (FragmentValue, GlobalFragment, AnchorValue, StatePart)
+BULK = (FragmentValue, GlobalFragment, AnchorValue, StateChunk)
 # These name the digest of their payload, so that a receiver recognises a garbled one.
-DIGESTED = (GlobalFragment, AnchorValue, StatePart)
+DIGESTED = (GlobalFragment, AnchorValue, StateChunk)
 # Share of DIGESTED messages that arrive garbled while a link corrupts.
 GARBLED_SHARE = 0.5
 

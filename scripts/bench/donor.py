@@ -52,7 +52,7 @@ def main() -> None:
 def receive(pipe: Connection, cores: list[int]) -> None:
     """The syncer and the receiver in one: asks for one part after the other, for ever."""
     os.sched_setaffinity(0, cores)
-    from diloco_jax.protocol.messages import StatePart, StatePull
+    from diloco_jax.protocol.messages import StateChunk, StatePull
     from diloco_jax.transport.endpoints.grpc_link import listen
     from diloco_jax.transport.link import TransportConfig
 
@@ -60,7 +60,7 @@ def receive(pipe: Connection, cores: list[int]) -> None:
     pipe.send(listener.address)
     while not pipe.poll():  # it becomes readable when the donor's process ends, however it ends
         delivery = listener.receive(1.0)
-        if delivery is None or not isinstance(delivery.message, StatePart):
+        if delivery is None or not isinstance(delivery.message, StateChunk):
             if delivery is not None and delivery.message is not None:  # the donor is ready to give
                 for part in range(PARTS_IN_FLIGHT):
                     listener.send(DONOR, StatePull(RECEIVER, 0, 1, part))
@@ -104,7 +104,7 @@ class Donor:
         threading.Thread(target=self._answer, daemon=True).start()
 
     def _answer(self) -> None:
-        from diloco_jax.protocol.messages import StatePart, StatePull
+        from diloco_jax.protocol.messages import StateChunk, StatePull
 
         while True:
             delivery = self._link.receive(1.0)
@@ -113,7 +113,7 @@ class Donor:
             if not delivery.message.donor_step:
                 self.wanted.set()
             elif self._staged:
-                part = StatePart(DONOR, 1, RECEIVER, 1, delivery.message.part, 0, 0, 0)
+                part = StateChunk(DONOR, 1, RECEIVER, 1, delivery.message.part, 0, 0, 0)
                 self.sent_bytes += min(1 << 20, self._layout.bytes.num_bytes - (part.part << 20))
                 self._sender.part(self._link, part, self._staged[0])
 

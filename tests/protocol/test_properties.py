@@ -28,8 +28,8 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
     Lease,
     PullRequest,
+    StateChunk,
     StateEnd,
-    StatePart,
     StatePull,
     StateUnavailable,
     StepReport,
@@ -204,7 +204,7 @@ syncer_messages = st.one_of(
     anything(StateEnd, receiver=others),
     anything(StateUnavailable, donor=st.sampled_from(["", "b"])),
     anything(
-        StatePart,
+        StateChunk,
         learner_id=st.sampled_from(["b", "c"]),
         incarnation=st.just(1),
         receiver=st.sampled_from(["a", "a", "z"]),
@@ -269,7 +269,7 @@ class Looks:
         if isinstance(message, FragmentValue):
             assert (message.fragment_id, message.local_step) in self.staged, "sent without a copy"
             assert message.steps >= 1 and message.tokens >= 1
-        elif isinstance(message, StatePart):
+        elif isinstance(message, StateChunk):
             assert message.local_step in self.states, "sent without a copy"
 
 

@@ -376,7 +376,7 @@ class Learner:
                 self._on_evaluate(message, now_s)
             case messages.StateEnd(receiver):
                 self.donor.on_end(receiver)
-            case messages.StatePart():
+            case messages.StateChunk():
                 self.start.receiver.on_part(message, self.global_step, now_s)
                 self._update_state(now_s)
             case messages.StateUnavailable():

@@ -222,7 +222,7 @@ class Syncer:
                 restoring = self.comeback.restoring
                 awaited = restoring.awaited if restoring is not None else ()
                 self.matches.on_request(message, self.progress.global_step, awaited)
-            case messages.StatePart():
+            case messages.StateChunk():
                 self.matches.on_part(message)
             case messages.StateRefused():
                 self.matches.on_refused(message)

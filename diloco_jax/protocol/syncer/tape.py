@@ -30,12 +30,16 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
 from diloco_jax.protocol.exclusion import Evidence
-from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
+from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric, StateChunk
 from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import Limits
 
-_MESSAGES: dict[str, Callable[..., LearnerMessage]] = {kind.__name__: kind for kind in get_args(LearnerMessage)}
+# A tape keeps the name that a kind of message had when tapes were defined.
+_NAMES_ON_TAPE: dict[type, str] = {StateChunk: "StatePart"}
+_MESSAGES: dict[str, Callable[..., LearnerMessage]] = {
+    _NAMES_ON_TAPE.get(kind, kind.__name__): kind for kind in get_args(LearnerMessage)
+}
 _NOT_A_LINE = (
     ValueError,
     TypeError,
@@ -120,7 +124,8 @@ class TapedSyncer:
         # exception is a value: its round takes it as an answer that holds nothing.
         taken = without_value(message) if objection(message) else message
         if taken is not None:
-            self._write(type(taken).__name__, now_s, *taken)
+            kind = type(taken)
+            self._write(_NAMES_ON_TAPE.get(kind, kind.__name__), now_s, *taken)
         return self.syncer.on_message(message, now_s)
 
     def on_disconnect(self, learner_id: str, incarnation: int, reason: str, now_s: float) -> list[Effect]:

@@ -237,7 +237,7 @@ class SyncerDriver:
             return
         if isinstance(message, messages.GlobalFragment):
             payload = self._version(message)
-        elif not isinstance(message, messages.StatePart):
+        elif not isinstance(message, messages.StateChunk):
             # Only chunks of a state are passed on with their payload.
             payload = b""
         self.listener.send(peer, message, payload)

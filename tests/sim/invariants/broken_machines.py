@@ -18,7 +18,7 @@ from diloco_jax.protocol.messages import (
     Hello,
     PullRequest,
     Score,
-    StatePart,
+    StateChunk,
     StepReport,
     SyncerMessage,
 )
@@ -94,7 +94,7 @@ class Greedy(Learner):
     """Takes a state over before it is whole."""
 
     def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
-        if isinstance(message, StatePart) and self.state == RECOVERING:
+        if isinstance(message, StateChunk) and self.state == RECOVERING:
             message = message._replace(parts=max(1, message.parts - 1))
         return super().on_message(message, now_s)
 
