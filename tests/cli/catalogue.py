@@ -91,7 +91,7 @@ FOUND_BY_DOCTOR = (
         {"model": {"module": DECODER, "args": {}, "weights": "none"}},
         "none/config.json",
         "cannot be read",
-        "name the folder of a pub",
+        "name the whole folder of a public model",
     ),
 )
 
@@ -369,7 +369,7 @@ COMMAND_LINES = (
     Wrong("export none --out new", "none is not the folder", "of a run: it has no config.yaml", "give one, such as"),
     Wrong("export damaged --out file", "file exists", "is not an empty folder", "choose another --out"),
     Wrong("export damaged --out new --format npy", "'npy'", "choose from 'hf', 'orbax', 'npz'", "did you mean npz?"),
-    Wrong("import empty", "empty/config.json", "cannot be read: No such file", "name the folder of a public model"),
+    Wrong("import empty", "empty/config.json", "cannot be read: No such file", "name the whole folder of a public"),
     Wrong("import public", "lacks 'num_attention_heads'", "config.json of llama", "copy it again"),
     Wrong("tokenize none --tokenizer bytes --out new", "'none'", "no text file with content", "correct the path, or"),
     Wrong("tokenize file --tokenizer bites --out new", "'bites'", "no tokenizer.json", "train:SIZE, or bytes"),
