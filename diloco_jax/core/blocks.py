@@ -1,6 +1,7 @@
-"""One block of 256 elements on its way from a payload and into one: the inner loops of kernels.py that know formats.
+"""The inner loops for one block of 256 elements that depend on the format: they decode and encode it.
 
-Numba keeps what it compiled by the date of the caller's file: whoever changes this one changes `BLOCKS` in kernels.py.
+kernels.py calls them. Numba's cache of compiled code checks only the date of the calling file. So a change of this file
+must change `BLOCKS` in kernels.py too; otherwise old code keeps running.
 """
 
 from typing import Any, no_type_check
@@ -13,24 +14,29 @@ from numba.extending import intrinsic
 BLOCK = 256
 _HALF, _QUARTER = BLOCK // 2, BLOCK // 4
 FLOAT32, BFLOAT16, INT8, INT4, INT2 = 0, 1, 2, 3, 4
-ROW = np.uint64(4 * BLOCK)  # bytes of a block in float32
-_ROUND = np.float32(1.5 * 2**23)  # x + this - this rounds |x| < 2^22 to the nearest even integer
+# Bytes of a block in float32.
+ROW = np.uint64(4 * BLOCK)
+# Adding and subtracting this number rounds |x| < 2^22 to the nearest even integer.
+_ROUND = np.float32(1.5 * 2**23)
 _SHARE_INT8, _SHARE_INT4, _ZERO_ABSMAX = np.float32(1 / 127), np.float32(1 / 7), np.float32(1e-30)
-_LEVEL, _NORMAL = np.float32(1.5336), np.uint32(0x00800000)  # see codec.py
-LANES = 16  # partial sums, so that a sum in a fixed order can use vector units
+# The constants of the same names in codec.py.
+_LEVEL, _NORMAL = np.float32(1.5336), np.uint32(0x00800000)
+# The number of partial sums, so that a sum in a fixed order can use vector units.
+LANES = 16
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def compiled(function: Any) -> Any:
-    """Compile a loop, and keep what was compiled where there is a folder for it."""
+    """Compile a loop, and cache the compiled code if there is a folder for it."""
     try:
         return njit(cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:  # there is no folder to keep it in, not even the user's
+    except RuntimeError:
+        # No folder for a cache can be written to, not even the user's.
         return njit(nogil=True, error_model="numpy")(function)
 
 
 def _at(dtype: Any, size: int = BLOCK) -> Any:
-    """Return a function from an address to the array that is there."""
+    """Return a function that takes an address and returns the array stored there."""
 
     @intrinsic
     @no_type_check
@@ -56,7 +62,7 @@ int16s, uint16s, int8s = _at(types.int16), _at(types.uint16), _at(types.int8)
 @intrinsic
 @no_type_check
 def float_of(typingctx, bits):
-    """Return the float32 number of these bits."""
+    """Return the float32 number that has these bits."""
 
     def code(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -75,7 +81,7 @@ def fill(to_at, begin):
 @intrinsic
 @no_type_check
 def copy_bytes(typingctx, to_at, from_at, num_bytes):
-    """Copy by the C library: for tens of KiB it does not read first what it overwrites, as any loop here does."""
+    """Copy bytes with the C library, which does not first read what it overwrites, as a compiled loop does."""
 
     def code(context, builder, signature, arguments):
         pointer = context.get_value_type(types.CPointer(types.uint8))
@@ -100,7 +106,7 @@ def _decode_add_int2(payload_at, at, block, weight, acc_at):
 @compiled
 @no_type_check
 def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
-    """Compute acc += weight * (a block of the payload)."""
+    """Compute acc += weight * block, for one block of a payload."""
     acc = float32s(acc_at)
     if fmt == INT4:
         factor = weight * scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
@@ -129,7 +135,7 @@ def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
 @compiled
 @no_type_check
 def unpack(payload_at, fmt, at, block, row_at):
-    """Unpack codes of a block as integers; return its scale, or NaN where it is none."""
+    """Unpack the codes of a block as int16; return its scale, or NaN if the scale is negative or NaN."""
     scale = scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
     row = int16s(row_at)
     if fmt == INT4:
@@ -153,7 +159,7 @@ def unpack(payload_at, fmt, at, block, row_at):
 @compiled
 @no_type_check
 def _usual(wanted_at, sums_at):
-    """Compute the mean magnitude of a block's elements that are not zero, added by halves as in codec.py."""
+    """Return the mean magnitude of a block's elements that are not zero, added in the order of codec.py."""
     wanted, words, sums, count = float32s(wanted_at), uint32s(wanted_at), float32s(sums_at), 0
     for j in range(BLOCK):
         sums[j] = abs(wanted[j])
@@ -208,7 +214,7 @@ def _encode_int2(wanted_at, scale_at, codes_at, rounded_at):
 @compiled
 @no_type_check
 def _encode_bfloat16(wanted, halves, rounded, size):
-    """Round to nearest even; subnormal numbers become zero, as in codec.py, and NaN stays NaN."""
+    """Round to the nearest even bfloat16; subnormal numbers become zero, as in codec.py, and NaN stays NaN."""
     for j in range(size):
         word = np.int64(wanted[j])
         half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
@@ -221,7 +227,7 @@ def _encode_bfloat16(wanted, halves, rounded, size):
 @compiled
 @no_type_check
 def encode(wanted_at, most, fmt, step_at, at, block, size, rounded_at):
-    """Write a block of the step; `rounded` becomes what it decodes to."""
+    """Encode a block of `wanted` into the step's payload, and write the decoded values to `rounded`."""
     if fmt == INT2:
         scale_at, codes_at = step_at + np.uint64(at[0] + 4 * block), step_at + np.uint64(at[1] + block * _QUARTER)
         _encode_int2(wanted_at, scale_at, codes_at, rounded_at)

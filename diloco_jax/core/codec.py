@@ -1,4 +1,4 @@
-"""Codec: a fragment's values as bytes for the wire.
+"""Codec: it encodes a fragment's values as bytes for the wire, and decodes them.
 
 Format    bytes of a tensor of n elements, nb = ceil(n / 256)       worst rounding error of one element x
 float32   4 n                                                       none
@@ -7,19 +7,26 @@ int8      4 nb scales, then 256 nb codes                            absmax of it
 int4      4 nb scales, then 128 nb bytes of two codes each          absmax of its block / 14
 int2      4 nb scales, then 64 nb bytes of four codes each          the larger of scale / 2 and |x| - scale
 
-Integer formats are symmetric: a block of 256 consecutive elements of the flattened tensor shares a float32 scale, and a
-code is `round(x / scale)`, two's complement. The scale is `absmax * float32(1 / 127)` (int8), `absmax * float32(1 / 7)`
-(int4), or 1.5336 times the mean magnitude of the elements that are not zero (int2, whose codes are cut to -1, 0 and 1):
-of normally distributed elements these three levels have next to the least mean square error, 0.19 of the variance (J.
-Max, Quantizing for minimum distortion, 1960), and an outlier does not drown its block. The last block is filled up with
-zeros. Byte j (0 to 127) of an int4 block holds the code of element j in its low four bits and that of element j + 128
-in its high ones; byte j (0 to 63) of an int2 block those of j, j + 64, j + 128 and j + 192, two bits each from the
-lowest: the parts are contiguous, as vector units want them. Zero stays zero. A block is all zero when its absmax (int2:
-that mean) is below 1e-30, and bfloat16 flushes subnormal numbers: XLA may do so anyway, and the host must give the same
-bytes.
+Integer formats are symmetric. A block of 256 consecutive elements of the flattened tensor shares a float32 scale, and a
+code is `round(x / scale)` in two's complement. Zero stays zero. The last block is filled with zeros. The scales:
 
-The payload of a fragment is the tensors' bytes, one after the other in ascending order of their keys, little-endian,
-without header: sender and receiver know the layout from the same plan.
+  int8  `absmax * float32(1 / 127)`
+  int4  `absmax * float32(1 / 7)`
+  int2  1.5336 times the mean magnitude of the elements that are not zero; codes are clipped to -1, 0 and 1
+
+For normally distributed elements, the three levels of int2 have nearly the least possible mean square error, 0.19 of
+the variance (J. Max, Quantizing for minimum distortion, 1960). An outlier changes such a scale little, so the rest of
+its block survives.
+
+Byte j (0 to 127) of an int4 block has the code of element j in its low four bits and that of element j + 128 in its
+high four bits. Byte j (0 to 63) of an int2 block has the codes of elements j, j + 64, j + 128 and j + 192, two bits
+each from the lowest. So each half or quarter of a block is contiguous, as vector units need it.
+
+A block becomes all zero when its absmax (int2: its mean magnitude) is below 1e-30, and bfloat16 flushes subnormal
+numbers to zero. XLA may flush them anyway, and the host must produce the same bytes.
+
+The payload of a fragment is the tensors' bytes in ascending order of their keys, little-endian, without a header,
+because sender and receiver know the layout from the same plan.
 """
 
 import math
@@ -36,27 +43,35 @@ Format = Literal["float32", "bfloat16", "int8", "int4", "int2"]
 Shape = tuple[int, ...]
 Bytes = bytes | bytearray | memoryview
 
-BLOCK = 256  # elements that share a scale
+# Elements that share a scale.
+BLOCK = 256
 _MAX_CODE = {"int8": 127, "int4": 7, "int2": 1}
-_PER_BYTE = {"int8": 1, "int4": 2, "int2": 4}  # codes
-_LEVEL = np.float32(1.5336)  # of three, over the mean magnitude; the best is 1.2240 sqrt(pi / 2) = 1.5341
+# Codes in a byte.
+_PER_BYTE = {"int8": 1, "int4": 2, "int2": 4}
+# The scale of int2 over the mean magnitude. The optimum for three levels is 1.2240 sqrt(pi / 2) = 1.5341.
+_LEVEL = np.float32(1.5336)
 _ZERO_ABSMAX = np.float32(1e-30)
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
-_NORMAL = int(_SMALLEST_NORMAL.view(np.int32))  # as a whole number
-_CHUNK = 512  # blocks that the host works on at once: 512 KiB stay in the cache
+# The smallest normal number's bits as an integer.
+_NORMAL = int(_SMALLEST_NORMAL.view(np.int32))
+# The host works on this many blocks at once, because their 512 KiB stay in the cache.
+_CHUNK = 512
 
 
 class NotFinite(ValueError):
-    """NaN or infinity, which integer formats cannot carry."""
+    """A value has NaN or infinity, which integer formats cannot carry."""
 
 
 def as_bytes(array: Shaped[np.ndarray, "..."]) -> memoryview:
-    """Return the memory of an array of any shape, of no axes and of no elements too; a copy if it is not contiguous."""
+    """Return the memory of an array of any shape, empty ones and scalars included; a copy if it is not contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> bytes:
-    """Encode a fragment on the host.
+    """Encode a fragment on the host, to the same bytes as on the devices.
+
+    Args:
+      values: by key, tensors of any shape and float dtype; they are cast to float32 first.
 
     Raises:
       NotFinite: NaN or infinity with an integer format (the other formats carry them).
@@ -73,13 +88,13 @@ def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> by
 def decode(
     payload: Bytes, keys_shapes: Sequence[tuple[str, Shape]], format: Format
 ) -> dict[str, Float32[np.ndarray, "..."]]:
-    """Return the values that a payload holds, as new arrays, in the order of `keys_shapes`.
+    """Decode a payload to new float32 arrays by key, in the order of `keys_shapes`.
 
     Args:
-      keys_shapes: key and shape of each tensor in any order (`Fragment.keys_shapes`).
+      keys_shapes: key and shape of each tensor, in any order (`Fragment.keys_shapes`).
 
     Raises:
-      ValueError: the payload has another length than this layout has, or an impossible scale.
+      ValueError: the payload's length does not fit this layout, or a scale is negative or not finite.
     """
     expected_bytes = encoded_size([shape for _, shape in keys_shapes], format)
     received_bytes = memoryview(payload).nbytes
@@ -105,7 +120,7 @@ def encoded_size(shapes: Iterable[Shape], format: Format) -> int:
 
 
 def digest(payload: Bytes | Iterable[Bytes]) -> int:
-    """Return the checksum of a payload, in [0, 2^64): equal bytes have equal digests (XXH3), damaged ones not."""
+    """Return the checksum (XXH3) of a payload, in [0, 2^64), whatever pieces it comes in."""
     hasher = xxhash.xxh3_64()
     for piece in (payload,) if isinstance(payload, bytes | bytearray | memoryview) else payload:
         hasher.update(piece)
@@ -127,18 +142,18 @@ def element_bytes(format: Format) -> int:
     return {"float32": 4, "bfloat16": 2}[format]
 
 
-# One definition for jax.numpy and numpy (`xp`): the same IEEE operations in the same order give the same bytes.
+# The following functions take `xp`, jax.numpy or numpy: the same IEEE operations in the same order give the same bytes.
 
 
 def to_blocks(xp: ModuleType, x: Any) -> Any:
-    """Reshape a flat float32[n] to float32[ceil(n / 256), 256], filled up with zeros."""
+    """Reshape float32[n] to float32[ceil(n / 256), 256], padded with zeros."""
     if padding := -x.shape[0] % BLOCK:
         x = xp.pad(x, (0, padding))
     return x.reshape(-1, BLOCK)
 
 
 def round_elements(xp: ModuleType, x: Any, format: Format) -> Any:
-    """Round float32 of any shape to an elementwise format: bfloat16, or float32, which changes nothing."""
+    """Round float32 values of any shape to bfloat16; with the format float32, return them unchanged."""
     if format == "float32":
         return x
     return xp.where(xp.abs(x) < _SMALLEST_NORMAL, xp.float32(0), x).astype(ml_dtypes.bfloat16)
@@ -148,25 +163,25 @@ def quantize_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, A
     """Quantise float32[nb, 256] to an integer format.
 
     Returns:
-      (codes, scales): int8[nb, 256] or, for int4, uint8[nb, 128], for int2 uint8[nb, 64], and float32[nb]; a block with
-      values that are not finite has a scale that is not.
+      (codes, scales). Codes are int8[nb, 256] for int8, uint8[nb, 128] for int4, and uint8[nb, 64] for int2. Scales are
+      float32[nb]; the scale of a block with a non-finite value is not finite.
     """
     numbers, scales = scale_blocks(xp, blocks, format)
     return pack_codes(xp, numbers, format), scales
 
 
 def scale_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, Any]:
-    """Do the first half of `quantize_blocks`: codes as whole numbers in float32[nb, 256], and scales."""
+    """Compute codes, as whole numbers in float32[nb, 256], and scales; `pack_codes` packs the codes."""
     magnitudes = blocks.view(xp.int32) & 0x7FFFFFFF
     if format == "int2":
         size = _sum(xp.abs(blocks))
         usual = size / xp.maximum(_sum((magnitudes >= _NORMAL).astype(xp.float32)), xp.float32(1))
         scales = xp.where(usual < _ZERO_ABSMAX, xp.float32(0), usual * _LEVEL)
     else:
-        # Of magnitudes as whole numbers, where NaN is the largest: XLA's maximum of floats on CPUs passes over NaN, and
-        # values that a learner does not have would travel as zeros.
+        # The magnitudes are compared as integers, because then NaN is the largest. XLA's maximum of floats ignores NaN
+        # on CPUs, so that NaN would travel as zeros.
         absmax = xp.max(magnitudes, axis=1).view(xp.float32)
-        # A product with a rounded constant, not absmax / max_code: XLA may replace division by a constant.
+        # This is a product with a rounded constant, not absmax / max_code, because XLA may replace such a division.
         scales = xp.where(absmax < _ZERO_ABSMAX, xp.float32(0), absmax * np.float32(1 / _MAX_CODE[format]))
     divisors = xp.where(scales == 0, xp.float32(np.inf), scales)
     numbers = xp.rint(blocks / divisors[:, None])
@@ -174,7 +189,7 @@ def scale_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, Any]
 
 
 def _sum(rows: Any) -> Any:
-    """Sum float32[nb, 256] along rows by halves, so that every machine adds in the same order."""
+    """Sum each row of float32[nb, 256] by adding halves, so that every machine adds in the same order."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -182,7 +197,7 @@ def _sum(rows: Any) -> Any:
 
 
 def pack_codes(xp: ModuleType, numbers: Any, format: Format) -> Any:
-    """Do the second half of `quantize_blocks`: codes as they travel."""
+    """Pack codes, whole numbers in float32[nb, 256], to the bytes of the wire."""
     codes = numbers.astype(xp.int8)
     if format == "int8":
         return codes
@@ -194,10 +209,10 @@ def pack_codes(xp: ModuleType, numbers: Any, format: Format) -> Any:
 
 
 def dequantize_blocks(xp: ModuleType, codes: Any, scales: Any, format: Format) -> Any:
-    """Return the float32[nb, 256] that codes and scales of `quantize_blocks` stand for."""
+    """Return the float32[nb, 256] that the codes and scales of `quantize_blocks` stand for."""
     if format != "int8":
         packed, bits = codes.view(xp.int8), 8 // _PER_BYTE[format]
-        # Arithmetic shifts restore the sign.
+        # A left shift followed by an arithmetic right shift restores the sign.
         codes = xp.concatenate([(packed << (8 - bits - at)) >> (8 - bits) for at in range(0, 8, bits)], axis=1)
     return codes.astype(xp.float32) * scales[:, None]
 
@@ -211,9 +226,10 @@ def _tensor_bytes(size: int, format: Format) -> int:
 def quantize_on_host(
     values: Float[np.ndarray, "..."], format: Format
 ) -> tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "scales"]]:
-    """Return codes and scales of an array of any shape, flattened, as the devices compute them.
+    """Return codes and scales of a flattened array, bit-equal to those that the devices compute.
 
-    They are float32[n] or bfloat16[n] and no scales; for nb = ceil(n / 256) what `quantize_blocks` returns.
+    Integer formats give the arrays of `quantize_blocks` with nb = ceil(n / 256). The other formats give float32[n] or
+    bfloat16[n] and an empty array of scales.
     """
     flat = values.reshape(-1).astype(np.float32, copy=False)
     if not is_integer(format):
@@ -221,7 +237,8 @@ def quantize_on_host(
     blocks = to_blocks(np, flat)
     codes = np.empty((len(blocks), block_bytes(format)), np.int8 if format == "int8" else np.uint8)
     scales = np.empty(len(blocks), np.float32)
-    with np.errstate(invalid="ignore"):  # values that are not finite show in the scales, which `encode` checks
+    # Non-finite values make their scales non-finite, which `encode` checks.
+    with np.errstate(invalid="ignore"):
         for i in range(0, len(blocks), _CHUNK):
             part = slice(i, i + _CHUNK)
             codes[part], scales[part] = quantize_blocks(np, blocks[part], format)
@@ -233,7 +250,8 @@ def dequantize_on_host(
 ) -> Float32[np.ndarray, "size"]:
     """Return the first `size` values that codes and scales of an integer format stand for."""
     values = np.empty((len(scales), BLOCK), np.float32)
-    with np.errstate(invalid="ignore"):  # scales that are not finite are for the caller to refuse
+    # The caller must refuse non-finite scales.
+    with np.errstate(invalid="ignore"):
         for i in range(0, len(scales), _CHUNK):
             part = slice(i, i + _CHUNK)
             values[part] = dequantize_blocks(np, codes[part], scales[part], format)

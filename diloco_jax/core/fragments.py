@@ -1,14 +1,14 @@
-"""Fragments: how a model is cut into P parts that are synchronised at different steps.
+"""Fragments: how a model is cut into P parts that are synchronised at different steps (paper, App. C).
 
-The plan is a pure function of the tensors' shapes and kinds and the settings: every learner and the syncer compute it
-alone and compare fingerprints instead of exchanging it.
+The plan is a pure function of the tensors' shapes, their kinds and the settings. So every learner and the syncer
+compute it alone, and compare fingerprints instead of exchanging plans.
 
-  * Every element of every tensor lies in exactly one fragment.
-  * Balanced tensors (paper, App. C): the largest piece goes into the currently smallest fragment.
+  * Every element of every tensor is in exactly one fragment.
+  * Fragments are balanced tensor by tensor: the largest piece goes into the fragment that is smallest so far.
   * A tensor larger than a fair share, ceil(total / P), is first cut along one axis; otherwise a big embedding alone
     would set the peak bandwidth.
-  * A stack is cut between the tensors that its first axis counts, as if each were a parameter of its own.
-  * Pieces are as large as even fragments allow: each has a norm of its own in the merge, and costs time.
+  * A stack is cut between its tensors, as if each were a separate parameter.
+  * Pieces are as large as even fragments allow, because each piece has its own norm in the merge, and costs time.
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ import numpy as np
 from diloco_jax.core.kinds import Kind, kind_of
 
 Shape = tuple[int, ...]
-Groups = Sequence[tuple[Collection[str], int]]  # tensors that are cut by themselves, and into how many fragments
+# Each entry has the paths of a group of tensors and the number of its fragments; no fragment has tensors of two groups.
+Groups = Sequence[tuple[Collection[str], int]]
 
-WHOLE = -1  # the `axis` of a slice that is a whole tensor
-EVEN = 1.15  # largest fragment over the mean: evener is not worth smaller pieces
-FINEST = 16  # pieces are at least a share's part of this number, if the tensor has no smaller ones
+# The `axis` of a slice that is a whole tensor.
+WHOLE = -1
+# The search for even fragments stops at this ratio of the largest to the mean: more would need smaller pieces.
+EVEN = 1.15
+# The search cuts tensors into pieces of a fair share, then of a half, and so on, down to this part of a share.
+FINEST = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentConfig:
-    """Settings of the cut of tensors that are larger than a fair share."""
+    """Settings for tensors larger than a fair share, which are cut."""
 
     split_axis: int = 0
     """Axis along which a tensor larger than a fair share is cut. Negative counts from the last axis; a tensor with
-    fewer axes is cut along the nearest one it has. Prefer an axis that the mesh does not shard. A stack of layers is
-    cut between layers; only where one layer is larger than a fair share, all are cut along this axis of theirs."""
+    fewer axes is cut along the nearest axis that it has. Prefer an axis that the mesh does not shard. A stack of layers
+    is cut between layers. If one layer alone is larger than a fair share, every layer is cut along this axis."""
 
     def plan(
         self, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], num_fragments: int, groups: Groups = ()
     ) -> FragmentPlan:
-        """Cut a model; see `plan_fragments`."""
+        """Cut a model into fragments along the configured axis; arguments as in `plan_fragments`."""
         axes = {}
         for path, shape in shapes.items():
             if own := len(shape) - kinds[path].stack:
@@ -59,23 +63,24 @@ class Slice(NamedTuple):
     """A contiguous part of one tensor: the elements start..stop-1 along one axis, or all of it."""
 
     path: str
-    axis: int  # WHOLE when the slice is the whole tensor
+    # WHOLE when the slice is the whole tensor.
+    axis: int
     start: int
     stop: int
 
     @property
     def key(self) -> str:
-        """Name of this slice in a fragment's values: 'path', or 'path[axis:start:stop]'."""
+        """Return this slice's name in a fragment's values: 'path', or 'path[axis:start:stop]'."""
         return self.path if self.axis == WHOLE else f"{self.path}[{self.axis}:{self.start}:{self.stop}]"
 
     @property
     def at(self) -> tuple[Any, ...]:
-        """Return the index that takes this slice from its tensor, as an array whatever its shape."""
+        """Return the index of this slice in its tensor; indexing gives an array even for a scalar tensor."""
         return (...,) if self.axis == WHOLE else (*(slice(None),) * self.axis, slice(self.start, self.stop))
 
 
 def whole(path: str) -> Slice:
-    """Return the slice that is a whole tensor, by whatever name."""
+    """Return the slice for a whole tensor."""
     return Slice(path, WHOLE, 0, 0)
 
 
@@ -83,26 +88,35 @@ def whole(path: str) -> Slice:
 class Fragment:
     """A part of the parameters that is synchronised together."""
 
-    fragment_id: int  # position in the plan, 0..P-1
-    slices: tuple[Slice, ...]  # ordered by (path, start)
-    shapes: tuple[Shape, ...]  # shape of each slice, in the same order
-    num_elements: int  # in all slices together
+    # Position in the plan, 0..P-1.
+    fragment_id: int
+    # Ordered by (path, start).
+    slices: tuple[Slice, ...]
+    # The shape of each slice, in the same order.
+    shapes: tuple[Shape, ...]
+    # The elements of all slices together.
+    num_elements: int
 
     @property
     def keys_shapes(self) -> tuple[tuple[str, Shape], ...]:
-        """Return (key, shape) of each slice, in order: the layout that `codec.decode` takes."""
+        """Return (key, shape) of each slice in order, the layout that `codec.decode` takes."""
         return tuple((piece.key, shape) for piece, shape in zip(self.slices, self.shapes, strict=True))
 
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """The partition of a model."""
+    """The partition of a model into fragments."""
 
-    fragments: tuple[Fragment, ...]  # by fragment_id
-    shapes: Mapping[str, Shape]  # shape of every tensor, by path, sorted by path
-    kinds: Mapping[str, Kind]  # what every tensor is, in the same order
-    fingerprint: str  # equal exactly when shapes, kinds, settings and partition are equal (16 hexadecimal digits)
-    counts: tuple[int, ...]  # fragments of each group of tensors that was cut by itself, which follow each other
+    # Ordered by fragment_id.
+    fragments: tuple[Fragment, ...]
+    # The shape of every tensor by path, sorted by path.
+    shapes: Mapping[str, Shape]
+    # The kind of every tensor, in the same order.
+    kinds: Mapping[str, Kind]
+    # 16 hexadecimal digits; equal exactly when shapes, kinds, settings and partition are equal.
+    fingerprint: str
+    # The number of fragments of each group; a group's fragments follow each other.
+    counts: tuple[int, ...]
 
 
 def plan_fragments(
@@ -115,18 +129,20 @@ def plan_fragments(
 ) -> FragmentPlan:
     """Cut a model into `num_fragments` parts of nearly equal size.
 
-    A tensor without elements is in no fragment: there is nothing of it to send.
+    A tensor without elements is in none of the fragments, because it has nothing to send.
 
-    Pieces are taken in descending size, each into the currently smallest fragment (LPT; Graham 1969: the largest
-    fragment is at most 4/3 of the best possible). Pieces of at most a fair share are tried first, then of half of it,
-    and so on, until the largest fragment is at most `EVEN` times the mean. The order of `shapes` does not matter.
+    Pieces are dealt in descending size, each into the fragment that is smallest so far (LPT; Graham 1969: the largest
+    fragment is at most 4/3 of the best possible). The first attempt has pieces of at most a fair share, the next of
+    half a share, and so on, until the largest fragment is at most `EVEN` times the mean. The order of `shapes` does not
+    matter.
 
     Args:
-      num_fragments: P, from 1 to the number of pieces into which the tensors can be cut.
-      split_axis: by path, the axis along which a too large tensor may be cut, one that it has (negative counts from
-        the last); 0 where not named.
-      kinds: by path, what the tensor is; what its shape alone says where not named.
-      groups: tensors whose fragments have none of other groups; all tensors, into num_fragments in all.
+      num_fragments: P, from 1 to the number of pieces that the tensors can be cut into.
+      split_axis: by path, the axis along which a too large tensor may be cut; negative counts from the last axis. The
+        tensor must have this axis. 0 for paths that are not listed.
+      kinds: by path, the tensor's kind; for paths that are not listed, the kind that follows from the shape alone.
+      groups: tensors that share no fragment with other groups, with the number of fragments of each group; by default
+        one group of all tensors.
 
     Raises:
       ValueError: no tensors with elements, P out of range, or two equal keys.
@@ -155,10 +171,10 @@ def _even(
     *,
     finer: bool,
 ) -> list[list[tuple[Slice, Shape]]]:
-    """Cut tensors that have elements into fragments, with pieces as large as even fragments allow.
+    """Cut tensors into fragments, with pieces as large as even fragments allow; every tensor has elements.
 
     Args:
-      finer: tensors smaller than a share may be cut, too. A group may have but a few tensors, all of one size.
+      finer: tensors smaller than a share may be cut too, because a group may have only a few tensors of one size.
     """
     plans = []
     for parts in range(1, FINEST + 1):
@@ -172,16 +188,16 @@ def _even(
 
 
 def take(params: Mapping[str, np.ndarray], fragment: Fragment) -> dict[str, np.ndarray]:
-    """Return the values of a fragment of `params` in full shapes, by key, in its slices' order: views of `params`."""
+    """Return a fragment's values by key, as views of `params`, in the order of the fragment's slices."""
     return {piece.key: params[piece.path][piece.at] for piece in fragment.slices}
 
 
 def put(
     params: Mapping[str, np.ndarray], fragment: Fragment, values: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return `params` with the fragment's elements replaced, by values cast to the dtype of the tensor that they enter.
+    """Return `params` with the fragment's elements replaced by `values`, cast to the dtype of each tensor.
 
-    None of the arguments changes. Tensors that the fragment does not touch are the same objects in the result.
+    No argument is changed. Tensors that the fragment does not touch are the same objects in the result.
 
     Raises:
       ValueError: a value's shape is not its slice's shape.
@@ -206,11 +222,11 @@ def _cuts(
     *,
     finer: bool,
 ) -> dict[str, tuple[int, int]]:
-    """Return the axis along which, and the number of pieces into which, each tensor is cut: at least P pieces in all.
+    """Return for each tensor the axis of its cut and the number of its pieces; there are at least P pieces in all.
 
-    What is cut has pieces of at most a share's `parts`-th part, if its axis is long enough. Cut are tensors larger than
-    a share, all that are larger than such a part if `finer`, and stacks: between the tensors that they consist of,
-    unless one of those alone is larger than a share.
+    Three kinds of tensors are cut: those larger than a share; with `finer`, those larger than the `parts`-th part of a
+    share; and stacks, between their tensors unless one of these alone is larger than a share. Their pieces have at most
+    the `parts`-th part of a share, if the axis is long enough.
     """
     sizes = {path: math.prod(shape) for path, shape in shapes.items()}
     share = max(1, math.ceil(sum(sizes.values()) / max(1, num_fragments)))
@@ -229,7 +245,7 @@ def _cuts(
             f"{sum(lengths.values())} fragments; lower num_fragments, or cut along a longer axis (split_axis)"
         )
 
-    # Rarely, too few pieces are left for P fragments (one huge and some tiny tensors): cut the largest once more.
+    # One huge tensor among tiny ones can leave fewer pieces than fragments; then the largest piece is cut once more.
     largest = [(-sizes[path] / count, path) for path, (_, count) in cuts.items() if count < lengths[path]]
     heapq.heapify(largest)
     for _ in range(num_fragments - sum(count for _, count in cuts.values())):
@@ -244,7 +260,8 @@ def _cuts(
 def _dealt(pieces: Sequence[tuple[Slice, Shape]], num_fragments: int) -> list[list[tuple[Slice, Shape]]]:
     """Deal out the pieces, the largest first, each into the smallest fragment."""
     members: list[list[tuple[Slice, Shape]]] = [[] for _ in range(num_fragments)]
-    smallest = [(0, fragment_id) for fragment_id in range(num_fragments)]  # a heap: ties go to the lowest id
+    # A heap of (size, fragment_id), so that ties go to the lowest id.
+    smallest = [(0, fragment_id) for fragment_id in range(num_fragments)]
     for piece, shape in sorted(pieces, key=lambda item: (-math.prod(item[1]), item[0])):
         size, fragment_id = smallest[0]
         members[fragment_id].append((piece, shape))
@@ -271,7 +288,7 @@ def _fragment(fragment_id: int, content: list[tuple[Slice, Shape]]) -> Fragment:
 def _fingerprint(
     shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], axes: Mapping[str, int], fragments: tuple[Fragment, ...]
 ) -> str:
-    # The slices are in it too, so that two versions of this file that would plan differently cannot agree.
+    # The slices are included, so that two versions of this file that plan differently cannot agree.
     content = {"shapes": shapes, "kinds": kinds, "axes": axes, "fragments": [fragment.slices for fragment in fragments]}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,13 +1,15 @@
-"""The inner loops of a merge, compiled by Numba: from encoded outer gradients to new value, state and encoded step.
+"""The inner loops of a merge, compiled by Numba: they read encoded outer gradients and write the next version.
 
-Rules of this file
-  * Blocks of 256 elements pass through the level-1 cache: whatever is done to a block is done while it is there, and
-    no learner's values are ever in memory decoded.
-  * Plain IEEE operations in a fixed order, never contracted to fused multiply-adds, so every machine gets equal bits,
-    and so does every cut of the work into leaves.
-  * A block is passed on as its address: an array would cost a reference count, which takes longer than the arithmetic.
-    Names that end in `_at` are addresses. Whoever calls keeps the memory alive and vouches for its size (passes.py).
-  * Everything runs without the interpreter's lock.
+The next version is the new value, the outer optimizer's new state and the encoded step. Rules of this file:
+
+  * A loop does everything to a block of 256 elements while the block is in the level-1 cache. No learner's decoded
+    values are ever in memory as a whole.
+  * Plain IEEE operations run in a fixed order and are never contracted to fused multiply-adds. So every machine, and
+    every division of the work into leaves, gets equal bits.
+  * A block is passed as its address, because an array would cost a reference count, which takes longer than the
+    arithmetic. Names that end in `_at` are addresses. The caller keeps the memory alive and is responsible for its size
+    (passes.py).
+  * All loops run without the interpreter's lock.
 """
 
 from typing import no_type_check
@@ -34,10 +36,12 @@ from diloco_jax.core.blocks import (
     unpack,
 )
 
-BLOCKS = "0bfa75e99197bd84"  # of blocks.py: whoever changes that changes this, or nothing is compiled anew
+# The digest of blocks.py. Numba compiles again only if this file changes, so a test compares the digest.
+BLOCKS = "92a5a213b1abbcc4"
 
 _INFINITE = np.uint32(0x7F800000)
-_BATCH = 64  # blocks that are moved at once: 64 KiB of each array fit the level-2 cache
+# Blocks that are copied at once, because 64 KiB of each array fit into the level-2 cache.
+_BATCH = 64
 
 
 @njit(forceinline=True)
@@ -49,7 +53,7 @@ def _scratch(rows):
 @njit(forceinline=True)
 @no_type_check
 def _row(scratch, number):
-    """Return the address of a block, at the beginning of a cache line."""
+    """Return the address of a block of the scratch memory, at the start of a cache line."""
     first = (np.uint64(scratch.ctypes.data) + np.uint64(63)) & ~np.uint64(63)
     return first + np.uint64(number) * ROW
 
@@ -65,7 +69,7 @@ def _add_moved(moved_at, weight, size, acc_at):
 @compiled
 @no_type_check
 def _mean(payloads, moved, weights, unit, fmt, at, start, first, size, acc_at, spare_at):
-    """Compute acc = sum_m w_m (v_m + moved_m) of a block, each unit with its own weights; zeros behind `size`."""
+    """Compute acc = sum_m w_m (v_m + moved_m) for a block, where each unit has its weights; zeros from `size` on."""
     begin, to_at = start + first, acc_at
     for number in range(begin // unit, (begin + size - 1) // unit + 1):
         fill(to_at, 0)
@@ -107,7 +111,7 @@ def _dot(a_at, b_at, sums_at):
 @compiled
 @no_type_check
 def _value(payload_at, moved_at, fmt, at, block, size, row_at):
-    """Decode one learner's values of a block, with zeros behind `size`; return the scale, which may be NaN, or 1."""
+    """Decode one learner's block, with zeros from `size` on; return NaN if its scale is unusable, otherwise 1."""
     fill(row_at, 0)
     decode_add(payload_at, fmt, at, block, size, np.float32(1), row_at)
     if moved_at:
@@ -121,17 +125,19 @@ def _value(payload_at, moved_at, fmt, at, block, size, row_at):
 @compiled
 @no_type_check
 def gram(payloads, moved, fmt, at, start, size, unit, products):
-    """Compute products[u, i, j] = <v_i + moved_i, v_j + moved_j>, i <= j, over a leaf's part of its u-th unit.
+    """Compute products[u, i, j] = <v_i + moved_i, v_j + moved_j> for i <= j, over a leaf's part of its u-th unit.
 
-    The arguments are those of `update`. With a scale that is negative or not finite, or a value that is not finite, the
-    learner's own product is not finite and those of others are what they are without it.
+    The arguments are those of `update`; `products` is float64[units, learners, learners]. If a learner has a negative
+    or non-finite scale or a non-finite value, its own square is not finite. The products of the other learners among
+    each other do not depend on it.
     """
     count, as_codes = payloads.size, fmt >= INT8
     scratch, scales = _scratch(count + 2), np.zeros(count, np.float64)
     sums_at, spare_at = _row(scratch, count), _row(scratch, count + 1)
     for m in range(count):
         as_codes = as_codes and not moved[m]
-    width = 2 if as_codes else 4  # bytes of an element of a row
+    # Bytes of an element in a row: codes are int16, values float32.
+    width = 2 if as_codes else 4
     products[:, :, :] = 0.0
     for first in range(0, size, BLOCK):
         begin, block, part = start + first, (start + first) // BLOCK, min(BLOCK, size - first)
@@ -146,7 +152,8 @@ def gram(payloads, moved, fmt, at, start, size, unit, products):
             low, high = max(0, number * unit - begin), min(part, (number + 1) * unit - begin)
             for i in range(count):
                 a_at = _row(scratch, i)
-                if high - low < part:  # zeros in place of what is of other units
+                if high - low < part:
+                    # Zeros replace the elements of other units.
                     fill(spare_at, 0)
                     copy_bytes(spare_at + np.uint64(width * low), a_at + np.uint64(width * low), width * (high - low))
                     a_at = spare_at
@@ -154,13 +161,14 @@ def gram(payloads, moved, fmt, at, start, size, unit, products):
                     b_at = _row(scratch, j)
                     dot = _dot_codes(a_at, b_at) if as_codes else _dot(a_at, b_at, sums_at)
                     products[number - start // unit, i, j] += scales[i] * scales[j] * dot
-    scratch[0] = np.float32(0)  # the memory is alive until here
+    # This use keeps the scratch memory alive until here, because the loops have only its addresses.
+    scratch[0] = np.float32(0)
 
 
 @compiled
 @no_type_check
 def _largest(bits):
-    """Return the bits of a block's largest magnitude: as integers they order as the numbers do, and NaN is last."""
+    """Return the bits of a block's largest magnitude; as integers they sort like the numbers, with NaN last."""
     most = np.uint32(0)
     for j in range(BLOCK):
         size = np.uint32(bits[j] & MAGNITUDE)
@@ -171,7 +179,7 @@ def _largest(bits):
 @compiled
 @no_type_check
 def _move(acc_at, trace_at, residual_at, rate, momentum, new_trace_at, wanted_at):
-    """Compute Nesterov's step of a block, with what was left out so far. Return the bits of its largest magnitude."""
+    """Compute Nesterov's step of a block plus its residual; return the bits of the largest magnitude."""
     acc, trace, residual = float32s(acc_at), float32s(trace_at), float32s(residual_at)
     new_trace, wanted = float32s(new_trace_at), float32s(wanted_at)
     for j in range(BLOCK):
@@ -184,7 +192,7 @@ def _move(acc_at, trace_at, residual_at, rate, momentum, new_trace_at, wanted_at
 @compiled
 @no_type_check
 def _apply(value_at, wanted_at, rounded_at, new_value_at, new_residual_at):
-    """Compute the new value of a block, and what is left out. Return the bits of the largest magnitude."""
+    """Compute a block's new value and its new residual; return the bits of the value's largest magnitude."""
     value, wanted, rounded = float32s(value_at), float32s(wanted_at), float32s(rounded_at)
     new_value, new_residual = float32s(new_value_at), float32s(new_residual_at)
     for j in range(BLOCK):
@@ -199,16 +207,32 @@ def update(
     payloads, moved, weights, unit, fmt_in, at_in, start, value, trace, residual, rate, momentum,
     fmt_out, step, at_out, new_value, new_trace, new_residual,
 ):  # fmt: skip
-    """Take a leaf from payloads to its new version: weighted sum, Nesterov's step, encoding, application.
+    """Compute the next version of a leaf: weighted sum, Nesterov's step, encoding, application.
 
         g = sum_m w_m (v_m + moved_m);  t' = g + mu t;  s = r - lr (g + mu t');  x' = x + Q(s);  r' = s - Q(s)
 
-    Args are the addresses of the learners' payloads, and for each of what is to be added to its values of this leaf, or
-    0; their weights, for each `unit` elements of the tensor; where the tensor's scales and codes begin in them and in
-    the step (`at_in`, `at_out`); where the leaf starts in the tensor, a multiple of 256; and the leaf's arrays. `trace`
-    is empty without momentum, `residual` where nothing is rounded.
+    Args:
+      payloads: uint64[learners], the address of each learner's payload v.
+      moved: uint64[learners], for each learner the address of the values to add to this leaf; 0 for none.
+      weights: float32[units, learners], w of each unit of the tensor.
+      unit: elements of a unit.
+      fmt_in: format of the payloads, a constant of blocks.py.
+      at_in: offsets of the tensor's scales and codes in a payload, in bytes.
+      start: first element of the leaf in the tensor, a multiple of 256.
+      value: x of the leaf, float32[n].
+      trace: t of the leaf; empty without momentum.
+      residual: r of the leaf, what earlier rounding left out; empty if the step is not rounded.
+      rate: lr.
+      momentum: mu.
+      fmt_out: format of the step.
+      step: the payload that Q(s) is written to, uint8.
+      at_out: offsets of the tensor's scales and codes in the step, in bytes.
+      new_value: array for x'.
+      new_trace: array for t'.
+      new_residual: array for r'.
 
-    Returns whether the new value is finite; then the trace and the residual are, too.
+    Returns:
+      Whether the new value is finite; if so, the new trace and residual are finite too.
     """
     scratch = _scratch(3 + 6 * _BATCH)
     acc_at, wanted_at, rounded_at = _row(scratch, 0), _row(scratch, 1), _row(scratch, 2)
@@ -226,7 +250,8 @@ def update(
         for first in range(begin, end, BLOCK):
             there = np.uint64(4 * (first - begin))
             block, size = (start + first) // BLOCK, min(BLOCK, value.size - first)
-            if size < BLOCK:  # of an earlier batch
+            if size < BLOCK:
+                # The rest of the block still has values of an earlier batch.
                 fill(x_at + there, size)
                 fill(t_at + there, size)
                 fill(r_at + there, size)
@@ -240,5 +265,6 @@ def update(
             copy_bytes(new_trace.ctypes.data + here, t_new, num_bytes)
         if residual.size:
             copy_bytes(new_residual.ctypes.data + here, r_new, num_bytes)
-    scratch[0] = np.float32(0)  # the memory is alive until here
+    # This use keeps the scratch memory alive until here, because the loops have only its addresses.
+    scratch[0] = np.float32(0)
     return most < _INFINITE

@@ -1,9 +1,9 @@
-"""Kinds of tensors, by the names of their axes: a vector, a matrix or a table, or a stack of such.
+"""Kinds of tensors: vector, matrix or table, by the names of their axes; and classes of tensors, by their paths.
 
-Weight decay, Muon, the merge and the cut into fragments all go by this, so a model learns the same whether the layers'
-parameters are tensors of their own or one stack of them, each layer (and each expert) being a tensor of its own.
+Weight decay, Muon, the merge and the cut into fragments depend on a tensor's kind. A stack of layers or of experts
+counts as one tensor for each layer and expert, so a model learns the same with stacked and with separate tensors.
 
-Their classes, by their paths: MLP, attention, embedding, norm, or patterns of the user's own.
+A class is MLP, attention, embedding, norm, or a pattern of paths that the user writes.
 """
 
 import math
@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 
 STACK_AXES = ("layers", "expert")
 TABLE_AXIS = "vocab"
-REST = "rest"  # tensors that are of no other class
-# Parts of a path that tell the class. The first line that has one of a path's words counts: 'norm_mlp' is a norm, and
-# 'mlp/out' no attention.
+# The class of tensors that are in none of the other classes.
+REST = "rest"
+# Each line has a class and the words of a path that name it. The first line with one of the path's words decides: so
+# 'norm_mlp' is a norm, and 'mlp/out' is not attention.
 _WORDS = (
     ("norm", "norm norms layernorm rmsnorm batchnorm groupnorm ln"),
     ("embedding", "embed embedder embedding embeddings unembed head"),
@@ -30,20 +31,21 @@ Form = Literal["vector", "matrix", "table"]
 
 
 class Kind(NamedTuple):
-    """The kind of a tensor."""
+    """The kind of a tensor or of a stack of tensors."""
 
-    # of each tensor of the stack. A vector has at most one axis. A table has a row for each token id. A matrix is all
-    # else: a kernel, whatever the number of its axes.
+    # The form of each tensor in the stack. A vector has at most one axis; a table has a row for each token id. A matrix
+    # is every other tensor, with any number of axes.
     form: Form
-    stack: int = 0  # how many axes, the first ones, count tensors of their own
+    # The number of leading axes that count separate tensors; 0 for a tensor that is not a stack.
+    stack: int = 0
 
     def unit(self, shape: Sequence[int]) -> int:
-        """Return the number of elements of each tensor of the stack, of which some may have been cut off."""
+        """Return the number of elements of one tensor in the stack; `shape` may be a piece of the stack."""
         return math.prod(shape[self.stack :])
 
 
 def kind_of(shape: Sequence[int], names: Sequence[str | None] = ()) -> Kind:
-    """Return what a tensor is, by the logical names of its axes, or by its shape alone where there are none."""
+    """Return the kind of a tensor from the logical names of its axes; without names, from its shape alone."""
     stack = 0
     while stack < len(names) and names[stack] in STACK_AXES:
         stack += 1
@@ -53,27 +55,30 @@ def kind_of(shape: Sequence[int], names: Sequence[str | None] = ()) -> Kind:
 
 
 def class_of(path: str, names: Iterable[str]) -> str:
-    """Return the first of these classes that a tensor is of; `rest` if it is of none."""
+    """Return the first class in `names` that has the tensor at `path`; 'rest' if none of them has it."""
     words = set(re.split("[^a-z]+", path.lower()))
     own = next((name for name, known in _WORDS if not words.isdisjoint(known.split())), REST)
     return next((name for name in names if name == own or ("*" in name and matches(path, name))), REST)
 
 
 def check_classes(names: Sequence[str], where: str) -> None:
-    """Check that these name classes of tensors; ValueError if one is no class and no pattern."""
+    """Check that each name is a class of tensors or a pattern; ValueError if one is neither."""
     for name in names:
         if name not in (*KNOWN, REST) and "*" not in name:
             raise ValueError(
-                f"{where} names '{name}', which is no class of tensors; use {', '.join(KNOWN)}, {REST}, or a pattern "
-                f"of whole paths with a '*', such as '*{name}*'"
+                f"{where} names '{name}', which is not a class of tensors; use {', '.join(KNOWN)}, {REST}, or a "
+                f"pattern of whole paths with a '*', such as '*{name}*'"
             )
 
 
 def members(paths: Sequence[str], classes: Sequence[Sequence[str]], where: str) -> list[list[str]]:
-    """Return which of the tensors each group of classes has.
+    """Return the paths of the tensors in each group of classes.
+
+    Args:
+      where: name of the setting, for messages.
 
     Raises:
-      ValueError: a class has no tensor, or a tensor no class.
+      ValueError: a class has no tensor, or a tensor is in none of the classes.
     """
     names = [name for group in classes for name in group]
     check_classes(names, where)
@@ -86,10 +91,10 @@ def members(paths: Sequence[str], classes: Sequence[Sequence[str]], where: str) 
             )
     for path, name in found.items():
         if name not in names:
-            raise ValueError(f"{where} has no period for '{path}', which is of no class that it names; add {REST}")
+            raise ValueError(f"{where} has no period for '{path}', which is in none of its classes; add {REST}")
     return [[path for path in paths if found[path] in group] for group in classes]
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Say if a pattern fits a whole path: '*' stands for any characters, '/' too, and case counts."""
+    """Return whether a pattern fits a whole path: '*' stands for any characters, '/' included; case counts."""
     return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), path) is not None

@@ -1,9 +1,9 @@
-"""Layouts: the places of a fragment, or of one shard's share of it, in flat arrays and in payloads.
+"""Layouts: where each piece of a fragment is stored, in a flat array and in a payload.
 
-A piece is a range of one slice's elements; without shards it is the whole slice. The pieces lie one after the other in
-a flat float32 array, in ascending order of (key, start), which is also the float32 payload. Work is cut into leaves of
-at most 2^18 elements of one piece. Pieces of a cut slice begin at multiples of a leaf, so leaves, blocks and digests
-are the same however many shards there are.
+A piece is a range of one slice's elements; without merge shards it is the whole slice. A shard's layout has the pieces
+of its share. The pieces follow each other in a flat float32 array, in ascending order of (key, start); that array is
+also the float32 payload. Work is divided into leaves of at most 2^18 elements of one piece. The pieces of a cut slice
+start at multiples of a leaf, so leaves, blocks and digests do not depend on the number of shards.
 """
 
 import math
@@ -18,7 +18,8 @@ from jaxtyping import Float32, Shaped
 from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer
 from diloco_jax.core.fragments import Fragment
 
-LEAF = 1 << 18  # elements: 1 MiB of float32
+# Elements of a leaf: 1 MiB of float32.
+LEAF = 1 << 18
 
 
 class Piece(NamedTuple):
@@ -27,16 +28,17 @@ class Piece(NamedTuple):
     key: str
     start: int
     stop: int
-    shape: tuple[int, ...]  # of the whole slice, or (stop - start,) of a part
+    # The shape of a whole slice, or (stop - start,) for a part of one.
+    shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """Return the key, and where a part begins unless it is the first."""
+        """Return the slice's key, followed by '@start' for a part that does not start at element 0."""
         return f"{self.key}@{self.start}" if self.start else self.key
 
 
 class Leaf(NamedTuple):
-    """Elements start..stop-1 of a flattened piece: what is worked on at once."""
+    """Elements start..stop-1 of a flattened piece, the unit of work of one thread."""
 
     piece: int
     start: int
@@ -44,7 +46,7 @@ class Leaf(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a piece in a payload, in bytes."""
+    """The place of a piece in a payload: offsets of its scales, of its codes and of its end, in bytes."""
 
     scales: int
     codes: int
@@ -53,7 +55,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Pieces in their order, and where each begins in a flat array."""
+    """Pieces in their order, and the offset of each in a flat array, in elements."""
 
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]
@@ -77,12 +79,12 @@ class Layout:
         return self.places(format)[-1].end if self.pieces else 0
 
     def where(self, leaf: Leaf) -> slice:
-        """Return the leaf in a flat array."""
+        """Return the range of a leaf in a flat array."""
         offset = self.offsets[leaf.piece]
         return slice(offset + leaf.start, offset + leaf.stop)
 
     def views(self, flat: Float32[np.ndarray, "n"]) -> dict[str, Float32[np.ndarray, "..."]]:
-        """Return each piece as a view of its shape, by name: for whole slices the values by key."""
+        """Return each piece by name, as a view of `flat` in its shape; a whole slice's name is its key."""
         sizes = [piece.stop - piece.start for piece in self.pieces]
         return {
             piece.name: flat[offset : offset + size].reshape(piece.shape)
@@ -90,18 +92,19 @@ class Layout:
         }
 
     def flat(self, values: Mapping[str, Shaped[np.ndarray, "..."]]) -> Float32[np.ndarray, "n"]:
-        """Return a new flat array with these values of whole slices."""
+        """Return a new flat array with the values of whole slices."""
         flat = np.empty(self.size, np.float32)
         for piece, offset in zip(self.pieces, self.offsets, strict=True):
             flat[offset : offset + piece.stop - piece.start] = values[piece.key].reshape(-1)[piece.start : piece.stop]
         return flat
 
     def leaf_digests(self, flat: Float32[np.ndarray, "n"]) -> list[int]:
+        """Return the digest of each leaf of a flat array."""
         return [leaf_digest(flat[self.where(leaf)]) for leaf in self.leaves]
 
 
 def make_layout(pieces: Iterable[Piece]) -> Layout:
-    """Return the layout of these pieces, whatever their order."""
+    """Return the layout of pieces, which may come in any order."""
     ordered = tuple(sorted(pieces))
     offsets, leaves, offset = [], [], 0
     for number, piece in enumerate(ordered):
@@ -113,6 +116,7 @@ def make_layout(pieces: Iterable[Piece]) -> Layout:
 
 
 def whole(fragment: Fragment) -> Layout:
+    """Return the layout of a whole fragment."""
     return make_layout(Piece(key, 0, math.prod(shape), shape) for key, shape in fragment.keys_shapes)
 
 
@@ -127,7 +131,7 @@ def combined(leaves: Sequence[int]) -> int:
 
 
 def value_digest(values: Mapping[str, Float32[np.ndarray, "..."]]) -> int:
-    """Return the digest of a fragment's value, which is equal for equal bits only, but for one case in 2^64."""
+    """Return the digest of a fragment's value; different bits have equal digests with probability 2^-64."""
     return combined([leaf_digest(leaf) for leaf in _leaves(values)])
 
 

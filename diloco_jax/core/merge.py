@@ -1,16 +1,17 @@
-"""Merge: from the outer gradients of several learners to one (paper, 3.2 and App. D.2).
+"""Merge: the outer gradients of several learners become one (paper, 3.2 and App. D.2).
 
-An outer gradient is `global - local`, so the outer optimizer descends along it. Two ways to merge, per tensor, which
-in a stack is each layer's and each expert's, and where a tensor is cut into pieces each piece for itself:
+An outer gradient is `global - local`, so the outer optimizer descends along it. There are two methods for a tensor:
 
   average  sum_m w_m v_m                                        (weights sum to 1)
   rda      (sum_m w_m |v_m|) * phi(sum_m w_m phi(v_m)),         phi(v) = v / |v|
 
-Outer gradients of learners are almost orthogonal, so the norm of their average shrinks like 1 / sqrt(M); radial-
-directional averaging keeps the mean norm for any M. (The paper prints the radial factor without norm bars.)
+In a stack each layer and each expert is merged separately; in a tensor that is cut, each piece is.
 
-Here is what is decided from a few float64 numbers: weights and coefficients. Equal inputs give equal bits. The passes
-over the values themselves are in passes.py.
+The learners' outer gradients are almost orthogonal, so the norm of their average shrinks like 1 / sqrt(M). Radial-
+directional averaging (rda) keeps the mean norm for any M. (The paper prints the radial factor without norm bars.)
+
+This module computes weights and coefficients from a few float64 numbers; equal inputs give equal bits. The loops over
+the values themselves are in passes.py.
 """
 
 import math
@@ -27,27 +28,29 @@ from diloco_jax.core.kinds import Kind, matches
 Method = Literal["rda", "average"]
 WeightScheme = Literal["tokens2_per_step", "tokens", "uniform"]
 
-CANCELLED_NORM = 1e-6  # a mean direction shorter than this is rounding noise: float32 resolves about 1e-7
-ZERO_NORM = 1e-30  # phi(v) = 0 below: 1 / |v| must stay far inside the range of float32
+# A mean direction shorter than this is rounding noise, because float32 resolves about 1e-7.
+CANCELLED_NORM = 1e-6
+# For shorter v, phi(v) is 0, because 1 / |v| must stay far inside the range of float32.
+ZERO_NORM = 1e-30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeConfig:
-    """Settings of the merge: its method, tensor by tensor, and its limit for outliers."""
+    """Settings of the merge: the method for each tensor, and the limit for outliers."""
 
     method: Method = "rda"
-    """'rda' keeps the mean norm of the learners' outer gradients; 'average' lets it shrink with their number (then
-    raise the outer learning rate). Vectors and embeddings (an axis `vocab` in front) are always averaged."""
+    """'rda' keeps the mean norm of the learners' outer gradients; with 'average' the norm shrinks as learners are
+    added, so raise the outer learning rate. Vectors and embeddings (first axis `vocab`) are always averaged."""
     average_paths: tuple[str, ...] = ("*embed*",)
-    """Parameters averaged whatever `method` says and their axes are: patterns on the whole path, case-sensitive, where
-    '*' stands for any characters, '/' too. ('*',) averages all."""
+    """Parameters that are averaged with every `method`: case-sensitive patterns of the whole path, where '*' stands for
+    any characters, '/' included. ('*',) averages all parameters."""
     outlier_factor: float = 100.0
-    """A learner's outer gradient is left out, and its sender warned, when its norm per inner step is this many times
-    what is usual for the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes
-    near 100, even in a warm-up; a model that diverges, or damaged memory, is far above. Low: leaves out good work.
-    High: lets damage in. Never left out is what moves the fragment by less than a thousandth of its initial norm per
-    inner step. With fewer than three learners in a round a lasting change above the limit is left out twice, then
-    merged."""
+    """A learner's outer gradient is excluded, and the learner warned, when its norm per inner step is this many times
+    the usual one of the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes near
+    100, even in a warm-up; a model that diverges, or damaged memory, is far above. Low: excludes good work. High:
+    merges damage. An outer gradient is never excluded if it moves the fragment by less than a thousandth of its initial
+    norm per inner step. With fewer than three learners in a round, a lasting change above the limit is excluded twice,
+    then merged."""
 
     def __post_init__(self) -> None:
         if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):
@@ -59,17 +62,17 @@ class MergeConfig:
 def token_weights(
     tokens: Sequence[int], steps: Sequence[int], scheme: WeightScheme = "tokens2_per_step"
 ) -> Float64[np.ndarray, "m"]:
-    """Return the learners' normalised weights: `w_m = tokens_m^2 / steps_m` (paper, 3.2: quantity times quality).
+    """Return the learners' weights in a merge, w_m = tokens_m^2 / steps_m, normalised to the sum 1.
+
+    The product is quantity, tokens_m, times quality, tokens_m / steps_m (paper, 3.2).
 
     Args:
+      tokens: tokens of each learner since it adopted the fragment, at least 0.
       steps: inner steps of each learner since it adopted the fragment, at least 1.
       scheme: 'tokens2_per_step', 'tokens' (quantity only) or 'uniform'.
 
-    Returns:
-      Weights that sum to 1.
-
     Raises:
-      ValueError: lengths differ or are 0, a learner has no step or negative tokens, or every weight is 0.
+      ValueError: lengths differ or are 0, a learner has less than one step or negative tokens, or all weights are 0.
     """
     if len(tokens) != len(steps) or not steps:
         raise ValueError(f"got tokens of {len(tokens)} learners and steps of {len(steps)}; need both of one or more")
@@ -77,7 +80,7 @@ def token_weights(
         raise ValueError(f"steps {list(steps)} hold a learner without a step; leave it out of the merge")
     if min(tokens) < 0:
         raise ValueError(f"tokens {list(tokens)} hold a negative count")
-    # Python integers and one correctly rounded division: the same weights on every machine.
+    # Python integers and one correctly rounded division give the same weights on every machine.
     if scheme == "tokens2_per_step":
         weights = [count * count / step for count, step in zip(tokens, steps, strict=True)]
     elif scheme == "tokens":
@@ -93,20 +96,21 @@ def token_weights(
 def coefficients(
     products: Float64[np.ndarray, "m m"], weights: Float64[np.ndarray, "m"], method: Method
 ) -> Float32[np.ndarray, "m"]:
-    """Return c with merged = sum_m c_m v_m, from the products <v_i, v_j> of a unit's outer gradients (paper, D.2).
+    """Return the factors c of one unit's merge: merged = sum_m c_m v_m (paper, D.2).
 
-    A unit is a tensor, a layer or an expert of a stack, or the piece of one that is in the fragment.
+    The products <v_i, v_j> of the learners' outer gradients are enough to compute them. A unit is a tensor, a layer or
+    expert of a stack, or the piece of one of these in the fragment.
 
       average   c_m = w_m
       rda       c_m = (w_m / |v_m|) (sum_j w_j |v_j|) / |sum_j w_j phi(v_j)|
 
-    `phi(0) = 0`: a learner that did not move shortens the result and has no say in the direction. Where directions
-    cancel (`|sum_m w_m phi(v_m)| < 1e-6`) there is none, and the result is the weighted average. One contributor is
-    returned as it is.
+    Because `phi(0) = 0`, a learner that did not move shortens the result and does not affect its direction. Where
+    directions cancel (`|sum_m w_m phi(v_m)| < 1e-6`), the result is the weighted average. The outer gradient of a
+    single contributor is returned unchanged.
 
     Args:
-      products: above the diagonal and on it; what is below is not read.
-      weights: at least 0, with the sum 1.
+      products: <v_i, v_j>; only the diagonal and the elements above it are read.
+      weights: w_m, at least 0, with the sum 1.
     """
     if method == "average" or np.count_nonzero(weights) == 1:
         return weights.astype(np.float32)
@@ -122,17 +126,19 @@ def coefficients(
 
 
 class Rule(NamedTuple):
-    """The way in which a slice is merged."""
+    """The method for one slice, and the size of the units that have separate coefficients."""
 
-    method: Method  # see `Method`. Merge shards may cut only what is "average" (shards.py): all else needs whole units.
-    unit: int  # how many of its elements, one after the other, have coefficients of their own
+    # Merge shards may cut only slices with "average" (shards.py); the other method needs whole units.
+    method: Method
+    # The number of consecutive elements that share their coefficients.
+    unit: int
 
 
 def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfig) -> Rule:
-    """Return how a slice of the tensor at `path` is merged.
+    """Return the rule for merging a slice of the tensor at `path`.
 
-    Vectors and tables are averaged whatever the method: the paper merges them directly, since of a vector, and of a
-    table's rows that few learners touched, a direction says little.
+    Vectors and tables are averaged with every method, as in the paper. A direction means little for a vector, and for
+    the rows of a table that few learners touched.
     """
     averaged = any(matches(path, pattern) for pattern in config.average_paths)
     if config.method != "average" and kind.form == "matrix" and not averaged:

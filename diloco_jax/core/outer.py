@@ -1,10 +1,10 @@
-"""The outer optimizer: how the merged outer gradient of a fragment moves it, with one state per fragment.
+"""The outer optimizer: it moves a fragment along the merged outer gradient, with one state per fragment.
 
 The outer gradient is `global - local`, a descent direction like any gradient, so every optax transformation can be an
-outer optimizer, and every outer optimizer has the shape of optax's: `init` makes its state, `update` turns gradient,
-state and parameters into what is to be added and the next state. The gradient is given, and what is to be added is
-returned, as a rule by which the pass of passes.py computes it block by block; so DiLoCo's Nesterov momentum, the
-default, is computed in the pass that merges, and no mean and no step of a whole fragment is ever in memory.
+outer optimizer. The interface is that of optax: `init` makes the state; `update` turns gradient, state and parameters
+into a change and the next state. Gradient and change are not arrays but rules, which the loops of passes.py evaluate
+block by block. So the loop that merges also computes DiLoCo's Nesterov momentum, the default. Neither the mean nor the
+change of a whole fragment is ever in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING = np.empty(0, np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """The outer optimizer and its constants, equal for all fragments and constant in time."""
+    """The outer optimizer and its constants; they are the same for all fragments and do not change in time."""
 
     optimizer: OptimizerName = "nesterov"
     """'nesterov' (DiLoCo), 'sgd' (no momentum; with learning rate 1.0 the merged value replaces the global one), or
@@ -39,10 +39,10 @@ class OuterConfig:
     """mu of 'nesterov' and first-moment decay of 'adam', at least 0 and below 1; 'sgd' does not use it. Low: no memory.
     High: old rounds dominate."""
     module: str = ""
-    """A function of your own as package.module:Name that returns an optax.GradientTransformation with its own rate, in
-    place of all above. Each fragment has a state; each merge shard updates the tensors that it has by themselves."""
+    """Your own function as package.module:Name, which returns an optax.GradientTransformation that includes its rate;
+    it replaces the settings before this one. Each fragment has a state; each merge shard updates its tensors alone."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Passed to that function by name."""
+    """Keyword arguments of that function."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):
@@ -55,56 +55,64 @@ class OuterConfig:
 
     @property
     def elementwise(self) -> bool:
-        """Tell, without making the optimizer, if it is `Outer.elementwise`."""
+        """Return `Outer.elementwise` of the optimizer, without making it."""
         return not self.module and self.optimizer != "adam"
 
 
 @runtime_checkable
 class Gradient(Protocol):
-    """A merged outer gradient that is computed where it is used, and not before."""
+    """A merged outer gradient that the kernels compute where they use it."""
 
     def views(self) -> Views:
-        """Compute it: new arrays, with the names and shapes of the parameters."""
+        """Compute the gradient as new arrays, with the names and shapes of the parameters."""
 
     def exactly(self, flat: Flat) -> Gradient:
-        """Return the gradient that has these values."""
+        """Return a gradient with the values of `flat`."""
 
     def empty(self) -> Flat:
-        """Return a flat array of its size with any content."""
+        """Return an uninitialised flat array of the gradient's size."""
 
     def leaf(self, number: int) -> tuple[Any, ...]:
-        """Return the arguments by which the kernels compute a leaf of it."""
+        """Return the arguments that the kernels need to compute one leaf of the gradient."""
 
 
 class Moves(NamedTuple):
-    """The change of a fragment, as the pass that makes the change computes it.
+    """The change of a fragment as a rule, which the kernels evaluate block by block.
 
     t' = g + momentum t;   change = -rate (g + momentum t')
     """
 
-    gradient: Gradient  # g
-    rate: float  # size of the step
-    momentum: float = 0.0  # share of the trace that stays
-    trace: Flat = NOTHING  # t; empty without momentum
-    next_trace: Flat = NOTHING  # where the pass writes t'
-    finite: bool = True  # no other new state of the optimizer holds NaN or infinity; where t' does, the new values do
+    # g
+    gradient: Gradient
+    # The size of the step.
+    rate: float
+    # The share of the trace that is kept.
+    momentum: float = 0.0
+    # t; empty without momentum.
+    trace: Flat = NOTHING
+    # The array that the kernels write t' to.
+    next_trace: Flat = NOTHING
+    # False if another part of the new state has NaN or infinity. If t' has, the new values have too, so that the check
+    # of the values is enough for t'.
+    finite: bool = True
 
 
 @runtime_checkable
 class Outer(Protocol):
     """The interface of an outer optimizer, shaped like optax's transformations."""
 
-    # every element is treated alike, and the state is flat arrays with one element for each of the parameters; so merge
-    # shards may cut tensors anywhere
+    # True if every element is treated alike and the state is flat arrays with one element for each parameter. Then
+    # merge shards may cut tensors anywhere.
     elementwise: ClassVar[bool]
 
     def init(self, params: Views) -> OuterState:
         """Return the state before the first update."""
 
     def update(self, gradient: Gradient, state: Mapping[str, np.ndarray], params: Views) -> tuple[Moves, OuterState]:
-        """Return what is to be added to the parameters, and the new state. Change none of the arguments.
+        """Return the change of the parameters and the new state; the arguments stay unchanged.
 
         Args:
+          gradient: the merged outer gradient, global - local.
           state: from `init` or the previous call.
           params: the fragment's global values, with the same names and shapes.
         """
@@ -112,7 +120,7 @@ class Outer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Nesterov:
-    """Stochastic gradient descent, with Nesterov's momentum if there is any; equals optax.sgd(..., nesterov=True).
+    """Gradient descent with Nesterov's momentum, or plain if momentum is 0; equals optax.sgd(..., nesterov=True).
 
     trace <- g + momentum trace;   params <- params - rate (g + momentum trace)
     """
@@ -126,7 +134,7 @@ class Nesterov:
         return {"trace": np.zeros(size, np.float32)} if self.momentum else {}
 
     def update(self, gradient: Gradient, state: Mapping[str, np.ndarray], params: Views) -> tuple[Moves, OuterState]:
-        """See Outer.update; the pass that applies the moves fills the new state."""
+        """Return the change as a rule (`Outer.update`); the kernels fill the new state when they apply it."""
         trace = state.get("trace", NOTHING)
         if not trace.size:
             return Moves(gradient, self.rate), {}
@@ -137,8 +145,8 @@ class Nesterov:
 class Optax:
     """Any optax gradient transformation, computed on the host's CPU.
 
-    Results are bit-identical between runs on one kind of machine; the compiler may fuse multiply-adds on another. Only
-    a transformation that treats every element alike gives the same with every number of merge shards.
+    Results are bit-identical between runs on one kind of machine; on another kind the compiler may fuse multiply-adds.
+    Only a transformation that treats every element alike gives the same result with every number of merge shards.
     """
 
     elementwise: ClassVar[bool] = False
@@ -148,7 +156,7 @@ class Optax:
         self._update = jax.jit(tx.update)
 
     def init(self, params: Views) -> OuterState:
-        """See Outer.init; the leaves of optax's state by their paths."""
+        """Return the leaves of optax's initial state by their paths."""
         with jax.default_device(_cpu()):
             return _leaves(self._tx.init(_to_cpu(dict(params))))
 
@@ -179,7 +187,7 @@ def _cpu() -> jax.Device:
 
 
 def _to_cpu(tree: Any) -> Any:
-    # Copies of our own: device_put may alias NumPy memory, on CPU even with may_alias=False.
+    # The copies matter: device_put may alias NumPy memory, on CPU even with may_alias=False.
     return jax.device_put(jax.tree.map(np.array, tree), _cpu())
 
 

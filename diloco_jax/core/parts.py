@@ -1,10 +1,10 @@
-"""A part of a payload: the bytes of the whole that one host of an island has, and where in the whole they belong.
+"""A part of a payload: the bytes that one host of an island has, and their places in the whole payload.
 
-A part is a head and data. The head is a little-endian int64 `n` and n entries of four: start, size, stride, count. An
-entry says that the next `count * size` bytes of data are rows of `size` bytes, of which row k lies at
-`start + k * stride` of the whole. So the rows that a device holds of a tensor are one entry, however many there are.
+A part is a head and data. The head is a little-endian int64 `n` and n entries of four int64: start, size, stride,
+count. An entry describes the next `count * size` bytes of data. They are rows of `size` bytes; row k belongs at
+`start + k * stride` of the whole payload. So a device's rows of a tensor are one entry, whatever their number.
 
-A part without any byte, not even a head, says that the value cannot be sent; then the whole is empty too.
+A part with no bytes, not even a head, means that the host cannot send its value. Then the whole payload is empty too.
 """
 
 import math
@@ -16,35 +16,39 @@ from jaxtyping import Int64
 
 from diloco_jax.core.shards import Buffer, append_range, split
 
-RUNS_MAX = 65_536  # entries of one part
-JOINED_RUNS_MAX = 1 << 20  # entries of all parts of one payload
+# The most entries of one part, and of all parts of one payload.
+RUNS_MAX = 65_536
+JOINED_RUNS_MAX = 1 << 20
 _COUNT_BYTES = 8
 _ENTRY_BYTES = 32
-_ADDRESS_MAX = 1 << 46  # so that sums over all entries stay within int64
+# With this limit of addresses, sums over all entries stay within int64.
+_ADDRESS_MAX = 1 << 46
 
 Part = Buffer | Sequence[Buffer]
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Bytes of a payload, in the order in which they lie in the data of a part."""
+    """Places in the whole payload of a part's bytes, in the order of the part's data."""
 
-    # start, size, stride and count of each entry, in bytes; rows are not empty and do not overlap in an entry
+    # Start, size, stride and count of each entry; all but the count in bytes. The rows of an entry are not empty and do
+    # not overlap.
     table: Int64[np.ndarray, "n 4"]
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the data."""
+        """Return the size of the part's data."""
         return int((self.table[:, 1] * self.table[:, 3]).sum())
 
 
 def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], item_bytes: int) -> Runs:
-    """Return the bytes of a box of a C-contiguous array in a payload, in the order of the box as an array of its own.
+    """Return the places of a box of an array in a payload, in the order of the box's own C-contiguous bytes.
 
     Args:
-      offset: first byte of the array in the payload.
-      grid_shape: of the array, in items.
+      offset: first byte of the array in the payload; the array is C-contiguous.
+      grid_shape: shape of the array, in items.
       box: for each dimension the items start..stop-1, within the array.
+      item_bytes: size of an item.
 
     Raises:
       ValueError: the box is not within the array, or takes more than RUNS_MAX entries.
@@ -56,14 +60,17 @@ def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], it
         raise ValueError(f"box {tuple(box)} is not within an array of shape {tuple(grid_shape)}; use its own indices")
     if any(start == stop for start, stop in sizes):
         return _runs(np.empty((0, 4), np.int64))
-    size = pitch = item_bytes  # of a row, and of all that lies within one index of the dimension
-    levels: list[tuple[int, int]] = []  # (count, stride) of repeated rows, innermost first
+    # `size` is the length of a contiguous row, and `pitch` the distance between two indices of the dimension, in bytes.
+    size = pitch = item_bytes
+    # (count, stride) of repeated rows, innermost first.
+    levels: list[tuple[int, int]] = []
     for (start, stop), extent in zip(reversed(sizes), reversed(grid_shape), strict=True):
         offset += start * pitch
         length = stop - start
         if not levels and size == pitch:
             size = length * pitch
-        elif levels and math.prod(levels[-1]) == pitch:  # the dimension within is complete
+        elif levels and math.prod(levels[-1]) == pitch:
+            # The box has the whole inner dimension, so its rows continue with the same stride.
             levels[-1] = (levels[-1][0] * length, levels[-1][1])
         elif length > 1:
             levels.append((length, pitch))
@@ -81,29 +88,29 @@ def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], it
 
 
 def concat(*runs: Runs) -> Runs:
-    """Join runs, one after the other; ValueError if together they have more than RUNS_MAX entries."""
+    """Join runs in their order; ValueError if they have more than RUNS_MAX entries together."""
     _check_count(sum(len(each.table) for each in runs))
     return Runs(np.concatenate([np.empty((0, 4), np.int64), *(each.table for each in runs)]))
 
 
 def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Return a part as pieces: its head, then the data of the runs, C-contiguous, as they are, not copied.
+    """Return a part in pieces: its head, then the buffers with the data of the runs, which are not copied.
 
     Raises:
-      ValueError: the data have another size than the runs.
+      ValueError: the size of the data is not that of the runs.
     """
     size = sum(memoryview(buffer).nbytes for buffer in buffers)
     if size != runs.num_bytes:
-        raise ValueError(f"the data of a part have {size} bytes, its runs {runs.num_bytes}: they must agree")
+        raise ValueError(f"the data of a part have {size} bytes, but its runs {runs.num_bytes}; both must agree")
     head = np.int64(len(runs.table)).astype("<i8").tobytes() + runs.table.astype("<i8").tobytes()
     return [head, *buffers]
 
 
 def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-    """Return these ranges of a payload, in their order, as a part; an empty part stays empty.
+    """Return the bytes of a part that are within ranges of the payload, as a part; an empty part stays empty.
 
     Args:
-      ranges: bytes start..stop-1 of the whole, apart from each other.
+      ranges: bytes start..stop-1 of the whole payload, without overlap; the new part's payload is these, in this order.
 
     Raises:
       ValueError: the part cannot be read, or has more than RUNS_MAX entries after cutting.
@@ -116,12 +123,14 @@ def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
     data = head_bytes + np.cumsum(size * count) - size * count
     tables, spans, offset = [], list[tuple[int, int]](), 0
     for low, high in ranges:
-        first = np.maximum((low - start - size) // stride + 1, 0)  # row that reaches into the range
-        last = np.minimum(-((start - high) // stride), count)  # the row behind the last one that does
+        # The first row that reaches into the range, and the row after the last one that does.
+        first = np.maximum((low - start - size) // stride + 1, 0)
+        last = np.minimum(-((start - high) // stride), count)
         hit = last > first
         rows, row, step = (last - first)[hit], start[hit] + first[hit] * stride[hit], stride[hit]
         each = size[hit]
-        lead = np.maximum(low - row, 0)  # bytes that the first row has before the range, and the last behind it
+        # `lead` is the bytes of the first row before the range; `tail` those of the last row behind the range.
+        lead = np.maximum(low - row, 0)
         tail = np.maximum(row + (rows - 1) * step + each - high, 0)
         single, begun, ended = rows == 1, (lead > 0) & (rows > 1), (tail > 0) & (rows > 1)
         table = np.empty((len(rows), 3, 4), np.int64)
@@ -141,10 +150,15 @@ def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
 
 
 def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
-    """Return the whole payload of all its parts, of which nothing is believed; empty if one of them is empty.
+    """Join the parts of all hosts to the whole payload; empty if one of them is empty.
+
+    The parts come from the network, so everything in them is checked.
+
+    Args:
+      size_max: limit of the whole payload, in bytes.
 
     Raises:
-      ValueError: a part cannot be read, or they do not have every byte of a payload once.
+      ValueError: a part cannot be read, or the parts do not have every byte of a payload exactly once.
     """
     all_pieces = [_pieces(part) for part in parts]
     if not all(all_pieces):
@@ -177,7 +191,7 @@ def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
 
 
 def _runs(table: Int64[np.ndarray, "n 4"]) -> Runs:
-    """Write every entry the same way: rows without a gap are one row, and one row has its size as stride."""
+    """Return runs in a normal form: rows without gaps become one row, and the stride of a single row is its size."""
     dense = table[:, 1] == table[:, 2]
     table[dense, 1] *= table[dense, 3]
     table[dense, 3] = 1
@@ -195,27 +209,28 @@ def _check_count(entries: int) -> None:
 
 
 def _pieces(part: Part) -> list[memoryview]:
-    """Return flat views of what is not empty."""
+    """Return flat views of the buffers that are not empty."""
     buffers = [part] if isinstance(part, Buffer) else part
     views = [memoryview(buffer) for buffer in buffers]
     return [view.cast("B") for view in views if view.nbytes]
 
 
 def _read(pieces: Sequence[memoryview], size_max: int) -> tuple[Runs, int]:
-    """Return the runs that a part has of a payload of at most `size_max` bytes, and where its data begin."""
+    """Read a part of a payload of at most `size_max` bytes; return its runs, and the offset of its data."""
     size = sum(piece.nbytes for piece in pieces)
     entries = int(np.frombuffer(_bytes(pieces, 0, _COUNT_BYTES), "<i8")[0]) if size >= _COUNT_BYTES else -1
     head_bytes = _COUNT_BYTES + _ENTRY_BYTES * entries
     if not 0 <= entries <= RUNS_MAX or head_bytes > size:
-        raise ValueError(f"its {size} bytes begin with no head of at most {RUNS_MAX} entries")
+        raise ValueError(f"its {size} bytes do not start with a head of at most {RUNS_MAX} entries")
     table = np.frombuffer(_bytes(pieces, _COUNT_BYTES, head_bytes), "<i8").astype(np.int64).reshape(entries, 4)
     start, row, stride, count = table.T
-    small = ((table >= 0) & (table <= size_max)).all(axis=1)  # first: sums of larger numbers could wrap around
+    # This check comes first, because sums of larger numbers could overflow.
+    small = ((table >= 0) & (table <= size_max)).all(axis=1)
     sound = small & (row > 0) & (count > 0) & ((stride >= row) | (count == 1))
     sound[sound] &= (count[sound] - 1) <= (size_max - start[sound] - row[sound]) // np.maximum(stride[sound], 1)
     if not sound.all():
         wrong = table[int(np.argmin(sound))].tolist()
-        raise ValueError(f"start, size, stride, count {wrong} is no entry of a payload of at most {size_max} bytes")
+        raise ValueError(f"start, size, stride, count {wrong} is not an entry of a payload of at most {size_max} bytes")
     runs = _runs(table)
     if head_bytes + runs.num_bytes != size:
         raise ValueError(f"its entries have {runs.num_bytes} bytes, its data {size - head_bytes}")
@@ -227,11 +242,11 @@ def _bytes(pieces: Sequence[memoryview], start: int, stop: int) -> bytes:
 
 
 def _check_cover(table: Int64[np.ndarray, "n 4"], size: int) -> None:
-    """Check that entries which together have `size` bytes have each of 0..size-1; then they have each once."""
+    """Check that entries cover each byte of 0..size-1; since they have `size` bytes, they cover each once."""
     last = table[:, 0] + (table[:, 3] - 1) * table[:, 2] + table[:, 1]
     if (last > size).any():
         raise ValueError(f"the parts have {size} bytes, but one has byte {int(last.max()) - 1}: some are missing")
-    # One mark for as many bytes as all entries have in common, so that this costs little beside the copy.
+    # One mark stands for as many bytes as divide all entries, so that this check costs little beside the copy.
     unit = int(np.gcd.reduce(table[:, :3], axis=None))
     marks = np.zeros(size // unit, bool)
     for start, row, stride, count in table.tolist():
@@ -242,5 +257,5 @@ def _check_cover(table: Int64[np.ndarray, "n 4"], size: int) -> None:
 
 
 def _rows(whole: np.ndarray, start: int, row: int, stride: int, count: int) -> np.ndarray:
-    """Return the rows of a flat array, as a view [count, row] of it; the caller has checked that they are within."""
+    """Return rows of a flat array as a view [count, row]; the caller has checked that they are within the array."""
     return np.lib.stride_tricks.as_strided(whole[start:], (count, row), (stride * whole.itemsize, whole.itemsize))

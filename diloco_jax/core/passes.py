@@ -1,13 +1,16 @@
-"""One round's arithmetic: from encoded outer gradients to the next version, its encoded step, and the outer state.
+"""One round's arithmetic: it turns encoded outer gradients into the next version of a fragment.
 
     inspect   <v_i, v_j> of all learners, per leaf and unit           reads every payload once
     update    g = sum_m c_m v_m;  outer step;  x' = x + Q(step)       reads every payload once more, and the state
 
-The coefficients c_m follow from the weights and, for radial-directional averaging, from the products alone: the length
-of a weighted mean of directions is a quadratic form of them. So no mean is ever in memory, and no learner's values are.
-A piece of a stack has coefficients for each of its units, which are tensors of their own (merge.py).
+The next version is its value, the encoded step that leads to it, and the outer optimizer's state.
 
-Leaves may be worked on in any order, by any number of threads and processes: sums over leaves are exact (math.fsum).
+The coefficients c_m follow from the weights and, for radial-directional averaging, from the products alone, because the
+length of a weighted mean of directions is a quadratic form of the products (paper, D.2). So neither the mean nor a
+learner's decoded values are ever in memory as a whole. A piece of a stack has coefficients for each of its units, which
+are merged as separate tensors (merge.py).
+
+Threads and processes may work on the leaves in any order, because sums over leaves are exact (math.fsum).
 """
 
 import math
@@ -25,12 +28,17 @@ from diloco_jax.core.layout import LEAF, Layout, leaf_digest
 from diloco_jax.core.merge import Rule, coefficients
 from diloco_jax.core.outer import NOTHING, Flat, Gradient, Outer
 
-Products = Float64[np.ndarray, "_ _ _"]  # of each unit of which a leaf has something: one matrix of learners
-Squares = Float64[np.ndarray, "learners leaves"]  # squared norms; not finite, or negative, where a value is unusable
-Coefficients = Float32[np.ndarray, "_ _"]  # of each unit of a piece, one for every learner
+# A leaf's products [units, learners, learners], for each unit that the leaf has elements of.
+Products = Float64[np.ndarray, "_ _ _"]
+# Squared norms; not finite or negative where a learner's value is unusable.
+Squares = Float64[np.ndarray, "learners leaves"]
+# A piece's coefficients c_m [units, learners].
+Coefficients = Float32[np.ndarray, "_ _"]
+# Makes an uninitialised float32 array of the given number of elements.
 NewArray = Callable[[int], Flat]
-fresh: NewArray = partial(np.empty, dtype=np.float32)  # a new array of so many elements, with any content
-Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # the built-in map, or that of a thread pool
+fresh: NewArray = partial(np.empty, dtype=np.float32)
+# The built-in map, or the map of a thread pool.
+Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
 _KINDS: dict[Format, int] = {
     "float32": blocks.FLOAT32,
@@ -39,16 +47,20 @@ _KINDS: dict[Format, int] = {
     "int4": blocks.INT4,
     "int2": blocks.INT2,
 }
-_ONE = np.ones((1, 1), np.float32)  # coefficients of one value as it is
-# Numba compiles a function when it is called with types that it has not seen. That takes seconds, during which learners
-# train on and nobody merges: so each function has one program here, and any other call of it is an error.
+# The coefficients that leave a single value unchanged.
+_ONE = np.ones((1, 1), np.float32)
+# Numba compiles a function when it is called with new types. That takes seconds, and in this time learners train on
+# while the syncer merges nothing. So each function is compiled for these types only, and other types are an error.
 _ADDRESSES, _AT = types.Array(types.uint64, 1, "C"), types.UniTuple(types.int64, 2)
-_READ = types.Array(types.float32, 1, "C", readonly=True)  # an array that may be written to can stand for it
+# Numba accepts a writable array here too.
+_READ = types.Array(types.float32, 1, "C", readonly=True)
 _WRITTEN, _STEP = types.Array(types.float32, 1, "C"), types.Array(types.uint8, 1, "C")
 _PRODUCTS, _SHARES = types.Array(types.float64, 3, "C"), types.Array(types.float32, 2, "C", readonly=True)
 _VALUES = (_ADDRESSES, _ADDRESSES)
-_LEAF = (types.int64, _AT, types.int64)  # format, where the tensor begins, where the leaf does
-_STATE, _NEXT = (_READ, _READ, _READ), (_WRITTEN, _WRITTEN, _WRITTEN)  # value, trace, residual
+# Format, offsets of the tensor in a payload, first element of the leaf in the tensor.
+_LEAF = (types.int64, _AT, types.int64)
+# Value, trace, residual.
+_STATE, _NEXT = (_READ, _READ, _READ), (_WRITTEN, _WRITTEN, _WRITTEN)
 _RATES = (types.float32, types.float32)
 _SIGNATURES = (
     (kernels.gram, (*_VALUES, *_LEAF, types.int64, types.int64, _PRODUCTS)),
@@ -57,7 +69,7 @@ _SIGNATURES = (
 
 
 def prepare() -> None:
-    """Compile every loop, or load what an earlier process compiled; at once when that is done already."""
+    """Compile every loop, or load it from the cache; further calls do nothing."""
     for function, signature in _SIGNATURES:
         if signature not in function.signatures:
             function.compile(signature)
@@ -65,49 +77,58 @@ def prepare() -> None:
 
 
 class Values(NamedTuple):
-    """The learners' values: payloads of equal layout, and what is to be added to some of them.
+    """The learners' values: payloads of equal layout, and for some of them an array to add.
 
-    A value against an older version x_b is of the newest one, x, when x - x_b is added to it.
+    A learner measures its outer gradient from the version x_b that it adopted. If the newest version x is another one,
+    adding x - x_b gives the outer gradient measured from x.
     """
 
     payloads: Sequence[UInt8[np.ndarray, "bytes"]]
-    moved: Sequence[Flat | None]  # x - x_b, where x_b is not the newest
+    # x - x_b for each learner; None where x_b is the newest version.
+    moved: Sequence[Flat | None]
 
     def at(self, leaf: slice) -> tuple[UInt64[np.ndarray, "m"], UInt64[np.ndarray, "m"]]:
-        """Return the addresses of the payloads, and of what is to be added to their values of a leaf; 0 for nothing."""
+        """Return the addresses of the payloads, and of each array to add to this leaf; 0 where there is none."""
         moved = [0 if each is None else each[leaf].ctypes.data for each in self.moved]
         return np.array([each.ctypes.data for each in self.payloads], np.uint64), np.array(moved, np.uint64)
 
 
 def values_of(payloads: Sequence[UInt8[np.ndarray, "bytes"]]) -> Values:
-    """Return payloads that are all of the newest version."""
+    """Return values that are all measured from the newest version, so that nothing is added."""
     return Values(payloads, [None] * len(payloads))
 
 
 class State(NamedTuple):
-    """A fragment's newest version, as far as a step changes it."""
+    """The part of a fragment's newest version that a step changes."""
 
     value: Flat
+    # The outer optimizer's state.
     outer: Mapping[str, np.ndarray]
-    residual: Flat  # what the steps so far have left out by rounding; empty where nothing is rounded
+    # The sum of what rounding has left out of the steps so far; empty if steps are not rounded.
+    residual: Flat
 
 
 class Update(NamedTuple):
-    """The result of a round, made from a State."""
+    """The result of a round: the next state and the encoded step to it."""
 
     state: State
-    step: UInt8[np.ndarray, "bytes"]  # as it travels; empty for float32
-    digests: list[int]  # of the leaves
-    finite: bool  # the value and the outer state
+    # The step's payload for the wire; empty for float32.
+    step: UInt8[np.ndarray, "bytes"]
+    # The digest of each leaf of the new value.
+    digests: list[int]
+    # Whether the value and the outer state are finite.
+    finite: bool
 
 
 class Merger:
-    """The arithmetic of one layout.
+    """The arithmetic of merges for one layout.
 
     Args:
-      rules: how each piece is merged, in their order.
-      run: works on leaves; e.g. ThreadPoolExecutor.map.
-      new: makes an array of so many elements, with any content.
+      rules: the rule for merging each piece, in the order of the layout's pieces.
+      up: format of the learners' payloads.
+      down: format of the step.
+      run: calls a function for every leaf; e.g. ThreadPoolExecutor.map.
+      new: makes an uninitialised float32 array of the given number of elements.
     """
 
     def __init__(
@@ -131,8 +152,10 @@ class Merger:
         self.down_bytes = layout.payload_bytes(down) if self._rounds else 0
         self._run = run
         self._new = new
-        prepare()  # not in the first round, while learners train on
-        if layout.pieces:  # whatever the optimizer compiles, for these shapes
+        # Compiling in the first round would keep the learners waiting for its merge.
+        prepare()
+        if layout.pieces:
+            # An update with zeros makes the optimizer compile its code for these shapes.
             zeros = np.zeros(layout.size, np.float32)
             nothing = WeightedSum(layout, values_of([zeros.view(np.uint8)]), [_ONE] * len(self._units), run=run)
             outer.update(nothing, outer.init(layout.views(zeros)), layout.views(zeros))
@@ -143,12 +166,12 @@ class Merger:
         return State(value, self._outer.init(self.layout.views(value)), residual)
 
     def total(self, steps: Sequence[UInt8[np.ndarray, "bytes"]]) -> Flat:
-        """Return what encoded steps add up to; what they were rounded by is added in their order, block by block."""
+        """Return the sum of encoded steps, added in their order."""
         ones = [np.ones((1, len(steps)), np.float32)] * len(self.layout.pieces)
         return WeightedSum(self.layout, values_of(steps), ones, None, self._down, self._run, self._new).flat()
 
     def inspect(self, values: Values) -> list[Products]:
-        """Return the products of all pairs of learners, per leaf and unit; those of an unusable one are not finite."""
+        """Return the products of all pairs of learners for each leaf; an unusable learner's own are not finite."""
 
         def leaf_products(number: int) -> Products:
             leaf = self.layout.leaves[number]
@@ -165,11 +188,11 @@ class Merger:
     def update(
         self, values: Values, products: Sequence[Products], weights: Float64[np.ndarray, "m"], state: State
     ) -> Update:
-        """Make the next version. Changes nothing that it is given."""
+        """Make the next version from the learners' values; the arguments stay unchanged."""
         return self.apply(values, self.shares(products, weights), state)
 
     def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Coefficients]:
-        """Return the coefficients c_m of each unit of each piece. Of a cut slice all parts must be in this layout."""
+        """Return the coefficients c_m of each unit of each piece; all parts of a cut slice must be in this layout."""
         units: list[dict[int, list[Float64[np.ndarray, "m m"]]]] = [{} for _ in self.layout.pieces]
         for leaf, found in zip(self.layout.leaves, products, strict=True):
             first = leaf.start // self._rules[leaf.piece].unit
@@ -181,7 +204,7 @@ class Merger:
         ]
 
     def apply(self, values: Values, shares: Sequence[Coefficients], state: State) -> Update:
-        """Make the next version from known coefficients. Changes nothing that it is given."""
+        """Make the next version from known coefficients; the arguments stay unchanged."""
         layout, size = self.layout, self.layout.size
         value, step = self._new(size), np.empty(self.down_bytes, np.uint8)
         residual = self._new(size) if self._rounds else NOTHING
@@ -207,8 +230,8 @@ class WeightedSum:
     """The merged outer gradient, sum_m c_m v_m, which the kernels compute block by block as they use it.
 
     Args:
-      shares: c_m, of each unit of each piece.
-      units: of each piece the size of its units; None for whole pieces.
+      shares: c_m for each unit of each piece.
+      units: elements of a unit, for each piece; None if every piece is one unit.
     """
 
     def __init__(
@@ -222,7 +245,8 @@ class WeightedSum:
         new: NewArray = fresh,
     ) -> None:
         self._layout = layout
-        self._values = values  # whose memory the kernels read
+        # The kernels read the memory of these arrays by address, so this reference keeps it alive.
+        self._values = values
         self._shares = shares
         self._units = units or [layout.size] * len(shares)
         self._format = _KINDS[format]
@@ -246,7 +270,7 @@ class WeightedSum:
         return self._layout.views(self.flat())
 
     def flat(self) -> Flat:
-        """Compute it: one plain step from zero, the other way."""
+        """Compute the gradient: one step of rate -1 from zero."""
         mean, zeros = self.empty(), np.zeros(LEAF, np.float32)
 
         def make_leaf(number: int) -> None:
@@ -262,13 +286,13 @@ class WeightedSum:
 
 
 def norms(squares: Squares) -> list[float]:
-    """Return each learner's norm over all leaves; NaN where it is not usable."""
+    """Return each learner's norm over all leaves; NaN for a learner whose value is unusable."""
     usable = (np.isfinite(squares) & (squares >= 0)).all(axis=1)
     return [math.sqrt(math.fsum(own)) if good else math.nan for own, good in zip(squares, usable, strict=True)]
 
 
 def subset(products: Iterable[Products], chosen: Sequence[int]) -> list[Products]:
-    """Return the products of some of the learners."""
+    """Return the products among the chosen learners."""
     return [each[:, chosen][:, :, chosen] for each in products]
 
 

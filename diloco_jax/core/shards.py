@@ -1,10 +1,10 @@
-"""Shares of merge shards: their elements of every fragment, and the places of their parts in a payload.
+"""Shares of merge shards: the elements of every fragment that each shard merges, and their places in a payload.
 
-Tensors that are not merely averaged stay whole, since their coefficients need the norm of the whole tensor. Averaged
-slices may be cut, at multiples of a leaf. So every leaf, and each tensor's norm, is computed by one shard exactly as it
-would be by one process: any number of shards gives the same bits.
+Only averaged slices may be cut, at multiples of a leaf. Tensors with another method stay whole, because their
+coefficients need the norm of the whole tensor. So one shard computes every leaf and every norm, exactly as a single
+process would: any number of shards gives the same bits.
 
-Both sides compute this from the plan and the settings; nothing of it travels.
+Learners and syncer compute the shares from the plan and the settings, so shares never travel.
 """
 
 import math
@@ -28,15 +28,18 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Shares:
-    """A model's elements as they are dealt out."""
+    """The assignment of a model's elements to merge shards."""
 
-    wholes: tuple[Layout, ...]  # layout of each fragment
-    # layout of each fragment's part, by shard; without pieces where the shard has nothing of it
+    # The layout of each whole fragment.
+    wholes: tuple[Layout, ...]
+    # By shard, the layout of its part of each fragment; without pieces if the shard has nothing of the fragment.
     parts: tuple[tuple[Layout, ...], ...]
-    rules: tuple[Mapping[str, Rule], ...]  # how each slice of a fragment is merged, by key
+    # For each fragment, the rule for merging each slice, by key.
+    rules: tuple[Mapping[str, Rule], ...]
 
     @property
     def count(self) -> int:
+        """Return the number of shards."""
         return len(self.parts)
 
     def holders(self, fragment_id: int) -> tuple[int, ...]:
@@ -49,7 +52,7 @@ class Shares:
         return [tuple(compress(range(self.count), column)) for column in zip(*having, strict=True)]
 
     def ranges(self, fragment_id: int, shard: int, format: Format) -> list[tuple[int, int]]:
-        """Return the bytes start..stop-1 of the whole payload that are the shard's, in the order of its own payload."""
+        """Return the ranges start..stop-1 of the whole payload, in bytes, that the shard's payload consists of."""
         layout = self.wholes[fragment_id]
         places = {piece.key: place for piece, place in zip(layout.pieces, layout.places(format), strict=True)}
         part = self.parts[shard][fragment_id]
@@ -70,7 +73,7 @@ class Shares:
         return np.concatenate([flat[start // 4 : stop // 4] for start, stop in ranges] or [flat[:0]])
 
     def join(self, fragment_id: int, parts: Mapping[int, Flat]) -> Flat:
-        """Return the whole flat array of the parts by shard; with one shard its own array."""
+        """Join the shards' parts to the whole flat array; with one shard, return its array without a copy."""
         if self.count == 1:
             return parts[0]
         flat = np.empty(self.wholes[fragment_id].size, np.float32)
@@ -79,7 +82,7 @@ class Shares:
         return flat
 
     def digest(self, fragment_id: int, leaves: Mapping[int, Sequence[int]]) -> int:
-        """Return the digest of a value from those of the shards' leaves."""
+        """Return the digest of a fragment's value from the digests of the leaves, by shard."""
         found = []
         for shard in self.holders(fragment_id):
             part = self.parts[shard][fragment_id]
@@ -90,19 +93,19 @@ class Shares:
 
 
 def share(plan: FragmentPlan, merge: MergeConfig, count: int, *, cut: bool = True) -> Shares:
-    """Deal out a model, so that every shard has about as much of every fragment.
+    """Assign a model's elements to shards, so that all have about equally much of every fragment.
 
-    Whole tensors first, the largest first, each to the shard with the least of the fragment; then averaged slices fill
-    the shards up to equal shares.
+    Tensors that stay whole are assigned first, in descending size, each to the shard that has least of the fragment so
+    far. Then averaged slices fill the shards up to equal shares.
 
     Args:
-      cut: whether averaged slices may be cut: not if the outer optimizer must see whole tensors.
+      cut: whether averaged slices may be cut; False if the outer optimizer must see whole tensors.
 
     Raises:
       ValueError: count is below 1.
     """
     if count < 1:
-        raise ValueError(f"the model was to be shared by {count} shards; use at least 1")
+        raise ValueError(f"the number of merge shards is {count}; use at least 1")
     totals = [0] * count
     wholes, rules = [], []
     parts: list[list[Layout]] = [[] for _ in range(count)]
@@ -121,7 +124,7 @@ def share(plan: FragmentPlan, merge: MergeConfig, count: int, *, cut: bool = Tru
 
 
 def split(payload: Buffer | Sequence[Buffer], ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Return views of these ranges (bytes start to stop - 1) of a payload, or of one in pieces."""
+    """Return views of ranges of a payload, bytes start..stop-1; the payload may come in pieces."""
     pieces, ends = [], [0]
     for piece in [payload] if isinstance(payload, Buffer) else payload:
         pieces.append(memoryview(piece).cast("B"))
@@ -136,7 +139,7 @@ def split(payload: Buffer | Sequence[Buffer], ranges: Sequence[tuple[int, int]])
 
 
 def append_range(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
-    """Add start..stop-1, as a part of the last range if it goes on there; nothing if it is empty."""
+    """Append start..stop-1 unless it is empty, and extend the last range if it ends at `start`."""
     if ranges and ranges[-1][1] == start:
         ranges[-1] = (ranges[-1][0], stop)
     elif start < stop:
@@ -144,7 +147,7 @@ def append_range(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
 
 
 def fill(whole: memoryview, ranges: Sequence[tuple[int, int]], part: Buffer) -> None:
-    """Write a part's bytes to their ranges of a whole payload; the sizes must agree."""
+    """Write the bytes of `part` to their ranges of a whole payload; the sizes must agree."""
     source, offset = memoryview(part), 0
     for start, stop in ranges:
         whole[start:stop] = source[offset : offset + stop - start]
@@ -152,7 +155,7 @@ def fill(whole: memoryview, ranges: Sequence[tuple[int, int]], part: Buffer) -> 
 
 
 def _deal(layout: Layout, rules: Mapping[str, Rule], totals: Sequence[int], cut: bool) -> list[list[Piece]]:
-    """Return the pieces of each shard; of equally loaded ones that with the least in all gets the next."""
+    """Return the pieces of each shard; if two are equally loaded, the one with the smaller total gets the next."""
     count = len(totals)
     if count == 1:
         return [list(layout.pieces)]

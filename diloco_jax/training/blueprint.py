@@ -1,7 +1,7 @@
-"""Blueprints: a model on a mesh before there is an array, with the layouts and programs that belong to it.
+"""Blueprints: the layouts and programs of a model on a mesh, before any array is allocated.
 
-The devices of the mesh may be real ones, or those that a compiler merely knows (jax.experimental.topologies): so the
-programs which a slice will run can be compiled without it.
+The devices of the mesh may be real, or only described to the compiler (jax.experimental.topologies). So the programs
+of a slice can be compiled without the slice.
 """
 
 from collections import defaultdict
@@ -61,11 +61,11 @@ class Blueprint:
         *,
         seed: int,
     ) -> None:
-        """Describe the island; nothing is allocated and nothing compiled.
+        """Describe the island, without allocating or compiling anything.
 
         Args:
-          devices: of the island; only how many, if nothing will be compiled.
-          seed: of the initial parameters; equal seeds give equal parameters on any mesh.
+          devices: the island's devices, or only their number if nothing will be compiled.
+          seed: seed of the initial parameters; equal seeds give equal parameters on any mesh.
 
         Raises:
           ValueError: the model cannot be loaded, or the mesh does not fit the devices.
@@ -75,7 +75,7 @@ class Blueprint:
         described = _describe_model(model, seed)
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
         self.kinds = described.kinds
-        # parameters whose leading axis is that of layers
+        # Parameters whose first axis counts layers.
         self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
         self._shardings = {
             path: self.layout.sharding(self.shapes[path], names) for path, names in described.axes.items()
@@ -86,7 +86,6 @@ class Blueprint:
         self.state_shapes = TrainState(described.params, opt_state, described.other)  # type: ignore[arg-type]
         self.state_shardings = self._place(self.state_shapes, described.other_axes)
         self.state_layout = StateLayout(by_name(self.state_shapes))
-
         self.streams = streams = Streams(seed, described.streams)
         self._graphdef = graphdef = described.graphdef
 
@@ -99,7 +98,8 @@ class Blueprint:
             return TrainState(params, tx.init(params), other)
 
         def loss(params: Params, other: Variables, batch: Batch) -> tuple[Array, Metrics]:
-            drawn = streams.at(jnp.asarray(draw_of(0)))  # a layer that is off has a stream all the same
+            # A layer needs its stream even in an evaluation, where it draws nothing.
+            drawn = streams.at(jnp.asarray(draw_of(0)))
             mean, (metrics, _) = model_loss(graphdef, params, batch, other, drawn, evaluate=True)
             return mean, metrics
 
@@ -107,24 +107,24 @@ class Blueprint:
             return model_loss(graphdef, params, batch, other, streams.at(draw))[1][1]
 
         scalar = self.layout.replicated
-        # The initial parameters alone, what a state has beside them, and the whole state.
+        # These programs make the initial parameters, the initial other state, and the whole initial state.
         self.draw = jax.jit(lambda: initial()[0], out_shardings=self._shardings)
         self.draw_other = jax.jit(lambda: initial()[1], out_shardings=self.state_shardings.other)
         self.create = jax.jit(create, out_shardings=self.state_shardings)
-        # (state, batch, learning rate, draw of `draw_of`) -> (state, metrics); consumes the state.
-        # Explicit layouts of the outputs: those that the compiler would choose differ, and step 2 compiles again.
+        # (state, batch, learning rate, draw of `draw_of`) -> (state, metrics); consumes the state. The outputs' layouts
+        # are explicit, because the compiler would choose others, and step 2 would have to be compiled again.
         self.step = jax.jit(
             self._traced(make_train_step(graphdef, tx, optimizer.accumulate_steps, self._shardings, streams)),
             donate_argnums=0,
             out_shardings=(self.state_shardings, scalar),
         )
-        # (parameters, other state, batch) -> (mean loss, metrics) in the mode of an evaluation
+        # (parameters, other state, batch) -> (mean loss, metrics), in evaluation mode
         self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
         # (parameters, other state, batch, draw) -> other state, after a forward pass in training mode
         self.settle = jax.jit(self._traced(settle), out_shardings=self.state_shardings.other)
 
     def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the layout of an array of this shape in a batch."""
+        """Return the layout of an array in a training batch; ValueError if the mesh does not divide the samples."""
         if shape[0] % self.layout.batch_parts:
             raise ValueError(
                 f"a batch of {shape[0]} samples cannot be split over the mesh {dict(self.mesh.shape)}; make the "
@@ -133,13 +133,13 @@ class Blueprint:
         return self._eval_sharding(shape)
 
     def put_draw(self, position: int) -> Array | None:
-        """Copy to the devices what a step at this position draws from; None for a model without random streams."""
+        """Copy the seed of a step's random streams to the devices; None for a model without random streams."""
         return put_array(draw_of(position), self.layout.replicated) if self.streams.kinds else None
 
     def settled(self, params: Params, other: Variables, batches: Iterable[Sample]) -> Variables:
-        """Return the state beside the parameters, such as batch statistics, as it becomes under these parameters.
+        """Return the model's other state, such as batch statistics, after forward passes with these parameters.
 
-        Forward passes in training mode, without an update; nothing at all if the model has no such state.
+        The passes run in training mode and without updates. A model that has only parameters needs no pass.
         """
         position = 0
         for batch in batches if other else ():
@@ -156,11 +156,14 @@ class Blueprint:
         batches: Iterable[Sample],
         program: Callable[[Params, Variables, Batch], tuple[Array, Metrics]] | None = None,
     ) -> dict[str, float]:
-        """Compute what `Island.evaluate` does, with these parameters and this state beside them.
+        """Compute the mean loss over batches like `Island.evaluate`, with the given parameters and other state.
 
         Args:
-          batches: whole ones, the same on every process; of any size.
-          program: what to run in place of `loss`: the same, compiled ahead.
+          batches: whole batches of any size, the same on every process.
+          program: a program like `loss` that is already compiled; `loss` by default.
+
+        Raises:
+          ValueError: there is no batch, or none of the batches has anything to predict.
         """
         totals, tokens, program = defaultdict[str, float](float), 0.0, program or self.loss
         for batch in batches:
@@ -173,11 +176,11 @@ class Blueprint:
                 totals[name] += float(value) * predicted
             tokens += predicted
         if not tokens:
-            raise ValueError("there is nothing to evaluate on: no batch, or none in which something is predicted")
+            raise ValueError("there is nothing to evaluate on: no batch, or none that has anything to predict")
         return {**{name: total / tokens for name, total in totals.items()}, "tokens": tokens}
 
     def model(self, params: Params, other: Variables) -> nnx.Module:
-        """Join the module in the mode of an evaluation; to be called inside of a program."""
+        """Join the module in evaluation mode; call this inside a compiled program."""
         module = join_model(self._graphdef, params, {**other, **self.streams.at(jnp.asarray(draw_of(0)))})
         module.eval()
         return module
@@ -198,18 +201,18 @@ class Blueprint:
         return self.loss.lower(self.tensors, other, batch)
 
     def _eval_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the layout of an array of a batch of any size: split as far as the mesh divides it."""
+        """Return the layout of an array in a batch of any size, split as far as the mesh divides it."""
         return self.layout.sharding(shape, ("batch", *(None,) * (len(shape) - 1)))
 
     def _put_whole(self, batch: Sample) -> Batch:
         return {name: put_array(value, self._eval_sharding(value.shape)) for name, value in batch.items()}
 
     def exchange(self, wire: Format, rebase: bool) -> Exchange:
-        """Return the programs with which fragments leave and enter; see `Exchange`."""
+        """Return the programs that take fragments out of the island and bring them in (`Exchange`)."""
         return Exchange(self.tensors, wire, rebase)
 
     def _traced(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Let `constrain` know the mesh while the function is traced."""
+        """Return the function, traced with this island's layout in use, which `constrain` reads."""
 
         @wraps(function)
         def wrapped(*args: Any) -> T:
@@ -219,9 +222,10 @@ class Blueprint:
         return wrapped
 
     def _place(self, state: TrainState, axes: Mapping[str, LogicalAxes]) -> Any:
-        """Return layouts of a TrainState: what the optimizer keeps per parameter lies like it, the rest is replicated.
+        """Return the layouts of a TrainState.
 
-        Other state of the model lies as its axes say.
+        An array that the optimizer keeps for a parameter, in its shape, has the parameter's layout; the rest of the
+        optimizer's state is replicated. The layout of the model's other state follows from its axis names.
         """
 
         def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -235,14 +239,16 @@ class Blueprint:
 
 
 def describe(leaf: jax.ShapeDtypeStruct | np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Return the leaf with a layout."""
+    """Return shape and dtype of a leaf together with a layout."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 class _Description(NamedTuple):
     graphdef: GraphDef
-    params: dict[str, jax.ShapeDtypeStruct]  # sorted by path
-    other: dict[str, jax.ShapeDtypeStruct]  # state that is no parameter, sorted by path
+    # Sorted by path.
+    params: dict[str, jax.ShapeDtypeStruct]
+    # The state beside the parameters, sorted by path.
+    other: dict[str, jax.ShapeDtypeStruct]
     streams: dict[str, jax.ShapeDtypeStruct]
     axes: dict[str, LogicalAxes]
     other_axes: dict[str, LogicalAxes]
@@ -264,7 +270,8 @@ def _describe_model(config: ModelConfig, seed: int) -> _Description:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f"parameter '{path}' of '{config.module}' is {value.dtype}; only floats can be merged")
     graphdef, all_axes = found[0]
-    params, other = dict(sorted(params.items())), dict(sorted(other.items()))  # as JAX sorts dicts
+    # JAX sorts dicts in this order too.
+    params, other = dict(sorted(params.items())), dict(sorted(other.items()))
     axes = {path: all_axes[path] for path in params}
     other_axes = {path: all_axes[path] for path in other}
     _check_stacks({path: tuple(value.shape) for path, value in params.items()}, axes)
@@ -273,7 +280,10 @@ def _describe_model(config: ModelConfig, seed: int) -> _Description:
 
 
 def _check_stacks(shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, LogicalAxes]) -> None:
-    """Refuse a stack of vectors that would be taken for a matrix: a scan names its axis only beside other names."""
+    """Refuse a stack of vectors without axis names, because it would be merged as a matrix.
+
+    A scan over layers names the axis of a stack only for parameters that have other axis names.
+    """
     stacks = {path: shapes[path][0] for path, names in axes.items() if names[:1] == ("layers",)}
     for path, shape in shapes.items():
         if not shape or any(axes[path]):
@@ -282,6 +292,6 @@ def _check_stacks(shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, Logi
             if other.split("/")[0] == path.split("/")[0] and "/" in path and layers == shape[0]:
                 raise ValueError(
                     f"parameter '{path}' of shape {shape} names no axes, but '{other}' beside it is a stack of "
-                    f"{layers} layers: a scan marks a stack by names alone; give all parameters of a layer axis names, "
-                    "such as nnx.with_partitioning(init, (None,)), and this one any name if it is no stack"
+                    f"{layers} layers, and only axis names mark a stack; give all parameters of a layer axis names, "
+                    "such as nnx.with_partitioning(init, (None,)), and this one any name if it is not a stack"
                 )

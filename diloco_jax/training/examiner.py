@@ -1,7 +1,8 @@
-"""Examiners: what parameters are worth on the held-out data, by one compiled program on the mesh of a blueprint.
+"""Examiners: they measure parameters on held-out data, with one compiled program on the mesh of a blueprint.
 
-Every process of an island reads whole batches and puts its own part on its devices. A batch that the mesh does not
-divide is split as far as it goes, and several devices then do the same: so batches, and numbers, are those of any mesh.
+Every process of an island reads whole batches and puts its part on its devices. A batch that the mesh does not divide
+is split as far as the mesh divides it, and several devices compute the same. So batches and results do not depend on
+the mesh.
 """
 
 import math
@@ -26,19 +27,21 @@ MEASURED = ("loss", "bits_per_byte", "tokens")
 
 @dataclass(eq=False)
 class Examiner:
-    """The held-out data of a run, and how a model is measured on it."""
+    """The held-out data of a run, with the program that measures a model on it."""
 
     blueprint: Blueprint
     source: Source
     batch_size: int  # samples
-    settle_batches: int  # of training, through a model whose state beside its parameters must become its own
-    shuffle_seed: int  # of the order of the training data
-    # for batches of this description
+    # The number of training batches that `settled` runs to compute batch statistics and the like.
+    settle_batches: int
+    # The seed of the order of the training data.
+    shuffle_seed: int
+    # The description of a batch, and the program compiled for it.
     _compiled: tuple[Any, jax.stages.Compiled] | None = field(default=None, init=False)
     _compiling: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
 
     def warm_up(self) -> None:
-        """Compile the program. Any thread."""
+        """Compile the program; any thread may call this."""
         with self._compiling:
             if self._compiled is None:
                 shapes = batch_shapes(self.source.train[0], self.batch_size)
@@ -50,19 +53,19 @@ class Examiner:
         return (program if shapes == described(batch) else self.blueprint.loss)(params, other, batch)
 
     def examine(self, params: Params, other: Variables, max_batches: int) -> dict[str, Any]:
-        """Compute the mean held-out loss of these parameters.
+        """Compute the mean held-out loss of parameters, and the other results of an evaluation.
 
         Args:
-          other: state of the model beside them.
-          max_batches: batches; fewer when the split is smaller.
+          other: the model's state beside the parameters.
+          max_batches: the most batches to read; a smaller split has fewer.
 
         Returns:
-          loss in nats per token, bits_per_byte (None if nobody knows the text of the tokens) and tokens; these by the
-          name of each further set (sets); and scores, named numbers: the model's metrics, and those of the sets such as
-          "books loss".
+          A mapping with `loss` in nats per token, `bits_per_byte` (None if no tokenizer knows the tokens' text) and
+          `tokens`; `sets`, with the same results for each further set by name; and `scores`, numbers by name: the
+          model's metrics, and the results of the sets, such as "books loss".
 
         Raises:
-          ValueError: there is no batch, or nothing to predict in any.
+          ValueError: there is no batch, or none of the batches has anything to predict.
         """
         self.warm_up()
         result = self._measured(params, other, max_batches)
@@ -74,7 +77,7 @@ class Examiner:
         return {**{key: result[key] for key in MEASURED}, "sets": sets, "scores": scores}
 
     def _measured(self, params: Params, other: Variables, max_batches: int, name: str = "") -> dict[str, Any]:
-        """Return the mean of everything that the model reports, on the held-out data or a set."""
+        """Return the mean of each metric that the model reports, on the held-out data or on a named set."""
         tokenizer, bytes_ = self.source.tokenizer, 0
 
         def counted() -> Iterator[Sample]:
@@ -88,9 +91,10 @@ class Examiner:
         return {**found, "bits_per_byte": bits, "tokens": int(found["tokens"])}
 
     def settled(self, params: Params) -> Variables:
-        """Return batch statistics and the like as those of the parameters: no island sent any."""
+        """Compute the model's other state, such as batch statistics, for these parameters; islands do not send it."""
         if not self.blueprint.state_shapes.other:
             return {}
         batches = SampleOrder(self.source, self.shuffle_seed).batches(self.batch_size)
-        first = self.blueprint.draw_other()  # equal parameters, equal result
+        # Starting from the initial state gives equal results for equal parameters.
+        first = self.blueprint.draw_other()
         return self.blueprint.settled(params, first, islice(batches, self.settle_batches))

@@ -1,14 +1,14 @@
-"""The state of an island at its border to the host: fragments and whole states, out and in, between two inner steps.
+"""The exchanged state of an island: it gives out and takes in fragments and whole states between two inner steps.
 
-    staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step, no host sync
-    staged.encode()                                                in any thread: anchor - local as it is sent
+    staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step; the host does not wait
+    staged.encode()                                                in any thread: the bytes of anchor - local
     state.adopt(fragment, values, sent=staged)                     between two steps
     state.stage_state(), state.load_state(saved)                   the same for everything, optimizer included
 
-Whoever steps puts the outcome of a step into `state`: the built-in `Island`, or a loop of the user's own. Call
-everything but `warm_up` and the methods of what was staged from one thread. Parameters live as a flat dict
-{path: array}, which costs a tenth of the host time per step that a module tree does. Every program runs under a
-transfer guard: nothing crosses between host and device but by the functions below.
+The built-in `Island`, or a training loop that the user writes, stores the result of each step in `state`. All functions
+must be called from one thread, except `warm_up` and the methods of staged objects. Parameters are a flat dict
+{path: array}, because a step with a tree of modules costs ten times as much time on the host. Every program runs under
+a transfer guard, so only the functions of this module move data between host and devices.
 """
 
 import math
@@ -39,21 +39,24 @@ from diloco_jax.training.whole_state.staging import (
     stage_shards,
 )
 
-PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"  # what the names of a state's leaves begin with
+# The prefixes of the names of a state's leaves.
+PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"
 
 
 @dataclass(eq=False)
 class ExchangedState:
-    """A training state, as it is after the newest step, whose parameters are exchanged with other islands.
+    """A training state whose parameters are exchanged with other islands."""
 
-    `layouts` is a TrainState of the layouts of the leaves of `state`, `kinds` what every parameter is, by path.
-    """
-
-    state: TrainState  # as it is after the newest step
+    # The state after the newest step.
+    state: TrainState
+    # A TrainState with the layout of each leaf of `state` on the devices.
     layouts: Any
+    # The kind of every parameter, by path.
     kinds: Mapping[str, Kind]
-    state_layout: StateLayout  # how a whole state leaves the island
-    exchange: Exchange  # of its fragments
+    # The layout of a whole state's bytes.
+    state_layout: StateLayout
+    # The programs that exchange fragments.
+    exchange: Exchange
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -69,7 +72,7 @@ class ExchangedState:
         alpha: float = 0.0,
         sent: StagedFragment | None = None,
     ) -> None:
-        """Replace a fragment by a merged one, between two steps.
+        """Adopt a merged fragment between two steps.
 
             overwrite   local = new
             blend       local = alpha local + (1 - alpha) new
@@ -78,57 +81,57 @@ class ExchangedState:
         Args:
           values: the merged fragment, {slice key: float32 array}.
           alpha: share of the local values, in [0, 1]; only for blend.
-          sent: the staged copy that went into the merged fragment, if one did: what rounding kept back of it counts
-            from now on. Rebase needs it.
+          sent: this island's staged copy, if it was merged into the fragment; its residual becomes the fragment's.
+            Rebase needs it.
 
         Raises:
-          ValueError: values of other names or shapes, or rebase without what was sent.
+          ValueError: the values have other names or shapes, or `sent` is missing for rebase.
         """
         updated = self.exchange.adopt(self.state.params, fragment, values, mode, alpha, sent)
         self.state = self.state._replace(params=self.state.params | updated)
 
     def stage_state(self) -> StagedState:
-        """Queue a copy of parameters, optimizer's and other state to host memory; returns at once."""
+        """Queue a copy of parameters, optimizer's state and other state to host memory; return at once."""
         with jax.transfer_guard("disallow"):
             return stage_leaves(by_name(self.state), self.state_layout)
 
     def stage_moments(self) -> StagedState:
-        """Queue a copy of everything but the parameters to host memory, for another island; returns at once."""
+        """Queue a copy of everything but the parameters to host memory, for another island; return at once."""
         with jax.transfer_guard("disallow"):
             arrays = {name: array for name, array in by_name(self.state).items() if not name.startswith(PARAMS)}
             return stage_leaves(arrays, self.state_layout)
 
     def stage_shards(self) -> StagedShards:
-        """Queue copies of what this process's devices hold of everything to host memory; returns at once."""
+        """Queue copies of all shards on this process's devices to host memory; return at once."""
         with jax.transfer_guard("disallow"):
             return stage_shards(by_name(self.state))
 
     def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
-        """Check that saved shards are all that `load_shards` needs; a ValueError says what differs."""
+        """Check that saved shards have everything that `load_shards` needs; ValueError names the difference."""
         check_fits(leaves, by_name(self.layouts), self.state_layout.by_name)
 
     def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
-        """Take over everything, as shards of an earlier process at the same place say it, exactly."""
+        """Load the whole state exactly, from the shards that an earlier process on the same devices saved."""
         self.load_moments(leaves.__getitem__)
         for path, to in self.layouts.params.items():
             self.state = self.state._replace(params=self.state.params | {path: put_array(leaves[PARAMS + path], to)})
 
     def overwrite(self, fragment: Fragment, values: HostValues) -> None:
-        """Replace a fragment of the parameters, and nothing else."""
+        """Replace a fragment of the parameters; anchor and residual stay as they are."""
         updated = self.exchange.overwrite(self.state.params, fragment, values)
         self.state = self.state._replace(params=self.state.params | updated)
 
     def load_state(
         self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment] | None = None
     ) -> None:
-        """Take over the optimizer's and other state, and parameters, of an island of the same model on any mesh.
+        """Load the optimizer's state, other state and parameters of an island with the same model, on any mesh.
 
         Args:
-          state: what a `StagedState` gave, as bytes or as {leaf name: array}.
-          fragments: of the parameters to take; all if not given.
+          state: the result of a `StagedState`, as bytes or as {leaf name: array}.
+          fragments: the fragments of the parameters to load; all parameters by default.
 
         Raises:
-          ValueError: names, dtypes, shapes or sizes are not those of this island, which is unchanged then.
+          ValueError: names, dtypes, shapes or sizes differ from this island's; the island is unchanged then.
         """
         leaves = self.state_layout.read(state)
         self.load_moments(leaves.__getitem__)
@@ -137,8 +140,8 @@ class ExchangedState:
             self.overwrite(fragment, take(params, fragment))
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:
-        """Take over everything but the parameters; `leaf` gives the leaf of a name."""
-        # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
+        """Load everything but the parameters; `leaf` returns the array of a name."""
+        # The old state is freed first, because a device may not have room for two. No error may occur after this.
         self.state = self.state._replace(opt_state=None, other={})
         layouts = self.layouts
         moments = [put_array(leaf(name), to) for name, to in by_name(layouts).items() if name.startswith(OPTIMIZER)]
@@ -149,12 +152,12 @@ class ExchangedState:
     def parameters(self) -> HostValues:
         """Return host copies of all parameters {path: float32 array}; block until the running step is done.
 
-        Only on an island of one process.
+        This works only on an island of one process.
         """
         return {path: np.array(value, np.float32) for path, value in jax.device_get(self.state.params).items()}
 
     def load(self, params: Mapping[str, Float[np.ndarray, "..."]]) -> None:
-        """Replace all parameters, not the optimizer's state; ValueError if they are not those of the model."""
+        """Replace all parameters but not the optimizer's state; ValueError if they do not fit the model."""
         if unknown := sorted(set(params) - set(self.shapes)):
             raise ValueError(f"parameters {unknown[:3]} are not in the model; were they saved from another one?")
         self.overwrite(self._whole(), dict(params))
@@ -166,7 +169,7 @@ class ExchangedState:
 
 
 def by_name(state: TrainState) -> dict[str, Any]:
-    """Return the leaves of a state by the names under which they leave the island, in the order of the tree."""
+    """Return the leaves of a state by the names that files and other islands use, in the order of the tree."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     named = {OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(named) == len(leaves), "two leaves of the optimizer's state have one name"

@@ -1,7 +1,7 @@
-"""The FLOPs that a model needs, by formula: the whole of which model FLOPs utilisation (MFU) is a share.
+"""Formulas for the FLOPs that a model needs; model FLOPs utilisation (MFU) is measured against them.
 
-As PaLM (arXiv 2204.02311, app. B) counts: 2 per multiply-add of matrix products, three times the forward pass, nothing
-for recomputation. Causal attention is counted by half, since half of its scores are masked.
+They count as PaLM does (arXiv 2204.02311, App. B): 2 FLOPs per multiply-add of matrix products, three times the forward
+pass, nothing for recomputation. Causal attention counts half, because half of its scores are masked.
 """
 
 import math
@@ -19,22 +19,29 @@ VISION = "diloco_jax.training.models.vision:"
 class ModelFlops(NamedTuple):
     """FLOPs of one inner step."""
 
-    flops: float  # of forward and backward pass, all chips together
-    masked: float  # of what causal attention and windows mask, which is not among them but which most programs compute
-    how: str  # what was counted
+    # Forward and backward pass, summed over all chips.
+    flops: float
+    # Masked attention scores, which `flops` leaves out although most programs compute them.
+    masked: float
+    # A phrase that names what was counted.
+    how: str
 
 
 def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch: int, seq_len: int) -> ModelFlops:
-    """Count the FLOPs that one inner step on `batch` sequences needs, of each of which `seq_len` tokens are predicted.
+    """Count the FLOPs of one inner step.
 
-    `shapes` are those of the model's parameters, by path.
+    Args:
+      shapes: the shape of each parameter, by path.
+      batch: sequences.
+      seq_len: tokens that are predicted in each sequence.
     """
     config = VisionConfig(**model.args) if model.module.startswith(VISION) else decoder_of(model)
     if isinstance(config, VisionConfig):
         seq_len += config.patches
     tokens = batch * seq_len
     if config is not None:
-        # scores and mixing of values: 4 N H per token, layer and token that is seen; half of all, or fewer of a window
+        # Scores and mixing of values need 4 N H FLOPs per layer for each pair of a token and a token that it sees. On
+        # average a token sees half of the sequence, or fewer tokens with a window.
         windows = [config.window if config.local(layer) else seq_len for layer in range(config.num_layers)]
         seen = [min(window, seq_len) * (1 - min(window, seq_len) / (2 * seq_len)) for window in windows]
         whole = 4.0 * tokens * config.num_heads * config.head_dim
@@ -46,10 +53,11 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
 
 
 def _decoder_weights(config: DecoderConfig) -> int:
-    """Count the weights that a token is multiplied with; the embedding counts once, as the output layer."""
+    """Count the weights that each token is multiplied with; the embedding counts once, as the output layer."""
     layer = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     mlp = 3 * config.dim * config.mlp_dim
-    if isinstance(config, MoeConfig):  # the experts of a token, and the router; free slots are not needed
+    if isinstance(config, MoeConfig):
+        # Only a token's experts and the router count; unused slots of experts do not.
         layer += config.experts_per_token * mlp + config.dim * config.num_experts
     else:
         layer += mlp

@@ -1,9 +1,9 @@
-"""An island with the built-in inner step: one model on one mesh. It knows of no other island.
+"""An island with the built-in inner step: one model on one mesh, without knowledge of other islands.
 
     handle = island.step(island.put_batch(batch), learning_rate)      one donated program; returns at once
     island.wait(handle)                                               {"loss": ..., "grad_norm": ...}
 
-How fragments leave it and come in: exchanged.py.
+The exchange of fragments is in exchanged.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from diloco_jax.training.sharding import MeshConfig, put_array, put_rows, rows_h
 
 
 class StepHandle(NamedTuple):
-    """A dispatched step; give it to `Island.wait`."""
+    """A dispatched step, which `Island.wait` waits for."""
 
     metrics: Metrics
 
@@ -42,13 +42,13 @@ class Island(ExchangedState):
         wire: Format = "float32",
         rebase: bool = False,
     ) -> None:
-        """Build the mesh and draw the initial parameters, directly in their layout.
+        """Build the mesh and draw the initial parameters directly in their layout.
 
         Args:
-          seed: of the initial parameters; equal seeds give equal parameters on any mesh.
-          devices: the island's devices, all that JAX sees if not given.
-          wire: format in which fragments leave the island.
-          rebase: whether fragments will be adopted with mode "rebase", for which staged ones are kept on the devices.
+          seed: seed of the initial parameters; equal seeds give equal parameters on any mesh.
+          devices: the island's devices; by default all devices that JAX sees.
+          wire: format of the updates that the island sends.
+          rebase: whether fragments may be adopted with mode "rebase"; if so, staged copies stay on the devices.
 
         Raises:
           ValueError: the model cannot be loaded, or the mesh does not fit the devices.
@@ -64,19 +64,20 @@ class Island(ExchangedState):
             blueprint.state_layout,
             blueprint.exchange(wire, rebase),
         )
-        self._compiled_steps: dict[tuple[Any, ...], jax.stages.Compiled] = {}  # by shapes of the batch
+        # Compiled steps by the shapes of their batches.
+        self._compiled_steps: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._unfinished: StepHandle | None = None
 
     def own_rows(self, size: int) -> Sequence[int]:
-        """Return which rows of a batch of so many samples this process's devices hold, in their order."""
+        """Return the rows of a batch of `size` samples that this process's devices hold, in ascending order."""
         return rows_here(self.blueprint.batch_sharding((size,)), size)
 
     def put_batch(self, batch: Sample, size: int | None = None) -> Batch:
-        """Copy a batch to the devices, split over `data` and `fsdp`; returns at once.
+        """Copy a batch to the devices, split along the mesh axes of `batch`; return at once.
 
         Args:
           batch: arrays [samples, ...] by name.
-          size: samples of the whole batch, where `batch` has only those rows that `own_rows` names.
+          size: samples of the whole batch if `batch` has only the rows of `own_rows`; None if it has all.
         """
         layout = self.blueprint.batch_sharding
         if size is None:
@@ -84,21 +85,20 @@ class Island(ExchangedState):
         return {name: put_rows(value, layout((size, *value.shape[1:])), size) for name, value in batch.items()}
 
     def warm_up(self, shapes: Shapes) -> None:
-        """Compile the inner step for batches of these shapes, without running it. May be called from any thread."""
+        """Compile the inner step for batches of these shapes, without running it; any thread may call this."""
         if _key(shapes) not in self._compiled_steps:
             self._compiled_steps[_key(shapes)] = self.blueprint.lower_step(shapes).compile()
 
     def step(self, batch: Batch, learning_rate: float, position: int = 0) -> StepHandle:
-        """Dispatch one inner step, which consumes the state in place; returns at once.
-
-        A step that nobody waited for is waited for here: more than a few unfinished programs over several emulated
-        CPU devices exhaust the thread pool on which their rendezvous depends, and the process aborts.
+        """Dispatch one inner step, which updates the state in place; return at once.
 
         Args:
-          batch: as `put_batch` gave it.
-          position: at which the batch begins in the order of all samples; the model's random streams are made from it,
-            so equal positions drop the same. A model without streams does not look at it.
+          batch: the result of `put_batch`.
+          position: position of the batch's first sample in the global order. It seeds the model's random streams, so
+            equal positions drop the same activations. A model without streams ignores it.
         """
+        # The previous step must be finished. More than a few unfinished programs on several emulated CPU devices
+        # exhaust the thread pool that they meet in, and the process aborts.
         if self._unfinished is not None:
             jax.block_until_ready(self._unfinished)
         rate = put_array(np.asarray(learning_rate, np.float32), self.blueprint.layout.replicated)
@@ -110,20 +110,21 @@ class Island(ExchangedState):
         return self._unfinished
 
     def wait(self, handle: StepHandle) -> dict[str, float]:
-        """Block until a step is done; return `loss`, `grad_norm` and what else the model reports."""
+        """Block until a step is done; return `loss`, `grad_norm` and the other metrics of the model."""
         metrics = jax.device_get(handle.metrics)
         if handle is self._unfinished:
             self._unfinished = None
         return {name: float(value) for name, value in metrics.items()}
 
     def evaluate(self, batches: Iterable[Sample]) -> dict[str, float]:
-        """Compute the mean loss in nats per token over batches; count their tokens.
+        """Compute the mean loss over batches in nats per token, the means of other metrics, and the number of tokens.
 
-        In the mode of an evaluation: nothing is dropped, batch statistics are those of this island. A batch weighs as
-        much as the model says (its metric `weight`), else as it has tokens to predict, or samples without tokens.
+        The model runs in evaluation mode: nothing is dropped, and batch statistics are those of this island. A batch's
+        weight is the model's metric `weight` if there is one. Otherwise it is the number of tokens to predict, or of
+        samples if there are no tokens.
 
         Raises:
-          ValueError: there is no batch, or nothing to predict in any.
+          ValueError: there is no batch, or none of the batches has anything to predict.
         """
         return self.blueprint.mean_loss(self.state.params, self.state.other, batches)
 

@@ -1,7 +1,7 @@
-"""Code of the user's own, which a config names as `package.module:Name`: imported, called with its arguments, checked.
+"""User code that a config names as `package.module:Name`: this module imports, calls and checks it.
 
-Each error is one sentence: the setting, its value, what is wrong, and the remedy. Nothing is registered; a name is
-found as Python finds it, in the working directory too.
+Each error is one sentence with the setting, its value, the mistake and the remedy. There is no registry: Python's
+import finds a name, in the working directory too.
 """
 
 import importlib
@@ -18,14 +18,15 @@ import optax
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = {PACKAGE, Path(sysconfig.get_paths()["stdlib"])}
-MESSAGE_MAX = 300  # characters of an error that is not ours
+# The most characters that are shown of an error from user code.
+MESSAGE_MAX = 300
 
 
 def check_setting(section: str, module: str, args: Mapping[str, Any]) -> None:
-    """Check how a section of a config names code (`module`, "" for none) and its `args`; nothing is imported.
+    """Check a config section's `module` ("" for none) and `args`, without importing anything.
 
     Raises:
-      ValueError: the name is not written as it must be, or the arguments are not plain values.
+      ValueError: the name is not of the form package.module:Name, or the arguments are not plain values.
     """
     package, _, name = module.partition(":")
     if (module or args) and not (package and name):
@@ -37,7 +38,7 @@ def check_setting(section: str, module: str, args: Mapping[str, Any]) -> None:
 
 
 def check_choices(section: str, config: object) -> None:
-    """Check the fields of a config whose type is a Literal; a ValueError names the choices."""
+    """Check the fields of a config that have a Literal type; ValueError names the choices."""
     for name, hint in get_type_hints(type(config)).items():
         if get_origin(hint) is Literal and getattr(config, name) not in (choices := get_args(hint)):
             raise ValueError(
@@ -46,18 +47,23 @@ def check_choices(section: str, config: object) -> None:
 
 
 def load_named(setting: str, name: str) -> Any:
-    """Import what a setting, such as `data.module`, names as `package.module:Name`."""
+    """Import the object that a setting, such as `data.module`, names as `package.module:Name`.
+
+    Raises:
+      ValueError: the import fails, or the user's code raises an error.
+    """
     package, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(package), attribute)
     except ImportError as error:
         raise ValueError(f"{setting} '{name}' cannot be imported: {error}; install or correct it") from error
-    except (Exception, SystemExit) as error:  # of the user's own code it may be anything; a script ends with sys.exit
+    # User code may raise any error, and a script may call sys.exit.
+    except (Exception, SystemExit) as error:
         raise failure(setting, name, error) from error
 
 
 def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
-    """Call what `<section>.module` names with `<section>.args`."""
+    """Import the function or class that `<section>.module` names, and call it with `<section>.args`."""
     found = load_named(f"{section}.module", module)
     try:
         return found(**args)
@@ -66,7 +72,7 @@ def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
 
 
 def failure(setting: str, name: str, error: BaseException) -> ValueError:
-    """Return an error of the code that a setting names in one sentence, with the last line of that code."""
+    """Return a one-sentence error for a failure in user code, with the last file and line of that code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     said = " ".join(str(error).split())[:MESSAGE_MAX]
@@ -76,7 +82,7 @@ def failure(setting: str, name: str, error: BaseException) -> ValueError:
 
 
 def is_ours(error: Exception) -> bool:
-    """Tell whether an error is a sentence of this package, which needs no other words."""
+    """Return whether an error is a ValueError of this package, whose message needs no further explanation."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, ValueError) and PACKAGE in Path(raised.filename).parents
 
@@ -89,10 +95,13 @@ def _is_library(filename: str) -> bool:
 def make_transformation(
     section: str, module: str, args: Mapping[str, Any], params: Mapping[str, Any]
 ) -> optax.GradientTransformation:
-    """Make an optax transformation of the user's own, and check it on the shapes of what it will update, by path.
+    """Make the optax transformation that user code returns, and check it on the shapes of the parameters.
+
+    Args:
+      params: anything with shape and dtype for each parameter, by path.
 
     Raises:
-      ValueError: as `make_named`; or it is no transformation, or not one of these parameters.
+      ValueError: user code fails, or its result is not a transformation that can update these parameters.
     """
     tx = make_named(section, module, args)
     where = f"{section}.module '{module}'"

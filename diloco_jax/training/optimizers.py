@@ -1,9 +1,9 @@
 """Inner optimizers, and learning-rate schedules that follow the global step.
 
-The learning rate is an argument of every inner step, not a function of the optimizer's own count: a learner that joins
-late or returns must train at the rate of the whole run's progress, not at that of its own. So `make_inner` builds a
-transformation for the rate one, and the train step multiplies its update by the rate of the moment. Any optax
-transformation made with learning rate 1 can take its place.
+The learning rate is an argument of every inner step, not a function of the optimizer's own count. A learner that joins
+late or returns must train at the rate of the whole run's progress. So `make_inner` builds a transformation for the
+rate 1, and the train step multiplies its update by the current rate. Any optax transformation built with learning rate
+1 works in its place.
 """
 
 import math
@@ -20,7 +20,8 @@ from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.training.named import check_choices, check_setting, make_transformation
 
 OptimizerName = Literal["adamw", "muon"]
-Schedule = Callable[[int], float]  # global step -> learning rate, on the host: no device work per step
+# From global step to learning rate; it runs on the host, so a step needs no device work for it.
+Schedule = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +29,17 @@ class OptimizerConfig:
     """The inner optimizer of every island, and its schedule."""
 
     module: str = ""
-    """A function of your own as package.module:Name that returns an optax.GradientTransformation made for learning
-    rate 1, in place of `name` and what is below it up to adam_paths; rate and schedule stay those of this section."""
+    """Your own function as package.module:Name, which returns an optax.GradientTransformation for learning rate 1. It
+    replaces the settings from `name` to `adam_paths`, except the learning rates; the schedule stays too."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Passed to that function by name."""
+    """Keyword arguments of that function."""
     name: OptimizerName = "adamw"
-    """adamw, or muon (orthogonalised momentum for matrices, each layer's and each expert's for itself; adam for all
-    else)."""
+    """adamw, or muon: orthogonalised momentum for matrices, separately for each layer and expert, and adam for all
+    other parameters."""
     learning_rate: float = 1e-3
     """Peak rate; about 1e-3 for adamw, 2e-2 for muon at a few million parameters. Low: slow. High: diverges."""
     adam_learning_rate: float = 3e-3
-    """Peak rate of tensors that muon leaves to adam; adamw does not use it. Low: slow. High: they diverge."""
+    """Peak rate of the tensors that muon leaves to adam; adamw does not use it. Low: slow. High: they diverge."""
     b1: float = 0.9
     """Decay of adam's first moment, in [0, 1). Low: no memory of earlier gradients. High: follows them slowly."""
     b2: float = 0.95
@@ -46,22 +47,22 @@ class OptimizerConfig:
     muon_beta: float = 0.95
     """Decay of muon's momentum (Nesterov), in [0, 1). Low: no momentum. High: follows gradients slowly."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices and other kernels, multiplied by the learning rate; 0 = none. Vectors and embeddings
-    (an axis `vocab` in front) never decay, nor do stacks of them. High: weights vanish."""
+    """Decoupled decay of matrices and other kernels, multiplied by the learning rate; 0 = none. Vectors, embeddings
+    (first axis `vocab`) and stacks of these never decay. High: weights vanish."""
     clip_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down; 0 = never. Low: equal norms. High: lets outliers in."""
     adam_paths: tuple[str, ...] = ("*embed*",)
-    """Parameters, by path pattern, that are treated like embeddings whatever their axes are: no muon, no decay."""
+    """Patterns of paths; matching parameters are treated like embeddings, whatever their axes: no muon, no decay."""
     accumulate_steps: int = 1
-    """Micro-batches of an inner step, one after the other, whose mean gradient makes one update; saves memory. Low: 1,
-    the whole batch at once. High: slower steps of less memory."""
+    """Micro-batches of an inner step; they are computed in sequence, and their mean gradient makes one update, to save
+    memory. Low: 1, the whole batch at once. High: slower steps that need less memory."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
     """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay)."""
     warmup_steps: int = 50
-    """Global steps of linear warm-up; 0 = none. With train.tokens, so many times the tokens of one (train.tokens). Low:
-    a high rate from the first step. High: much of the run at low rates."""
+    """Global steps of linear warm-up; 0 = none. With train.tokens, the warm-up ends after this number times the tokens
+    of one global step. Low: a high rate from the first step. High: much of the run at low rates."""
     decay_fraction: float = 0.2
-    """Share of all global steps (or of train.tokens), at the end, in which wsd decays linearly; 0 = never, 1 = all.
+    """Share of all global steps (or of train.tokens), at the end, during which wsd decays linearly; 0 = never, 1 = all.
     Low: ends at a high rate. High: leaves the peak early."""
     final_fraction: float = 0.1
     """Rate after the last step as a share of the peak; 0 = none. Low: last steps hardly learn. High: 1, no decay."""
@@ -83,13 +84,13 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
-    """Return the learning rate of a global step: the schedule is a pure function of it.
+    """Return the schedule, a pure function from global step to learning rate.
 
-    With peak r, warm-up w, final share f and the step t counted from 0: r (t + 1) / w while t < w; then the shape of
-    the schedule, which ends at r f when t = total_steps and stays there.
+    With peak r, warm-up w, final share f and the step t counted from 0, the rate is r (t + 1) / w while t < w. Then it
+    follows the shape of the schedule. Shapes that decay end at r f when t = total_steps, and stay there.
 
     Raises:
-      ValueError: the warm-up and the decay do not fit into the run.
+      ValueError: warm-up and decay do not fit into the run.
     """
     decay_steps = round(config.decay_fraction * total_steps) if config.schedule == "wsd" else 0
     if total_steps < 1 or config.warmup_steps + decay_steps > total_steps:
@@ -121,15 +122,16 @@ def make_inner(
 ) -> optax.GradientTransformation:
     """Build the inner optimizer for learning rate 1; the train step multiplies its update by the rate.
 
-    AdamW: -(m / (sqrt(v) + eps) + decay * theta) with bias-corrected moments. Muon (arXiv 2502.16982): the Nesterov
-    momentum of a matrix, orthogonalised by five Newton-Schulz steps, scaled by sqrt(max(1, columns / rows)).
+    AdamW's update is -(m / (sqrt(v) + eps) + decay * theta) with bias-corrected moments. Muon's update (arXiv
+    2502.16982) is the Nesterov momentum of a matrix, orthogonalised by five Newton-Schulz steps, and scaled by
+    sqrt(max(1, columns / rows)).
 
     Args:
       params: {path: array}; only paths and shapes are read.
-      kinds: of each parameter; as its shape alone says where not named.
+      kinds: {path: kind}; for paths that are not listed, the kind that follows from the shape alone.
 
     Raises:
-      ValueError: the user's own function is none that can train these parameters.
+      ValueError: the user's own function fails, or its transformation cannot train these parameters.
     """
     if config.module:
         return make_transformation("optimizer", config.module, config.args, params)
@@ -155,7 +157,7 @@ def make_inner(
             adam_learning_rate=config.adam_learning_rate / config.learning_rate,
             muon_weight_dimension_numbers=dims,
         )
-        # Muon's own decay would leave out kernels of three axes, which it gives to adam.
+        # Decay is added here, because Muon's own decay would skip kernels with three axes, which it leaves to adam.
         update = optax.chain(muon, optax.add_decayed_weights(-config.weight_decay, matrices))
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
     return optax.chain(clip, update)

@@ -1,8 +1,11 @@
-"""Sharding on an island's mesh: a model names logical axes, one table maps them to mesh axes.
+"""Sharding on an island's mesh: a model names logical axes, and one table maps these to mesh axes.
 
-Mesh axes: `data` replicates parameters, `fsdp` shards both the batch and the parameters, `expert` shards the batch and
-the experts of a mixture, `tensor` shards heads, the MLP's width and the vocabulary. The model never names hardware, so
-any mesh runs any model.
+  data    replicates parameters and shards the batch
+  fsdp    shards the batch and the parameters
+  expert  shards the batch and the experts of a mixture
+  tensor  shards heads, the MLP's width and the vocabulary
+
+The model never names hardware, so any mesh can run any model.
 """
 
 import math
@@ -21,16 +24,19 @@ from jaxtyping import Array, Shaped
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
-LogicalAxes = tuple[str | None, ...]  # one name, or None for "not sharded", per dimension of an array
-Rules = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that share it
+# For each dimension of an array a name, or None for "not sharded".
+LogicalAxes = tuple[str | None, ...]
+# From a logical axis to the mesh axes that shard it.
+Rules = Mapping[str, tuple[str, ...]]
 
 # Dimensions get mesh axes from left to right, and a mesh axis is used once per array. So fsdp shards the first
-# dimension of every matrix: D of [D, F], F of [F, D], V of [V, D]. Wire blocks are 256 consecutive elements of a
-# flattened tensor: a shard of whole rows holds whole blocks; one of a few columns does not, and could not be encoded on
-# a device. What is no expert's own lies over fsdp and `expert` alike.
+# dimension of every matrix: D of [D, F], F of [F, D], V of [V, D]. This matters for wire blocks of 256 consecutive
+# elements of a flattened tensor. A shard of whole rows has whole blocks. A shard of a few columns has not, so that no
+# device could encode it. Parameters that do not belong to an expert are sharded over both fsdp and `expert`.
 AXIS_RULES: Rules = {
     "batch": ("data", "fsdp", "expert"),
-    "expert_batch": ("data", "fsdp"),  # of tokens on their way through the experts
+    # The batch while its tokens are at their experts.
+    "expert_batch": ("data", "fsdp"),
     "expert": ("expert",),
     "embed": ("fsdp", "expert"),
     "mlp": ("tensor", "fsdp", "expert"),
@@ -50,13 +56,13 @@ class MeshConfig:
     """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain. Low: 1, whole
     copies. High: little memory per device, much traffic among them."""
     expert: int = 1
-    """Devices that share the experts of a mixture, and work like fsdp on all else; -1 = all devices that remain. Low:
-    1, all experts everywhere. High: few experts per device, tokens travel."""
+    """Devices that share the experts of a mixture, and work like fsdp for other parameters; -1 = all devices that
+    remain. Low: 1, all experts everywhere. High: few experts per device, tokens travel."""
     tensor: int = 1
     """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain. Low: 1, not
     split. High: little memory per device, traffic in every layer."""
     rules: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Mesh axes by logical axis, such as {embed: [data, fsdp]}; what is not named is as in AXIS_RULES."""
+    """Mesh axes by logical axis, such as {embed: [data, fsdp]}; other axes keep their rule of AXIS_RULES."""
 
     def __post_init__(self) -> None:
         sizes = self._axes()
@@ -77,7 +83,7 @@ class MeshConfig:
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def sizes(self, num_devices: int) -> tuple[int, int, int, int]:
-        """Return the sizes of (data, fsdp, expert, tensor); ValueError if the fixed ones do not fit so many devices."""
+        """Return the sizes of (data, fsdp, expert, tensor); ValueError if they do not fit the number of devices."""
         given = self._axes()
         fill = num_devices // math.prod(size for size in given.values() if size != -1)
         data, fsdp, expert, tensor = (fill if size == -1 else size for size in given.values())
@@ -91,20 +97,20 @@ class MeshConfig:
         return data, fsdp, expert, tensor
 
     def all_rules(self) -> Rules:
-        """Return the default rules with those of this mesh in their place."""
+        """Return the default rules, overridden by the rules of this mesh."""
         return {**AXIS_RULES, **self.rules}
 
 
 def planned_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
-    """Return the shape of an island's mesh without its devices: enough for layouts, but nothing can run on it."""
+    """Return an island's mesh without devices, which is enough for layouts but cannot run programs."""
     return AbstractMesh(config.sizes(num_devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     """Build the island's mesh over `devices`, with the axes MESH_AXES."""
-    # Unlike jax.make_mesh: an axis may take part of a dimension of the slice, such as 4 of v6e:8x8.
+    # Unlike jax.make_mesh, this lets an axis take a part of a dimension of the slice, such as 4 of v6e:8x8.
     placed = create_device_mesh(config.sizes(len(devices)), devices, allow_split_physical_axes=True)
-    # Auto, because the default (Explicit) would demand sharding-aware code from every model.
+    # The default axis type (Explicit) would demand sharding-aware code from every model.
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -118,15 +124,15 @@ class MeshLayout:
     def sharding(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
         """Return the sharding of an array, with one logical axis name or None per dimension.
 
-        A dimension without a rule is replicated, as is one that its mesh axes do not divide, unless the first ones of
-        them do.
+        A dimension without a rule is replicated. A dimension that its mesh axes do not divide is sharded over the first
+        of them that divide it, if any.
         """
         return self._deal_out(shape, names, set())
 
     def gathered(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
         """Return the sharding of a weight while a layer computes with it: whole along the axes that split the batch.
 
-        The experts of a mixture stay where they are: tokens go to them.
+        Experts of a mixture are not gathered, because tokens are sent to them.
         """
         batch = set(self.rules["batch"]) - (set(self.rules["expert"]) if "expert" in names else set())
         return self._deal_out(shape, names, batch)
@@ -159,15 +165,15 @@ class MeshLayout:
 
     @property
     def gathers(self) -> bool:
-        """Return whether weights may be spread over axes that split the batch, so that layers must gather them."""
+        """Return whether weights may be sharded over axes that split the batch, so that layers must gather them."""
         batch = {axis for axis in self.rules["batch"] if self.mesh.shape[axis] > 1}
         others = (axes for name, axes in self.rules.items() if name not in ("batch", "expert_batch", "expert"))
         return any(batch & set(axes) for axes in others)
 
     @property
     def platform(self) -> str:
-        """Return the platform of the mesh's devices: "cpu", "tpu", ..."""
-        assert isinstance(self.mesh, Mesh), "asked of a mesh without devices"
+        """Return the platform of the mesh's devices, such as "cpu" or "tpu"."""
+        assert isinstance(self.mesh, Mesh), "a mesh without devices has no platform"
         return str(self.mesh.devices.flat[0].platform)
 
 
@@ -175,13 +181,13 @@ _layout: ContextVar[MeshLayout | None] = ContextVar("layout", default=None)
 
 
 def current_layout() -> MeshLayout | None:
-    """Return the layout of the island whose program is being traced, None outside of one."""
+    """Return the layout of the island whose program is being traced; None outside a program."""
     return _layout.get()
 
 
 @contextmanager
 def use_layout(layout: MeshLayout) -> Iterator[None]:
-    """While a program is traced, let `constrain` and `gather` know this layout."""
+    """Make `constrain` and `gather` use this layout while a program is traced."""
     token = _layout.set(layout)
     try:
         yield
@@ -190,9 +196,9 @@ def use_layout(layout: MeshLayout) -> Iterator[None]:
 
 
 def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "..."]:
-    """Pin an activation to its logical axes; outside of an island (no layout in use) nothing happens.
+    """Constrain an activation to its logical axes; without a layout in use, return it unchanged.
 
-    Without it the compiler may shard activations along `embed` instead of gathering the weights of one layer.
+    Without this the compiler may shard activations along `embed` instead of gathering the weights of one layer.
     """
     layout = _layout.get()
     if layout is None:
@@ -201,9 +207,10 @@ def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "...
 
 
 def gather(weight: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "..."]:
-    """Return the weight as a layer computes with it (`MeshLayout.gathered`); its gradient returns to the stored shards.
+    """Gather a weight for a layer (`MeshLayout.gathered`); the gradient has the layout of the stored weight.
 
-    Cast a weight before it is gathered: then bfloat16 travels, not float32. Outside of an island nothing happens.
+    Cast a weight before gathering it, so that bfloat16 travels instead of float32. Without a layout in use, the weight
+    is returned unchanged.
     """
     layout = _layout.get()
     if layout is None:
@@ -217,7 +224,8 @@ def _move(x: Shaped[Array, "..."], stored: NamedSharding, wanted: NamedSharding)
     return jax.lax.with_sharding_constraint(x, wanted)
 
 
-# The gradient of a constraint is the same constraint: it would make every device sum up the whole gradient.
+# JAX gives the gradient the same constraint as the value. So every device would compute the whole gradient's sum;
+# this rule constrains the gradient to the stored shards instead.
 _move.defvjp(
     lambda x, stored, wanted: (_move(x, stored, wanted), None),
     lambda stored, wanted, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
@@ -225,28 +233,31 @@ _move.defvjp(
 
 
 def rows_here(sharding: Sharding, size: int) -> Sequence[int]:
-    """Return which of so many rows the devices of this process hold, in their order."""
+    """Return the rows of 0..size-1 that the devices of this process hold, in ascending order."""
     held = sharding.addressable_devices_indices_map((size,)).values()
     return sorted({row for index in held if index for row in range(*index[0].indices(size))})
 
 
 def put_rows(value: Shaped[np.ndarray, "n ..."], sharding: Sharding, size: int) -> Shaped[Array, "b ..."]:
-    """Copy an array of `size` rows to the devices, of which each process gives those that `rows_here` names."""
+    """Copy an array of `size` rows to the devices; `value` has only the rows that `rows_here` returns."""
     if sharding.is_fully_addressable:
         return put_array(value, sharding)
-    with jax.transfer_guard("allow"):  # a transfer that was asked for, which JAX does not see
+    # This transfer is intended, but JAX's guard takes it for an implicit one.
+    with jax.transfer_guard("allow"):
         return jax.make_array_from_process_local_data(sharding, np.array(value), (size, *value.shape[1:]))
 
 
 def put_array(value: Any, sharding: Sharding) -> Shaped[Array, "..."]:
-    """Copy a whole array, the same on every process, to the devices; returns at once, it may be written to then.
+    """Copy a whole array to the devices; return at once, and the caller may change `value` afterwards.
 
     Args:
-      value: a NumPy array, or what has its `shape` and the parts that this process's devices hold.
+      value: a NumPy array, the same on every process; or an object with its `shape` that can be indexed by the parts on
+        this process's devices.
     """
-    # Copies of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not; steps write to it.
+    # On CPU device_put keeps reading NumPy's memory, even with may_alias=False, and steps write to it; hence the copy.
     if sharding.is_fully_addressable:
         return jax.device_put(np.array(value), sharding)
-    # device_put would compare the values of all processes, which is a collective.
-    with jax.transfer_guard("allow"):  # a transfer that was asked for, which JAX does not see
+    # device_put is not used here, because it compares the values of all processes, which is a collective. The transfer
+    # is intended, but JAX's guard takes it for an implicit one.
+    with jax.transfer_guard("allow"):
         return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))

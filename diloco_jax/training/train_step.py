@@ -1,8 +1,8 @@
-"""One inner step: loss, gradient, update. A pure function; the island decides where it runs.
+"""One inner step as a pure function: loss, gradient, update.
 
 g = d loss(theta, batch) / d theta;   u, state = tx(g, state, theta);   theta = theta + learning_rate * u
 
-What a model holds beside its parameters goes through the loss: streams in, state in and out (models/variables.py).
+The loss also takes the model's random streams, and takes and returns its other state (models/variables.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +19,22 @@ from diloco_jax.training.models.protocol import Batch, GraphDef, Metrics, Params
 from diloco_jax.training.models.variables import Draw, Streams, Variables, state_after
 from diloco_jax.training.sharding import constrain, current_layout
 
-Found = tuple[Float[Array, ""], Metrics, Params]  # loss, metrics and gradient of a batch
+# Loss, metrics and gradient of a batch.
+Found = tuple[Float[Array, ""], Metrics, Params]
 NOTHING: Mapping[str, Array] = MappingProxyType({})
-WEIGHT = "weight"  # metric of a model: the number of what it predicted, by which means over batches are weighted
+# The metric with the number of predictions in a batch; means over batches are weighted by it.
+WEIGHT = "weight"
 
 
 class TrainState(NamedTuple):
     """Everything an inner step changes."""
 
-    params: Params  # what is trained, and exchanged with other islands
-    opt_state: optax.OptState  # of the inner optimizer
-    other: Variables = {}  # state of the model that is no parameter, by path
+    # The parameters, which are trained and exchanged with other islands.
+    params: Params
+    # The inner optimizer's state.
+    opt_state: optax.OptState
+    # The model's state beside the parameters, by path.
+    other: Variables = {}
 
 
 def model_loss(
@@ -41,9 +46,9 @@ def model_loss(
     *,
     evaluate: bool = False,
 ) -> tuple[Float[Array, ""], tuple[Metrics, Variables]]:
-    """Return the model's own loss as a function of its flat parameters; its metrics, and `other` after the call.
+    """Compute the model's loss from its flat parameters; return (loss, (metrics, other state afterwards)).
 
-    In the mode of an evaluation (`evaluate`) nothing is dropped, and batch statistics are used.
+    With `evaluate` nothing is dropped, and batch statistics are used instead of updated.
     """
     model = join_model(graphdef, params, {**other, **streams})
     assert isinstance(model, TrainableModel), "load_model checks it"
@@ -58,18 +63,20 @@ def make_train_step(
     tx: optax.GradientTransformation,
     accumulate_steps: int = 1,
     shardings: Mapping[str, NamedSharding] | None = None,
-    streams: Streams = Streams(),  # noqa: B008  a constant: no streams
+    streams: Streams = Streams(),  # noqa: B008  a constant
 ) -> Callable[[TrainState, Batch, Float[Array, ""], Draw | None], tuple[TrainState, Metrics]]:
-    """Return the inner step as a pure function of (state, batch, learning rate, what to draw from).
+    """Return the inner step as a pure function of (state, batch, learning rate, draw).
 
     Args:
-      tx: optimizer made for learning rate 1.
-      accumulate_steps: micro-batches, one after the other, whose mean gradient makes the update; it saves memory.
-      shardings: layout of every parameter, by path, which its gradient gets too.
+      tx: optimizer built for learning rate 1.
+      accumulate_steps: micro-batches; they are computed in sequence, and their mean gradient makes the update.
+      shardings: layout of every parameter and of its gradient, by path.
+      streams: the model's random streams.
 
     Returns:
-      A function that gives the new state and the metrics `loss` and `grad_norm` (before clipping), and what else the
-      model's `loss` reports: the mean over the micro-batches, weighted by `weight` if that is reported, which is a sum.
+      A function that returns the new state and the metrics: `loss`, `grad_norm` before clipping, and those that the
+      model reports. Metrics are means over the micro-batches, weighted by the metric `weight` if there is one; `weight`
+      itself is a sum.
     """
 
     def gradient_of(params: Params, other: Variables, batch: Batch, drawn: Variables) -> tuple[Found, Variables]:
@@ -91,7 +98,7 @@ def make_train_step(
             (loss, extra, gradient), other = _mean_over(of, state.other, _micro_batches(batch, accumulate_steps))
         updates, opt_state = tx.update(gradient, state.opt_state, state.params)
         params = {path: value + learning_rate * updates[path] for path, value in state.params.items()}
-        # A rate in float32 would turn narrower parameters into float32 ones, and so would a mean of their gradients.
+        # The float32 rate, or a mean of gradients, turns narrower parameters into float32, so they are cast back.
         kept = jax.tree.map(lambda new, old: new.astype(old.dtype), TrainState(params, opt_state, other), state)
         return kept, {**extra, "loss": loss, "grad_norm": optax.tree.norm(gradient)}
 
@@ -99,14 +106,14 @@ def make_train_step(
 
 
 def _micro_batches(batch: Batch, count: int) -> Batch:
-    """Reshape [b, ...] as [count, b / count, ...]; every device deals out the sequences that it has."""
+    """Reshape [b, ...] to [count, b / count, ...], so that each device splits only its own sequences."""
 
     layout = current_layout()
     parts = 1 if layout is None else layout.batch_parts
     size = len(next(iter(batch.values())))
     if size % (parts * count):
         raise ValueError(
-            f"a batch of {size} samples cannot be split over {parts} devices in optimizer.accumulate_steps {count}; "
+            f"a batch of {size} samples cannot be split over {parts} devices and optimizer.accumulate_steps {count}; "
             f"make the batch size a multiple of {parts * count}"
         )
 
@@ -120,10 +127,14 @@ def _micro_batches(batch: Batch, count: int) -> Batch:
 def _mean_over(
     function: Callable[[Variables, Batch, int | Array], tuple[Found, Variables]], other: Variables, parts: Batch
 ) -> tuple[Found, Variables]:
-    """Return the mean of the function's results, float32, over the leading axis of its argument; one part at a time.
+    """Return the float32 mean of the function's results over parts, computed one part at a time.
 
-    Parts are weighted by the metric `weight`, or alike without it; of `weight` itself it is the sum. The function is
-    given the model's other state, a part and its number; the state goes from part to part.
+    Parts are weighted by the metric `weight` if there is one, otherwise equally; `weight` itself is summed.
+
+    Args:
+      function: takes the model's other state, a part and its number; returns results and the other state.
+      other: other state for the first part; each part passes it to the next.
+      parts: arrays whose first axis counts the parts.
     """
     count = len(next(iter(parts.values())))
     first = jax.eval_shape(function, other, {name: x[0] for name, x in parts.items()}, 0)[0]

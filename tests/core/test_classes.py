@@ -54,11 +54,11 @@ def test_groups_have_every_tensor_once() -> None:
 @pytest.mark.parametrize(
     ("classes", "text"),
     [
-        ([("mpl",), ("rest",)], "names 'mpl', which is no class of tensors"),
+        ([("mpl",), ("rest",)], "names 'mpl', which is not a class of tensors"),
         ([("blocks",), ("rest",)], r"'blocks', .*; use norm, embedding, mlp, attention, rest, or .* '\*blocks\*'"),
         ([("*/experts_*",), ("rest",)], r"names '\*/experts_\*', but no tensor is left for it; the model has a/mlp/w"),
         ([("*",), ("mlp",)], "names 'mlp', but no tensor is left for it"),
-        ([("mlp",), ("norm",)], "has no period for 'b/q/w', which is of no class that it names; add rest"),
+        ([("mlp",), ("norm",)], "has no period for 'b/q/w', which is in none of its classes; add rest"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(classes: list[tuple[str, ...]], text: str) -> None:

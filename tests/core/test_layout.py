@@ -224,16 +224,19 @@ def test_empty_part_makes_the_whole_empty_and_a_host_without_bytes_does_not() ->
 
 BIG = 1 << 62
 WRONG = {
-    "no head": (b"1234567", "begin with no head"),
-    "head cut off": (entries((0, 1, 1, 1))[:-1], "begin with no head"),
-    "more entries than allowed": (entries((0, 1, 1, 1), data=b"a").replace(b"\x01", b"\xff", 3), "begin with no head"),
-    "negative number of entries": (np.int64(-1).tobytes(), "begin with no head"),
-    "negative start": (entries((-1, 1, 1, 1), data=b"a"), "is no entry"),
-    "no bytes": (entries((0, 0, 1, 1)), "is no entry"),
-    "no rows": (entries((0, 1, 1, 0)), "is no entry"),
-    "rows that overlap": (entries((0, 2, 1, 2), data=b"abcd"), "is no entry"),
-    "numbers that wrap around": (entries((0, 2, BIG, 4), data=b"abcdefgh"), "is no entry"),
-    "behind the end": (entries((0, 1, 50, 3), data=b"abc"), "is no entry"),
+    "no head": (b"1234567", "do not start with a head"),
+    "head cut off": (entries((0, 1, 1, 1))[:-1], "do not start with a head"),
+    "more entries than allowed": (
+        entries((0, 1, 1, 1), data=b"a").replace(b"\x01", b"\xff", 3),
+        "do not start with a head",
+    ),
+    "negative number of entries": (np.int64(-1).tobytes(), "do not start with a head"),
+    "negative start": (entries((-1, 1, 1, 1), data=b"a"), "is not an entry"),
+    "no bytes": (entries((0, 0, 1, 1)), "is not an entry"),
+    "no rows": (entries((0, 1, 1, 0)), "is not an entry"),
+    "rows that overlap": (entries((0, 2, 1, 2), data=b"abcd"), "is not an entry"),
+    "numbers that wrap around": (entries((0, 2, BIG, 4), data=b"abcdefgh"), "is not an entry"),
+    "behind the end": (entries((0, 1, 50, 3), data=b"abc"), "is not an entry"),
     "data too short": (entries((0, 4, 4, 1), data=b"abc"), "have 4 bytes, its data 3"),
     "data too long": (entries((0, 4, 4, 1), data=b"abcde"), "have 4 bytes, its data 5"),
     "a gap": (entries((0, 1, 1, 1), (2, 1, 1, 1), data=b"ab"), "some are missing"),
@@ -263,5 +266,5 @@ def test_own_mistakes_are_named() -> None:
         runs_of_box(0, (RUNS_MAX + 1, 3, 2), (slice(None), slice(0, 2), slice(0, 1)), 1)
     with pytest.raises(ValueError, match="is not within an array of shape"):
         runs_of_box(0, (3,), (slice(0, 4),), 1)
-    with pytest.raises(ValueError, match="have 2 bytes, its runs 3"):
+    with pytest.raises(ValueError, match="have 2 bytes, but its runs 3"):
         pack_part(runs_of_box(0, (3,), (slice(0, 3),), 1), [b"ab"])

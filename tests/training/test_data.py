@@ -98,7 +98,7 @@ def test_the_standard_library_is_a_corpus_without_its_tests() -> None:
         (DataConfig(path="/no/such/place"), "'/no/such/place' does not exist; give a file"),
         (DataConfig(path="{folder}", patterns=("*.rst",)), "no file that matches"),
         (DataConfig(path="{folder}/short.txt"), "give more text"),
-        (DataConfig(path="{folder}", format="tokens"), "is no file"),
+        (DataConfig(path="{folder}", format="tokens"), "is not a file"),
         (DataConfig(path="{folder}/short.txt", format="tokens"), "5 bytes, not a positive multiple of 2"),
     ],
 )

@@ -97,13 +97,13 @@ A, TEXT = PartConfig(path="a"), PartConfig(path="a", format="text")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mixture": {"a": A}, "path": "b"}, "data.mixture takes the place of data.path"),
+        ({"mixture": {"a": A}, "path": "b"}, "data.mixture replaces data.path"),
         ({"mixture": {"a": A, "b": PartConfig(path="b", weight=1e5)}}, "data.mixture.a has 1.0 of all weights"),
         ({"mixture": {str(n): A for n in range(65)}}, "have 65 sources; 64 is the limit"),
         ({"evaluation": {"a b": A}}, "'a b' names a source of data; use letters"),
         ({"mixture": {"a": A}, "evaluation": {"a": A}}, "and each name once"),
-        ({"documents": "whole", "module": "a:B"}, "data.module says itself"),
-        ({"documents": "whole"}, "of format bytes does not say where documents end"),
+        ({"documents": "whole", "module": "a:B"}, "data.module decides itself"),
+        ({"documents": "whole"}, "format bytes of .* has no ends of documents"),
         ({"format": "jsonl", "path": "a"}, "needs data.tokenizer, which is ''"),
         ({"mixture": {"a": TEXT}, "tokenizer": "train:300"}, "or for a single source train:SIZE"),
     ],

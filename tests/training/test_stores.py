@@ -142,7 +142,7 @@ def test_a_store_is_the_same_after_an_interruption(
     monkeypatch.setattr(tokenizing, "_make_part", dying)
     with pytest.raises(KeyboardInterrupt):
         build_store(source, "train:400", tmp_path / "out", workers=1)
-    with pytest.raises(ValueError, match="not finished; give the same diloco tokenize again"):
+    with pytest.raises(ValueError, match="not finished; run the same diloco tokenize again"):
         Store(tmp_path / "out")
     if damage:
         raw = (tmp_path / "out" / "tokens-00001.bin").read_bytes()
@@ -253,7 +253,7 @@ def test_bytes_of_a_table_are_text(tmp_path: Path, kind: str) -> None:
         (b'{"text": "a" 1}', "Expecting ',' delimiter (character 14 of the line)"),
         (b'{"txt": "a"}', "it has txt; name the field"),
         (b'{"text": 3}', "field 'text' holds int, not text"),
-        (b"[]", "it is no object"),
+        (b"[]", "it is not an object"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, why: str, packed: bool) -> None:
@@ -364,15 +364,15 @@ def facts(**changes: Any) -> Callable[[Path], None]:
         (lambda out: (out / "tokens-00001.bin").unlink(), "tokens-00001.bin is missing, store.json says"),
         (lambda out: (out / "documents-00000.bin").write_bytes(b"12345678"), "has 8 bytes, store.json says"),
         (facts(version=2), "has version 2, this package reads 1"),
-        (facts(finished=False), "is not finished; give the same"),
+        (facts(finished=False), "is not finished; run the same"),
         (facts(files=[{}]), "is damaged"),
-        (facts(vocab_size="256"), "a count is no number"),
+        (facts(vocab_size="256"), "a count is not a number"),
         (facts(dtype="i1,i1"), "dtype is i1,i1, not uint16 or uint32"),
         (lambda out: ends(out, slice(1, -1)), "documents-00000.bin is damaged: its ends of documents do not ascend"),
         (lambda out: ends(out, slice(None)), "documents-00000.bin is damaged: its ends of documents do not ascend"),
         (facts(tokenizer="0ff"), "no tokenizer.json that can be read"),
         (lambda out: (out / "store.json").write_text("{"), "is damaged"),
-        (lambda out: (out / "store.json").unlink(), "is no token store"),
+        (lambda out: (out / "store.json").unlink(), "is not a token store"),
     ],
 )
 def test_a_damaged_store_is_one_error(made: Path, damage: Callable[[Path], None], message: str) -> None:

@@ -1,1 +1,1 @@
-"""The needs of a config in memory, link rates and FLOPs, computed once for all tools."""
+"""The memory, link rates and FLOPs that a config needs, computed in one place for all tools."""

@@ -1,1 +1,1 @@
-"""A real run under faults, and the verdict on how it took them."""
+"""Real runs under faults, with a verdict on how the run recovered from each fault."""

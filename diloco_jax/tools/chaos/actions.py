@@ -1,5 +1,6 @@
-"""Faults done to processes, links and files from outside, and taken back. No program knows of them but the chaos
-learner (learner.py), which sends bad values when it is told to.
+"""Actions of faults: they act on processes, links and files from outside, and are undone at the end of a fault.
+
+Only the chaos learner (learner.py) knows of faults, because it sends bad values on order.
 """
 
 import contextlib
@@ -24,12 +25,13 @@ from diloco_jax.tools.chaos.schedule import ChaosFault
 from diloco_jax.transport.trust import certificates
 
 BALLAST, BALLAST_BYTES_MAX = "ballast", 1 << 30
-LEFT_BYTES = 32 << 20  # what low-disk leaves
+# The free space that low-disk leaves.
+LEFT_BYTES = 32 << 20
 Undo = Callable[[], object]
 
 
 def block_snapshots(run_dir: Path) -> Undo | None:
-    """Put a file in the place of the snapshots' folder."""
+    """Replace the snapshots' folder with a file; None if there is no such folder."""
     folder, away = run_dir / CHECKPOINTS, run_dir / f"{CHECKPOINTS}.away"
     if not folder.is_dir():
         return None
@@ -44,7 +46,7 @@ def block_snapshots(run_dir: Path) -> Undo | None:
 
 
 def fill_small_disk(run_dir: Path) -> Undo | None:
-    """Leave LEFT_BYTES of a disk that has little more than that."""
+    """Fill a disk until LEFT_BYTES are free; None if too little or too much is free."""
     size = shutil.disk_usage(run_dir).free - LEFT_BYTES
     if not 0 < size <= BALLAST_BYTES_MAX:
         return None
@@ -55,7 +57,7 @@ def fill_small_disk(run_dir: Path) -> Undo | None:
 
 
 def age_certificate(run_dir: Path) -> Undo | None:
-    """Sign the syncer's certificate anew for one day, if the authority's key is beside it."""
+    """Replace the syncer's certificate by one that is valid for one day; None without the authority's key."""
     named = load(run_dir / CONFIG_FILE).transport.tls_certificate
     folder = Path(named).parent
     if not named or not (folder / "ca.key").exists():
@@ -69,7 +71,7 @@ def age_certificate(run_dir: Path) -> Undo | None:
     return lambda: renew(365)
 
 
-# by files of the syncer's machine; each returns how to take it back, or None where it cannot be done
+# Faults of the syncer's files. Each function returns a function that undoes it, or None if it cannot be inflicted.
 HOST_FAULTS: dict[str, Callable[[Path], Undo | None]] = {
     "block-snapshots": block_snapshots,
     "low-disk": fill_small_disk,
@@ -77,44 +79,48 @@ HOST_FAULTS: dict[str, Callable[[Path], Undo | None]] = {
 }
 
 
-CHAOS = "chaos"  # folder in a run's folder: orders to chaos learners, and what they saw
-RUNS_S, STOPS_S = 0.02, 0.1  # of an island that is slowed down
-DONOR_DELAY_S = 0.5  # on the link of a learner that recovers: time enough to hit its donor before all parts are there
+# The folder in a run's folder with orders to chaos learners and with their measurements.
+CHAOS = "chaos"
+# A slowed island runs and stops alternately for these times.
+RUNS_S, STOPS_S = 0.02, 0.1
+# The delay of a recovering learner's link, so that its donor can be killed before all parts have arrived.
+DONOR_DELAY_S = 0.5
 
 
 class Processes(Protocol):
     """The running processes of a job."""
 
     def pid(self, name: str) -> int | None:
-        """Return the process of an island or of the syncer; None while it has none."""
+        """Return the process id of an island or of the syncer; None if it has no process."""
 
     def send(self, name: str, number: signal.Signals) -> bool:
         """Send a signal; False if there is no process."""
 
 
 def order_file(run_dir: Path, name: str) -> Path:
-    """Return the file in which a chaos learner reads what to send when SIGUSR1 comes."""
+    """Return the file with a chaos learner's order, which it reads on SIGUSR1."""
     return run_dir / CHAOS / f"{name}.order.json"
 
 
 def began_unix_s(run_dir: Path) -> float:
-    """Return when the run began; FileNotFoundError before that."""
+    """Return the start of the run in Unix time; FileNotFoundError before the start."""
     clock: dict[str, float] = json.loads((run_dir / CLOCK_FILE).read_text(encoding="utf-8"))
     return clock["began_unix_s"]
 
 
 class Saboteur:
-    """The one who inflicts faults."""
+    """The actions of faults, which `inflict` performs and `take_back` undoes."""
 
     def __init__(self, run_dir: Path, processes: Processes, relays: Mapping[str, Relay]) -> None:
         self._run_dir = run_dir
         self._processes = processes
         self._relays = relays
-        self._undo: dict[int, Undo] = {}  # number of a fault -> how to take it back
+        # The functions that undo lasting faults, by the fault's number.
+        self._undo: dict[int, Undo] = {}
         (run_dir / CHAOS).mkdir(parents=True, exist_ok=True)
 
     def inflict(self, fault: ChaosFault) -> bool:
-        """Do it; False, and nothing is done, if its target has no process now."""
+        """Inflict a fault; return False, without any effect, if it is impossible now, such as without a process."""
         match fault.kind:
             case "kill" | "kill-syncer":
                 return self._processes.send(fault.target, signal.SIGKILL)
@@ -150,12 +156,13 @@ class Saboteur:
         return True
 
     def take_back(self, number: int) -> None:
-        """End a fault that lasts; nothing if it is over already."""
-        with contextlib.suppress(ProcessLookupError):  # it died meanwhile
+        """End a lasting fault; do nothing if it has ended already."""
+        # The target may have been killed in the meantime.
+        with contextlib.suppress(ProcessLookupError):
             self._undo.pop(number, lambda: None)()
 
     def take_back_all(self) -> None:
-        """End all faults: the run is over, and a stopped process could not hear of it."""
+        """End all faults, because a stopped process could not finish at the end of the run."""
         for number in list(self._undo):
             self.take_back(number)
 
@@ -164,7 +171,7 @@ class Saboteur:
         return self._processes.send(target, signal.SIGUSR1)
 
     def _slow_down(self, fault: ChaosFault) -> bool:
-        """Let the island run for RUNS_S, again and again, with a stop of STOPS_S between."""
+        """Stop the island for STOPS_S after every RUNS_S, until the fault is undone."""
         over = threading.Event()
 
         def pulse() -> None:
@@ -193,14 +200,15 @@ class Saboteur:
             return False
 
         def go_on() -> None:
-            if self._processes.pid(fault.target) == pid:  # a later process of that name was not stopped
+            # A later process with this name was not stopped.
+            if self._processes.pid(fault.target) == pid:
                 self._processes.send(fault.target, signal.SIGCONT)
 
         self._undo[fault.number] = go_on
         return True
 
     def _fill_disk(self, fault: ChaosFault) -> bool:
-        """Let no file of the process grow beyond what its tape and metrics are now."""
+        """Limit the size of the process's files to the present sizes of tape and metrics."""
         pid = self._processes.pid(fault.target)
         if pid is None:
             return False
@@ -217,7 +225,7 @@ class Saboteur:
 
 
 def next_donor(tape: Tail, learner: str) -> str:
-    """Return who has sent this learner a part of a state, by what is new on the tape; an empty string if nobody has."""
+    """Return the donor that sent a learner a part of a state, from new lines of the tape; "" if there is none."""
     for line in tape.lines():
         if line.startswith(b'["StatePart"'):
             _, _, donor, _, receiver, *_ = json.loads(line)

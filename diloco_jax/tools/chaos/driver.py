@@ -1,4 +1,4 @@
-"""The thread that works through a schedule of faults while a job runs, and watches what becomes of each."""
+"""The thread that inflicts the faults of a schedule while a job runs, and follows the recovery from each."""
 
 import json
 import signal
@@ -16,18 +16,22 @@ from diloco_jax.tools.chaos.ledger import Ledger
 from diloco_jax.tools.chaos.schedule import ChaosFault
 
 POLL_S = 0.02
-HEAL_LEASES = 3.0  # other faults begin while so many leases are left of the run
-HUNT_S = 600.0  # how long a killed learner has to begin its recovery
-FAULTS_FILE = "faults.jsonl"  # in the chaos folder
-DETAILS = ("at_step", "duration_s", "direction", "how", "amount")  # of a fault, for `scripts/twin/compare`
+# A fault is inflicted only if at least this many leases are left of the run.
+HEAL_LEASES = 3.0
+# The time that a killed learner has to start its recovery.
+HUNT_S = 600.0
+# A file in the chaos folder.
+FAULTS_FILE = "faults.jsonl"
+# The fields of a fault that are recorded for `scripts/twin/compare`.
+DETAILS = ("at_step", "duration_s", "direction", "how", "amount")
 
 
 class Driver:
-    """A worker through a schedule: begins each fault when it is due, its target is well and enough others are.
+    """A driver of a schedule: it inflicts each fault when the fault is due, and its target and enough islands are well.
 
     Args:
-        islands: names of all islands; one of them is always left alone.
-        lease_s: silence after which an island counts as dead.
+        islands: names of all islands; at least one island stays well at any time.
+        lease_s: an island that is silent for this time counts as lost.
     """
 
     def __init__(
@@ -53,20 +57,25 @@ class Driver:
         self.inflicted = 0
         self._metrics = RecordTail(run_dir / METRICS_FILE)
         self._book = LineFile(run_dir / CHAOS / FAULTS_FILE)
-        self._lasting: list[tuple[float, ChaosFault]] = []  # when to take it back
-        self._hunts: list[tuple[float, ChaosFault, Tail]] = []  # when to give up, where its donor will be told
-        self._told: set[int] = set()  # recoveries that were announced
-        self._began_unix_s = 0.0  # unknown yet
-        self._slowest_s = 0.0  # of all recoveries, and of the start of the run
+        # Lasting faults with the time of their end.
+        self._lasting: list[tuple[float, ChaosFault]] = []
+        # Searches for a donor: the time to give up, the fault, and the tape that will name the donor.
+        self._hunts: list[tuple[float, ChaosFault, Tail]] = []
+        # The indices of recoveries that were announced.
+        self._told: set[int] = set()
+        # The start of the run; 0 if unknown.
+        self._began_unix_s = 0.0
+        # The longest of all recoveries and of the run's start.
+        self._slowest_s = 0.0
         self._heal_s = HEAL_LEASES * lease_s
 
     @property
     def skipped(self) -> int:
-        """Faults for which the run was too short."""
+        """Return the number of faults that the run was too short for."""
         return len(self._schedule) - self.inflicted
 
     def run(self, stop: threading.Event) -> None:
-        """Work until the run is over or `stop` is set; leaves no fault in place."""
+        """Inflict faults until `stop` is set, then end all faults."""
         try:
             while not stop.is_set():
                 self.poll()
@@ -75,7 +84,7 @@ class Driver:
             self._saboteur.take_back_all()
 
     def conclude(self) -> None:
-        """Read the last records after the end of the run."""
+        """Read the last records after the end of the run, and end all faults."""
         self._read()
         self._saboteur.take_back_all()
         self.ledger.close()
@@ -83,7 +92,7 @@ class Driver:
         self._book.close()
 
     def poll(self) -> None:
-        """Read what is new, take back what is over, and begin what is due."""
+        """Read new records, end the faults that are over, and inflict the next fault if it is due."""
         self._read()
         if not self._began_unix_s:
             try:
@@ -120,7 +129,7 @@ class Driver:
         return ledger.steps_per_s() > 0 and self._fits(fault)
 
     def _fits(self, fault: ChaosFault) -> bool:
-        """Tell if enough is left of the run to recover from the fault; skip it if not."""
+        """Return whether the rest of the run is long enough to recover from the fault; if not, skip the fault."""
         heal_s = max(self._heal_s, 2 * self._slowest_s if fault.kills or fault.kind == "nan" else 0.0)
         left_s = (self._steps - self.ledger.global_step) / self.ledger.steps_per_s()
         if left_s > heal_s + fault.duration_s:
@@ -131,7 +140,8 @@ class Driver:
     def _begin(self, fault: ChaosFault) -> None:
         tape = Tail(self._run_dir / TAPE_FILE, from_end=True) if fault.kind == "kill-donor" else None
         if not self._saboteur.inflict(fault):
-            return  # its process is just being started again; later
+            # The target's process is restarting; the next poll tries again.
+            return
         self._waiting.remove(fault)
         self.inflicted += 1
         now_s = self._enter(fault, fault.target, killed=fault.kills)
@@ -142,7 +152,7 @@ class Driver:
             self._lasting.append((now_s + fault.duration_s, fault))
 
     def _follow(self, hunt: tuple[float, ChaosFault, Tail], now_s: float) -> None:
-        """Kill the donor once there is one; give up when the learner is well without."""
+        """Kill the donor when there is one; give up when the learner has recovered without a donor."""
         until_s, fault, tape = hunt
         donor = next_donor(tape, fault.target)
         recovered = fault.target not in self.ledger.unwell
@@ -157,7 +167,7 @@ class Driver:
         self._saboteur.take_back(fault.number)
 
     def _enter(self, fault: ChaosFault, target: str, *, killed: bool) -> float:
-        """Write down that a fault has hit its target, and return when: what came before tells nothing of it."""
+        """Record that a fault has hit its target, and return the time."""
         now_s = self._now_s()
         self.ledger.begin(fault, target, now_s, killed=killed)
         self._write("begin", now_s, fault, target)
@@ -170,7 +180,7 @@ class Driver:
                 fault, merged_s, seconds = recovery.fault, recovery.merged_s or 0.0, recovery.seconds or 0.0
                 self._slowest_s = max(self._slowest_s, seconds)
                 self._write("recovered", merged_s, fault, recovery.target)
-                what = "rounds go on" if recovery.target == SYNCER else f"{recovery.target} is merged again"
+                what = "rounds continue" if recovery.target == SYNCER else f"{recovery.target} is merged again"
                 self._say(f"{merged_s:7.1f} s  #{fault.number} {what} after {seconds:.2f} s")
 
     def _read(self) -> None:

@@ -1,8 +1,8 @@
-"""A learner that sends bad values when it is told to, and measures how long it waits between its steps.
+"""A learner that sends bad values on order, and measures its waits between steps.
 
-`diloco chaos` starts its islands this way. SIGUSR1 makes it read its order (actions.py) and obey: the next so many
-fragment values are NaN or huge, or, until the next order, its losses are NaN or its clock is off. Nothing of this is in
-the learner that trains for anybody else.
+`diloco chaos` starts its islands with this learner. On SIGUSR1 it reads an order (actions.py). Then a number of its
+next fragment values are NaN or huge; or its losses are NaN, or its clock is wrong, until the next order. The normal
+learner has no such code.
 """
 
 import json
@@ -33,14 +33,16 @@ from diloco_jax.training.island import StepHandle
 from diloco_jax.transport.link import Link
 
 HUGE = 1e30
-WAIT_TOLD_S = 0.02  # shorter waits are not worth a line
-WAITS_MAX = 100_000  # lines of one life
+# Shorter waits are not recorded.
+WAIT_TOLD_S = 0.02
+# The most lines of one incarnation.
+WAITS_MAX = 100_000
 
 log = logging.getLogger(__name__)
 
 
 def chaos_learner(joining: Joining, stop: threading.Event) -> LearnerRun:
-    """Make a LearnerRun that can be told to misbehave. On the main thread: it sets a signal handler."""
+    """Make a LearnerRun that accepts orders to misbehave; only on the main thread, because it sets a signal handler."""
     name, run_dir = joining.learner_id, joining.run_dir
     waits = run_dir / CHAOS / WAITS_FILE.format(name=name, incarnation=joining.incarnation)
     waits.parent.mkdir(exist_ok=True)
@@ -55,9 +57,10 @@ class Orders:
     """The newest order.
 
     Attributes:
-        left, bad: how many fragment values are still to be sent as this value.
-        bad_loss: report losses that are NaN.
-        ahead_s: by how much the clock is off.
+        left: the number of fragment values that are still to be replaced.
+        bad: the value that replaces their elements.
+        bad_loss: whether reported losses are NaN.
+        ahead_s: the error of the clock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +78,7 @@ class Orders:
 
 
 class BadSender(PayloadSender):
-    """A sender of bad values in the place of good ones, as many as its newest order says."""
+    """A sender that replaces values with bad ones, as many as the newest order says."""
 
     def __init__(
         self, orders: Orders, format: codec.Format, host: Host, on_failure: Callable[[Exception], None]
@@ -86,7 +89,7 @@ class BadSender(PayloadSender):
         self._fragments = host.fragments
 
     def value(self, link: Link, message: FragmentValue, staged: StagedUpdate) -> None:
-        """Send a fragment's outer gradient, bad or not."""
+        """Send a fragment's outer gradient, or a bad value if one is ordered."""
         orders = self._orders
         if orders.left > 0:
             orders.left -= 1
@@ -106,7 +109,7 @@ class _BadUpdate(NamedTuple):
 
 
 class TimedLoop(BuiltInLoop):
-    """The built-in loop, which writes down when, and how long, it waited between two inner steps."""
+    """The built-in loop with a record of its waits between two inner steps."""
 
     def __init__(self, waits: LineFile, began_unix_s: float, orders: Orders, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -117,7 +120,7 @@ class TimedLoop(BuiltInLoop):
         self._lines = 0
 
     def step(self, clock: int) -> StepHandle:
-        """Begin an inner step; a long wait before it is written down."""
+        """Start an inner step, and record a long wait before it."""
         wait_s = 0.0 if self._step_ended_s is None else time.monotonic() - self._step_ended_s
         if wait_s >= WAIT_TOLD_S and self._lines < WAITS_MAX:
             self._lines += 1
@@ -126,7 +129,7 @@ class TimedLoop(BuiltInLoop):
         return super().step(clock)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
-        """Wait for the step and return its figures."""
+        """Wait for the step and return its figures; the loss is NaN if that is ordered."""
         figures = super().wait(handle)
         self._step_ended_s = time.monotonic()
         return {**figures, "loss": np.nan} if self._orders.bad_loss else figures

@@ -1,6 +1,6 @@
-"""The fate of every fault of a chaos run, told from the records that the syncer writes while it runs, and the result.
+"""The recovery from every fault of a chaos run, read from the syncer's records, and the verdict on the run.
 
-All times are seconds since the run began, on the run's clock: those of the records, and of the faults.
+All times of records and faults are seconds since the start of the run, on the run's clock.
 """
 
 import json
@@ -14,30 +14,41 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.tools.chaos.actions import CHAOS
 from diloco_jax.tools.chaos.schedule import KINDS, ChaosFault
 
-SETTLE_S = 1.0  # a recovery counts when nothing went wrong for so long after it
-NOTICED_LATE = {"corrupt", "duplicate", "black-hole"}  # within the lease at worst: a stream may just stand still
+# A recovery counts if there was no disruption for this time after it.
+SETTLE_S = 1.0
+# The run may notice these faults only after the lease, because a stream may just stand still.
+NOTICED_LATE = {"corrupt", "duplicate", "black-hole"}
 DISRUPTIONS = {"left", "silent", "strike", "expelled"}
-RATE_SPAN_S = 5.0  # over which the pace of the run is measured
+# The time span for measuring the pace of the run.
+RATE_SPAN_S = 5.0
 
 
 @dataclass(slots=True)
 class Recovery:
-    """A fault and one whom it hit; a fault with two victims has two."""
+    """The recovery of one target from a fault; a fault with two targets has two recoveries."""
 
     fault: ChaosFault
     target: str
     begun_s: float
-    killed: bool  # it comes back as a new incarnation
-    incarnation: int  # of an island, when it was hit
+    # Whether the target returns as a new incarnation.
+    killed: bool
+    # The island's incarnation when the fault hit it.
+    incarnation: int
     settle_s: float = SETTLE_S
-    ended_s: float | None = None  # when the fault was over; what is over at once ends when it begins
-    stepped_s: float | None = None  # the island's first step after that
-    merged_s: float | None = None  # the first merged round with it, or, after a fault of the syncer, of anybody
+    # The end of the fault; for a momentary fault its start.
+    ended_s: float | None = None
+    # The island's first step after the end.
+    stepped_s: float | None = None
+    # The first merged round with the island; after a fault of the syncer, the first merged round.
+    merged_s: float | None = None
     settled: bool = False
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the injection, or from the end of a lasting fault, to the first round that was merged again."""
+        """Return the seconds until the first merged round, None if there is none.
+
+        They count from the start of the fault if it killed the target, otherwise from the end of the fault.
+        """
         if not self.settled or self.merged_s is None or self.ended_s is None:
             return None
         return max(0.0, self.merged_s - (self.begun_s if self.killed else self.ended_s))
@@ -57,25 +68,30 @@ class Recovery:
 
 
 class Ledger:
-    """The books of a run: `feed` them every record in order, and tell them of every fault."""
+    """The recoveries of a run; call `feed` with every record in order, and `begin` and `end` for every fault."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self.recoveries: list[Recovery] = []
-        self.survivor_gaps_s: list[float] = []  # between the rounds before and after an island's death
-        self.longest_pause_s = 0.0  # between two merged rounds while the syncer was well
+        # The times between the merged rounds before and after an island was killed.
+        self.survivor_gaps_s: list[float] = []
+        # The longest time between two merged rounds while the syncer was well.
+        self.longest_pause_s = 0.0
         self.rounds = 0
         self.global_step = 0
         self.finished = False
         self.merged_once: set[str] = set()
-        self.now_s = 0.0  # time of the newest record
+        # The time of the newest record.
+        self.now_s = 0.0
         self._incarnations: dict[str, int] = {}
-        self._merged_s: float | None = None  # the last merged round
-        self._deaths_s: list[float] = []  # of islands, since the last merged round
+        # The time of the last merged round.
+        self._merged_s: float | None = None
+        # The times of kills of islands since the last merged round.
+        self._deaths_s: list[float] = []
         self._pace: list[tuple[float, int]] = []
 
     def begin(self, fault: ChaosFault, target: str, now_s: float, *, killed: bool) -> None:
-        """Enter a fault that hit `target` now."""
+        """Record a fault that hit `target` at `now_s`."""
         ended_s = None if fault.duration_s and not killed else now_s
         settle_s = SETTLE_S + (self._lease_s if fault.kind in NOTICED_LATE else 0.0)
         recovery = Recovery(fault, target, now_s, killed, self._incarnations.get(target, -1), settle_s, ended_s)
@@ -84,30 +100,30 @@ class Ledger:
             self._deaths_s.append(now_s)
 
     def end(self, fault: ChaosFault, now_s: float) -> None:
-        """Enter that a lasting fault is over."""
+        """Record the end of a lasting fault."""
         for recovery in self.recoveries:
             if recovery.fault is fault and recovery.ended_s is None:
                 recovery.ended_s = now_s
 
     @property
     def unwell(self) -> set[str]:
-        """Names of those that were hit and have not recovered."""
+        """Return the names of targets that have not recovered."""
         return {recovery.target for recovery in self.recoveries if not recovery.settled}
 
     def close(self) -> None:
-        """Settle the recoveries: the run is over, and nothing can go wrong after them any more."""
+        """Settle the recoveries at the end of the run, because no disruption can follow."""
         for recovery in self.recoveries:
             recovery.settled = recovery.merged_s is not None
 
     def steps_per_s(self) -> float:
-        """Return the global steps in a second, lately; 0 while nothing is known."""
+        """Return the recent global steps per second; 0 if unknown."""
         if not self._pace:
             return 0.0
         (then_s, then), (now_s, now) = self._pace[0], self._pace[-1]
         return (now - then) / (now_s - then_s) if now_s > then_s else 0.0
 
     def feed(self, record: Mapping[str, Any]) -> None:
-        """Take the next record of metrics.jsonl."""
+        """Process the next record of metrics.jsonl."""
         kind, now_s = record["kind"], float(record["t"])
         self.now_s = max(self.now_s, now_s)
         self.finished = self.finished or kind == "finished"
@@ -120,7 +136,8 @@ class Ledger:
         elif kind in DISRUPTIONS:
             for name in record["members"]:
                 for recovery in self._open(name):
-                    if now_s >= recovery.begun_s:  # away after all, or again
+                    # A disruption after the fault means that the target has not recovered yet.
+                    if now_s >= recovery.begun_s:
                         recovery.stepped_s = recovery.merged_s = None
         for recovery in self._open():
             recovery.settled = recovery.merged_s is not None and now_s >= recovery.merged_s + recovery.settle_s
@@ -147,12 +164,13 @@ class Ledger:
         return any(r.merged_s is None or r.merged_s > from_s for r in faults)
 
 
-WAITS_FILE = "{name}.{incarnation}.waits.jsonl"  # in the chaos folder: what a chaos learner measured
+# A file in the chaos folder with a chaos learner's waits between steps.
+WAITS_FILE = "{name}.{incarnation}.waits.jsonl"
 SAMPLES = ("leased", "merged", "overwritten", "released", "out", "repeated", "undone", "void", "violations")
 
 
 def spread(values: Iterable[float]) -> dict[str, float | None]:
-    """Return median and maximum, in the unit of the values; None for both when there are none."""
+    """Return median and maximum of values, rounded; None for both if there are no values."""
     known = list(values)
     if not known:
         return {"median": None, "max": None}
@@ -162,13 +180,13 @@ def spread(values: Iterable[float]) -> dict[str, float | None]:
 def judge(
     ledger: Ledger, run_dir: Path, inflicted: int, skipped: int, summary: Mapping[str, Any], samples: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make what `diloco chaos --json` prints; summary and samples are empty if the run or its audit did not end."""
+    """Return the verdict that `diloco chaos --json` prints; summary and samples are empty if run or audit failed."""
     recoveries = ledger.recoveries
     deaths = [r for r in recoveries if r.killed and r.target != SYNCER]
     recovered = sum(r.settled for r in recoveries)
     problems = [f"#{r.fault.number} {r.fault.kind}: {r.target} did not come back" for r in recoveries if not r.settled]
     if not summary.get("complete"):
-        problems.append("the run did not come to its end")
+        problems.append("the run did not finish")
     problems += [f"data: {text}" for text in samples.get("first_violations", ())]
     if samples.get("undone"):
         problems.append(f"data: {samples['undone']} samples were merged into versions that were lost")
@@ -195,7 +213,7 @@ def judge(
 
 
 def by_kind(recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Count faults, recoveries and their times of each kind that happened."""
+    """Return counts of faults and recoveries, and times of recovery, for each kind of fault that happened."""
     table = {}
     for kind in dict.fromkeys([*KINDS, *(r.fault.kind for r in recoveries)]):
         rows = [r for r in recoveries if r.fault.kind == kind]
@@ -210,9 +228,10 @@ def by_kind(recoveries: Sequence[Recovery]) -> dict[str, Any]:
 
 
 def longest_waits(run_dir: Path, recoveries: Sequence[Recovery]) -> dict[str, float | None]:
-    """Find the longest time between two inner steps of every life of an island, in seconds, while the island was well.
+    """Return median and maximum of the longest waits between two inner steps, over all incarnations of islands.
 
-    The chaos learners measured it themselves: reports tell when they arrived, not when a step began.
+    Waits while an island had not recovered from a fault do not count. The chaos learners measure the waits, because
+    the syncer knows only when reports arrive.
     """
     longest = []
     for path in sorted((run_dir / CHAOS).glob(WAITS_FILE.format(name="*", incarnation="*"))):
@@ -229,6 +248,7 @@ def longest_waits(run_dir: Path, recoveries: Sequence[Recovery]) -> dict[str, fl
 
 
 def table(result: Mapping[str, Any]) -> str:
+    """Format the verdict as text."""
     told = _told(result)
     lines = [f"{'kind':<12} {'faults':>6} {'recovered':>10} {'median s':>9} {'max s':>8}"]
     for kind, row in told["by_kind"].items():
@@ -241,9 +261,9 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         f"faults                {told['faults']}, {told['recovered']} of {told['recoveries']} recovered",
         f"goodput, uptime       {told['goodput']}, {told['uptime']}",
-        f"after a death, gap between merged rounds   median {gap['median']} s, max {gap['max']} s",
+        f"after a kill, gap between merged rounds    median {gap['median']} s, max {gap['max']} s",
         f"killed island merged again after           median {rejoin['median']} s, max {rejoin['max']} s",
-        f"longest pause of rounds, syncer being well {told['longest_pause_s']} s",
+        f"longest pause of rounds, syncer well       {told['longest_pause_s']} s",
         f"longest time between two steps of an island median {wait['median']} s, max {wait['max']} s",
         f"participation         {shares or 'unknown'}",
         f"samples               {samples or 'unknown'}",
@@ -256,7 +276,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _told(value: Any) -> Any:
-    """Write numbers as people read them; those that are not known as a dash."""
+    """Format numbers for people; an unknown number becomes a dash."""
     if isinstance(value, dict):
         return {key: _told(one) for key, one in value.items()}
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value

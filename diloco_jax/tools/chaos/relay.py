@@ -1,7 +1,7 @@
-"""A TCP relay that misbehaves on command: what a bad network does to one island's connections, on loopback.
+"""A TCP relay on loopback that simulates a bad network for one island's connections.
 
-It stands between learners and the syncer and forwards bytes of which it understands nothing. One thread runs it;
-every public method of `Relay` may be called from any other and returns when the fault is in place.
+It forwards bytes between a learner and the syncer without interpreting them. One thread runs it. Public methods of
+`Relay` may be called from any other thread, and return when the fault is in place.
 """
 
 from __future__ import annotations
@@ -24,21 +24,31 @@ T = TypeVar("T")
 CONNECTIONS_MAX = 256
 DIAL_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 10.0
-LINGER_S = 5.0  # how long a connection that got a FIN from us may go on talking
+# The time that a connection may keep sending after our FIN.
+LINGER_S = 5.0
 READ_BYTES_MAX = 1 << 16
-PIECES_MAX = 64  # that wait per connection and direction; beyond them the sender feels the fault as back-pressure
-SLICE_S = 0.05  # a limited rate is paid out in pieces of so many seconds
+# The most pieces that wait per connection and direction; with more the sender gets back-pressure.
+PIECES_MAX = 64
+# With a limited rate, a piece has the bytes of this time.
+SLICE_S = 0.05
 
 
 class Relay:
-    """A listener on loopback that forwards every connection to a target, host:port there or a function that returns it.
+    """A listener on loopback that forwards every connection to a target.
 
-    `direction` in the methods is "up" towards the target, "down", or "both". ValueError if an address is not loopback.
+    In the methods, `direction` is "up" (towards the target), "down" or "both".
+
+    Args:
+        target: host:port, or a function that returns it.
+        address: the address to listen on.
+
+    Raises:
+        ValueError: the address is not on loopback.
     """
 
     def __init__(self, target: str | Callable[[], str], address: str = "127.0.0.1:0") -> None:
         if not is_loopback(address):
-            raise ValueError(f"a relay would listen on {address}; it is for tests, use an address of loopback")
+            raise ValueError(f"the relay's address is {address}; use an address on loopback, because it is for tests")
         self._target = target
         self._weather = {"up": Weather(), "down": Weather()}
         self._connections: set[RelayedConnection] = set()
@@ -64,7 +74,7 @@ class Relay:
             self._thread.join(CALL_TIMEOUT_S)
 
     def cut(self, how: Literal["rst", "fin"] = "rst") -> int:
-        """End the open connections at once; new ones are welcome. Returns how many were cut."""
+        """End the open connections at once and return their number; new connections are accepted."""
 
         def cut() -> int:
             chosen = list(self._connections)
@@ -78,12 +88,12 @@ class Relay:
     def change(
         self, direction: Direction = "both", *, hold: bool = False, delay_s: float = 0.0, bytes_per_s: float = 0.0
     ) -> None:
-        """Set what lasts, on connections that are open and those that will come.
+        """Set the lasting treatment of open and future connections.
 
         Args:
-            hold: forward nothing and lose nothing: a black hole. Once it ends, everything arrives.
-            delay_s: seconds that every byte is late.
-            bytes_per_s: most bytes that pass in a second on one connection; 0 is no limit.
+            hold: forward nothing, like a black hole; everything arrives after its end.
+            delay_s: delay of every byte.
+            bytes_per_s: limit of one connection's rate; 0 for none.
         """
 
         def change() -> None:
@@ -93,20 +103,20 @@ class Relay:
         self._call(change)
 
     def forwarded_bytes(self, way: str) -> int:
-        """Return how many bytes went "up" or "down" until now."""
+        """Return the number of bytes that have been forwarded "up" or "down"."""
         return self._weather[way].forwarded_bytes
 
     def heal(self) -> None:
-        """Forward as if nothing had been; open connections stay open, ordered damage is called off."""
+        """Return to normal forwarding and cancel ordered damage; open connections stay open."""
         self.change()
         self.damage()
 
     def damage(self, direction: Direction = "both", *, flip_after: int = 0, repeat: int = 0) -> None:
-        """Damage what open connections carry next, once on each; what was ordered before is called off.
+        """Damage the next bytes of each open connection once; this replaces earlier orders.
 
         Args:
-            flip_after: invert the last of the next so many bytes; 0 for none.
-            repeat: forward the next so many bytes twice.
+            flip_after: invert the byte with this number, counted from 1; 0 for none.
+            repeat: forward this number of bytes twice.
         """
 
         def damage() -> None:
@@ -116,7 +126,7 @@ class Relay:
         self._call(damage)
 
     def _call(self, job: Callable[[], T]) -> T:
-        """Call a function on the relay's thread and return its result."""
+        """Call a function on the relay's thread, and return its result."""
         if not self._thread.is_alive():
             raise OSError(f"the relay at {self.address} is closed")
 
@@ -142,13 +152,14 @@ class Relay:
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, client: Stream) -> None:
-        """Dial the target and forward until the connection is over."""
+        """Connect to the target and forward until the connection ends."""
         try:
             if len(self._serving) > CONNECTIONS_MAX:
                 raise OSError("too many connections")
             host, port = split_address(self._target() if callable(self._target) else self._target)
             server = await asyncio.wait_for(asyncio.open_connection(host, port), DIAL_TIMEOUT_S)
-        except (OSError, ValueError):  # ValueError: the target has no address yet
+        # A target without an address raises ValueError.
+        except (OSError, ValueError):
             _reset(client[1])
             return
         connection = RelayedConnection(client, server, self._weather)
@@ -160,7 +171,7 @@ class Relay:
 
 
 class Weather:
-    """The treatment of bytes in one direction, on all connections, until it is changed again."""
+    """The lasting treatment of bytes in one direction, on all connections."""
 
     def __init__(self) -> None:
         self.passable = asyncio.Event()
@@ -182,8 +193,10 @@ class Way:
 
     def __init__(self, weather: Weather) -> None:
         self._weather = weather
-        self._queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(PIECES_MAX)  # when it is due; b"" is the end
-        self.until_flip = 0  # bytes up to the one that is inverted; 0 for none
+        # (due time, bytes); b"" is the end of the stream.
+        self._queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(PIECES_MAX)
+        # The number of bytes up to the one to invert; 0 for none.
+        self.until_flip = 0
         self.repeat_bytes = 0
 
     async def read(self, source: asyncio.StreamReader) -> None:
@@ -195,7 +208,7 @@ class Way:
             await self._queue.put((due_s, self._damaged(data)))
 
     async def write(self, sink: asyncio.StreamWriter) -> None:
-        """Empty the queue, as fast as the weather allows, until the stream ends."""
+        """Empty the queue at the rate of the weather until the stream ends."""
         weather = self._weather
         while True:
             due_s, data = await self._queue.get()
@@ -225,16 +238,17 @@ class Way:
 
 
 class RelayedConnection:
-    """A client's connection and ours to the target."""
+    """A client's connection, and the relay's connection to the target for it."""
 
     def __init__(self, client: Stream, server: Stream, weather: dict[str, Weather]) -> None:
         self.ways = {name: Way(each) for name, each in weather.items()}
         self._ends = (client, server)
-        self._parting = False  # both sides got a FIN from us
+        # Whether we have sent FIN to both sides.
+        self._parting = False
         self._forwarding = asyncio.create_task(self._forward())
 
     async def _forward(self) -> None:
-        """Carry bytes both ways until both streams ended, or one broke."""
+        """Forward bytes in both directions until both streams end or one breaks."""
         (from_client, to_client), (from_server, to_server) = self._ends
         up, down = self.ways["up"], self.ways["down"]
         async with asyncio.TaskGroup() as group:
@@ -242,7 +256,7 @@ class RelayedConnection:
                 group.create_task(job)
 
     async def run(self) -> None:
-        """Forward until nothing is left of the connection."""
+        """Forward until the connection ends, then close both sides."""
         whole = False
         try:
             (trouble,) = await asyncio.gather(self._forwarding, return_exceptions=True)
@@ -253,12 +267,14 @@ class RelayedConnection:
             for _, writer in self._ends:
                 if whole or self._parting:
                     writer.close()
-                else:  # neither side may take a broken stream for a finished one
+                else:
+                    # A reset shows both sides that the stream broke and did not finish.
                     _reset(writer)
-            await asyncio.gather(self._forwarding, return_exceptions=True)  # it may have been cancelled with us
+            # If this task was cancelled, the forwarding task was too, and must end first.
+            await asyncio.gather(self._forwarding, return_exceptions=True)
 
     def cut(self, how: Literal["rst", "fin"]) -> None:
-        """End it: with a reset, or with a FIN to both sides, after which what they say is thrown away."""
+        """End the connection with a reset, or with a FIN to both sides; later bytes are dropped."""
         self._parting = how == "fin"
         for _, writer in self._ends:
             if self._parting:
@@ -269,7 +285,7 @@ class RelayedConnection:
         self._forwarding.cancel()
 
     async def _drain(self) -> None:
-        """Listen until the others say FIN too, for a while."""
+        """Read and drop bytes until both sides send FIN too, for at most LINGER_S."""
 
         async def drain(reader: asyncio.StreamReader) -> None:
             with contextlib.suppress(OSError):
@@ -284,7 +300,8 @@ class RelayedConnection:
 def _reset(writer: asyncio.StreamWriter) -> None:
     """Close with a reset instead of a FIN."""
     with contextlib.suppress(OSError):
-        linger = struct.pack("ii", 1, 0)  # on, for 0 seconds
+        # Lingering is on, for 0 seconds.
+        linger = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     writer.transport.abort()
 

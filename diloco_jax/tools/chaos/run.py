@@ -1,4 +1,4 @@
-"""`diloco chaos`: a real local job under a schedule of faults, and what became of it (docs/chaos.md)."""
+"""`diloco chaos`: it runs a real local job under a schedule of faults, and judges the result (docs/chaos.md)."""
 
 import json
 import signal
@@ -28,11 +28,11 @@ DRIVER_STOP_S = 30.0
 
 
 class ChaosRun(LocalRun):
-    """A local run whose islands dial through relays and obey SIGUSR1."""
+    """A local run whose islands connect through relays and accept orders with SIGUSR1."""
 
     def __init__(self, config: RunConfig, run_dir: Path, say: Callable[[str], None], stop: threading.Event) -> None:
         if several := next((name for name in config.islands.names if config.island(name).hosts > 1), ""):
-            raise ValueError(f"{several} has several hosts, which chaos does not know yet; set islands.hosts to 1")
+            raise ValueError(f"{several} has several hosts, which chaos does not support yet; set islands.hosts to 1")
         super().__init__(config, run_dir, say, stop)
         self.relays = {name: Relay(self.address) for name in config.islands.names}
 
@@ -55,7 +55,8 @@ class ChaosRun(LocalRun):
         return child.process if child is not None and child.process.poll() is None else None
 
     def _start_island(self, name: str, address: str) -> Child:
-        del address  # the relay looks it up at every connection
+        # The relay looks up the syncer's address at every connection.
+        del address
         return super()._start_island(name, self.relays[name].address)
 
     def _start(
@@ -67,7 +68,7 @@ class ChaosRun(LocalRun):
 
 
 def for_chaos(config: RunConfig, faults: int) -> RunConfig:
-    """Return the config with restarts for so many faults; ValueError if islands are threads of one process."""
+    """Return the config with enough restarts for the faults; ValueError if islands are threads of one process."""
     if config.islands.controller == "single":
         raise ValueError("`diloco chaos` kills the processes of single islands; set islands.controller to processes")
     islands = replace(config.islands, restarts_max=max(config.islands.restarts_max, 2 * faults))
@@ -78,7 +79,7 @@ def for_chaos(config: RunConfig, faults: int) -> RunConfig:
 def run_chaos(
     config: RunConfig, run_dir: Path, schedule: Sequence[ChaosFault], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the job to its end under the schedule; return the verdict of `judge`, without `problems` if all came back."""
+    """Run the job to its end under the schedule, and return the verdict of `judge`; its `problems` may be empty."""
     stop = stop_on_signals()
     run = ChaosRun(config, run_dir, say, stop)
     saboteur = Saboteur(run_dir, run, run.relays)
@@ -91,13 +92,14 @@ def run_chaos(
 def run_under(
     driver: Driver, run: ChaosRun, config: RunConfig, run_dir: Path, say: Callable[[str], None], stop: threading.Event
 ) -> dict[str, Any]:
-    """Run a job to its end while a driver works; returns as `run_chaos` does."""
+    """Run a job to its end while a driver inflicts faults; return the same as `run_chaos`."""
     problems, over = [], threading.Event()
 
     def drive() -> None:
         try:
             driver.run(over)
-        except Exception as error:  # it must not be lost with the thread
+        except Exception as error:
+            # An error of this thread must not be lost.
             problems.append(f"the faults ended early: {error!r}")
             stop.set()
 

@@ -1,6 +1,6 @@
-"""The faults of a chaos run, drawn from a seed before it begins, so that they can be printed and repeated.
+"""The faults of a chaos run; they are drawn from a seed before the run, so that they can be printed and repeated.
 
-A fault waits for a global step rather than a time: two machines of different speed get the same schedule.
+A fault is due at a global step instead of a time, so that a schedule does not depend on a machine's speed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,30 +12,50 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.tools.chaos.relay import Direction
 
 KINDS = (
-    "kill",  # SIGKILL an island
-    "stop",  # SIGSTOP an island, SIGCONT later
+    # An island gets SIGKILL.
+    "kill",
+    # An island gets SIGSTOP, and SIGCONT later.
+    "stop",
+    # The syncer gets these signals.
     "kill-syncer",
     "stop-syncer",
-    "cut",  # end an island's connections, with RST or FIN
-    "black-hole",  # nothing gets through an island's link, nobody is told
+    # An island's connections end with RST or FIN.
+    "cut",
+    # An island's link silently forwards nothing.
+    "black-hole",
+    # An island's link is slow.
     "slow-link",
-    "corrupt",  # invert bytes on an island's link
-    "duplicate",  # repeat bytes on an island's link
-    "nan",  # an island sends values that are NaN or huge
-    "full-disk",  # the syncer cannot make its files longer
-    "kill-donor",  # SIGKILL an island, and then the one that it recovers from
+    # An island's link inverts bytes.
+    "corrupt",
+    # An island's link repeats bytes.
+    "duplicate",
+    # An island sends values that are NaN or huge.
+    "nan",
+    # The syncer cannot extend its files.
+    "full-disk",
+    # An island gets SIGKILL, and then the donor that it recovers from.
+    "kill-donor",
 )
-SIGNS = (  # nobody has to recover from these: alarms must tell of them; only with --kinds
-    "slow",  # an island is stopped for most of the time
-    "bad-loss",  # an island reports losses that are NaN
-    "wrong-clock",  # the clock that an island tells is off
-    "block-snapshots",  # the folder of the snapshots is gone, and a file in its place
-    "low-disk",  # a file fills a small disk (of at most BALLAST_BYTES_MAX free) that holds the run's folder
-    "old-certificate",  # the syncer's certificate is signed anew for a day
+# No recovery is needed from these faults, but alarms must report them. They are used only with --kinds.
+SIGNS = (
+    # An island is stopped for most of the time.
+    "slow",
+    # An island reports NaN as its loss.
+    "bad-loss",
+    # An island reports wrong times.
+    "wrong-clock",
+    # A file replaces the folder of snapshots.
+    "block-snapshots",
+    # A file fills a small disk (at most BALLAST_BYTES_MAX free) with the run's folder.
+    "low-disk",
+    # The syncer's certificate is replaced by one that is valid for a day.
+    "old-certificate",
 )
 SYNCER_KINDS = {"kill-syncer", "stop-syncer", "full-disk", "block-snapshots", "low-disk", "old-certificate"}
-SIGN_S = 20.0  # alarms look every two seconds, and an island must be slow for ten of them
-FIRST, LAST = 0.05, 0.9  # share of the run's global steps in which faults happen: the last ones must heal in time
+# Alarms are checked every two seconds, and an island must be slow for ten seconds.
+SIGN_S = 20.0
+# Faults are due between these shares of the run's global steps, so that the run can recover from the last ones.
+FIRST, LAST = 0.05, 0.9
 FAULTS_MAX = 10_000
 
 
@@ -43,20 +63,27 @@ FAULTS_MAX = 10_000
 class ChaosFault:
     """One fault of the schedule."""
 
-    number: int  # from 1, in the order in which they are due
-    kind: str  # one of KINDS or SIGNS
-    target: str  # an island, or the syncer
-    # The global step of the run at which it is due. It waits while its target has not recovered from another.
+    # Faults are numbered from 1 in the order of `at_step`.
+    number: int
+    # One of KINDS or SIGNS.
+    kind: str
+    # An island or the syncer.
+    target: str
+    # The global step when the fault is due. It waits while its target has not recovered from an earlier fault.
     at_step: int
-    duration_s: float = 0.0  # until it is taken back; 0 for what is over at once
-    direction: Direction = "both"  # of the link: towards the syncer, from it, or both
-    how: str = ""  # cut: rst or fin. nan: nan or huge.
-    # corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second. wrong-clock: seconds.
+    # The time until the fault is undone; 0 for a momentary fault.
+    duration_s: float = 0.0
+    # The affected direction of the link: towards the syncer, from it, or both.
+    direction: Direction = "both"
+    # cut: rst or fin. nan: nan or huge.
+    how: str = ""
+    # corrupt: distance of inverted bytes. duplicate: bytes. nan: values. slow-link: bytes per second. wrong-clock:
+    # seconds.
     amount: int = 0
 
     @property
     def kills(self) -> bool:
-        """Tell if its target comes back as another process."""
+        """Return whether the target returns as another process."""
         return self.kind.startswith("kill")
 
     def __str__(self) -> str:
@@ -76,14 +103,14 @@ class ChaosFault:
 def draw_schedule(
     seed: int, islands: Sequence[str], *, faults: int, steps: int, lease_s: float, kinds: Sequence[str] = KINDS
 ) -> tuple[ChaosFault, ...]:
-    """Draw faults, spread evenly over kinds, islands and the run; ValueError for a number or kind that cannot be."""
+    """Draw faults that are spread evenly over kinds, islands and the run; ValueError for wrong numbers or kinds."""
     unknown = sorted(set(kinds) - {*KINDS, *SIGNS})
     if unknown or not kinds:
         raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join((*KINDS, *SIGNS))}")
     if not 1 <= faults <= FAULTS_MAX:
         raise ValueError(f"{faults} faults; use 1 to {FAULTS_MAX}")
     if len(islands) < 2 or ("kill-donor" in kinds and len(islands) < 3):
-        raise ValueError(f"{len(islands)} islands; use at least 2, and 3 for kill-donor: one must live through it all")
+        raise ValueError(f"{len(islands)} islands; use at least 2, and 3 for kill-donor, because one must stay well")
     random = Random(seed)
     kind_deck, island_deck = deck(random, kinds), deck(random, islands)
     width = (LAST - FIRST) * steps / faults
@@ -98,15 +125,16 @@ def draw_schedule(
 
 
 def deck(random: Random, cards: Sequence[str]) -> Iterator[str]:
-    """Yield cards in random order, again and again; each comes as often as any other."""
+    """Yield all cards in random order, then reshuffle them, without end."""
     while True:
         yield from random.sample(cards, len(cards))
 
 
 def draw_details(random: Random, kind: str, lease_s: float) -> dict[str, Any]:
-    """Draw the fields of a fault that depend on its kind; empty for a kind that has none."""
+    """Draw the fields of a fault that depend on its kind; an empty dict for kinds without such fields."""
 
-    def around_the_lease() -> float:  # half of them outlast it
+    def around_the_lease() -> float:
+        # Half of these durations are longer than the lease.
         return round(random.choice((random.uniform(0.2, 0.9), random.uniform(1.1, 2.0))) * lease_s, 3)
 
     def way() -> str:

@@ -1,1 +1,1 @@
-"""Checks of a machine and of its way to the syncer."""
+"""Checks of a machine and of its link to the syncer."""

@@ -1,4 +1,4 @@
-"""`diloco doctor`: can this machine take its part in the run, and what is to be done if it cannot."""
+"""`diloco doctor`: it checks whether this machine can take part in the run, and names a remedy for each problem."""
 
 import os
 import sys
@@ -24,12 +24,22 @@ from diloco_jax.transport.endpoints.probe import SECONDS_MAX
 from diloco_jax.transport.link import check_name, split_address
 
 WORDS: dict[Status, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
-WIDTH = 140  # of a table that no terminal limits
+# The width of the table if the output is not a terminal.
+WIDTH = 140
 STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seconds: float) -> list[Check]:
-    """Make all checks of this machine's part in the run, an island's or, without one, the syncer's."""
+    """Run all checks of this machine, for an island or, if `island` is empty, for the syncer.
+
+    Args:
+      run_dir: the run's folder on this machine.
+      address: host:port of the syncer.
+      seconds: duration of each measurement of the link's rate.
+
+    Raises:
+      ValueError: an argument is wrong, or the model cannot be loaded.
+    """
     if not 0 < seconds <= SECONDS_MAX:
         raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
     name = check_name(island) if island else SYNCER
@@ -40,7 +50,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     checks += [host.check_parts(config, island), host.check_data(config), host.check_memory(part.memory_bytes)]
     checks.append(host.check_disk(part.disk_bytes, run_dir))
     own = config.island(island)
-    # what the machine has, not what this process was told: looking at it must not take it from a run
+    # This reads the machine's devices, not JAX's, because a check must not take chips from a running run.
     emulated = not own.topology and look({}).emulates
     if island and not emulated and not config.islands.pathways:
         checks.append(host.check_chips(own.slice))
@@ -54,16 +64,18 @@ def _check_config(config: RunConfig, island: str, parameters: int) -> Check:
     found = f"run {config.name!r}, {config.islands.count} islands, {parameters:,} parameters; "
     if island and island not in config.islands.names:
         names = f"{config.islands.names[0]} to {config.islands.names[-1]}"
-        return Check("config", "warn", f"{found}{island} is none of {names}", "correct --island, if it is one of them")
+        return Check("config", "warn", f"{found}{island} is not among {names}", "correct --island if it is one of them")
     return Check("config", "ok", found + (f"checked for {island}" if island else "checked for the syncer"))
 
 
 def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
+    """Return the checks in the form that `diloco doctor --json` prints."""
     rows = [check._asdict() for check in checks]
     return {"checks": rows, "ok": not any(check.status == "fail" for check in checks)}
 
 
 def describe(checks: Sequence[Check]) -> str:
+    """Format the checks as a table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "what", "found", "fix"):
         table.add_column(column, overflow="fold")
@@ -78,7 +90,14 @@ def describe(checks: Sequence[Check]) -> str:
 
 @contextmanager
 def listening(config: RunConfig) -> Iterator[list[str]]:
-    """Answer doctors where the syncer and its shards will listen, admit no learner; ValueError if none can listen."""
+    """Listen on the addresses of the syncer and its shards, and answer doctors without admitting learners.
+
+    Yields:
+      The addresses.
+
+    Raises:
+      ValueError: the config has no port, or a port cannot be opened.
+    """
     written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
     if not port:
         raise ValueError(
@@ -101,7 +120,7 @@ def listening(config: RunConfig) -> Iterator[list[str]]:
 
 
 def serve(config: RunConfig, stop: threading.Event, say: Callable[[str], None]) -> None:
-    """Listen until stopped; `say` gets one line for people once everything is open. Raises as `listening` does."""
+    """Answer doctors until `stop` is set; `say` gets a line when all ports are open. Raises as `listening`."""
     with listening(config) as addresses:
         say(f"answering `diloco doctor` at {', '.join(addresses)} until Ctrl-C; no learner is admitted")
         stop.wait()

@@ -1,4 +1,4 @@
-"""Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits; and this process's part."""
+"""Checks of `diloco doctor` on this machine alone: data, memory, disk, devices, limits."""
 
 import os
 import resource
@@ -24,22 +24,27 @@ Status = Literal["ok", "warn", "fail"]
 MEMORY = Path("/proc/meminfo")
 TCP = Path("/proc/sys/net/ipv4")
 PCI = Path("/sys/bus/pci/devices")
-FILES_OF_PROCESS = 256  # besides connections
-WINDOW_SHARE = 0.7  # of what the windows allow: a measured rate above it is limited by them
-FAR_S = 0.005  # round trips below it do not limit a connection
+# Open files of a process besides its connections.
+FILES_OF_PROCESS = 256
+# TCP windows limit a link whose measured rate is above this share of what they allow.
+WINDOW_SHARE = 0.7
+# Shorter round trips do not limit a connection.
+FAR_S = 0.005
 
 
 class Check(NamedTuple):
-    """The finding of one check."""
+    """The result of one check."""
 
-    name: str  # of what was looked at
-    status: Status  # fail: a run would not work, or not for long. warn: it would, but somebody should know.
-    found: str  # what is there
-    fix: str = ""  # what to do about it; empty if nothing
+    name: str
+    # fail: a run would not work, or not for long. warn: a run would work, but the user should know.
+    status: Status
+    found: str
+    # The remedy; "" if there is nothing to do.
+    fix: str = ""
 
 
 def of_error(name: str, error: Exception, fix: str = "") -> Check:
-    """Make a failed check from an error "what is wrong; remedy" or "what is wrong: remedy", as this package's are."""
+    """Return a failed check for an error of the form "problem; remedy" or "problem: remedy"."""
     text = str(error)
     for separator in ("; ", ": "):
         found, _, remedy = text.rpartition(separator)
@@ -49,22 +54,22 @@ def of_error(name: str, error: Exception, fix: str = "") -> Check:
 
 
 def mbit(bytes_per_s: float) -> str:
-    """Write a rate for people, in Mbit/s."""
+    """Format a rate in Mbit/s."""
     value = bytes_per_s * 8 / 1e6
     return f"{value:,.0f} Mbit/s" if value >= 100 else f"{value:.3g} Mbit/s"
 
 
 def check_parts(config: RunConfig, island: str) -> Check:
-    """Check what the run has besides model and data; its initial weights are for the syncer alone."""
+    """Check the run's programs, trackers, callbacks and schedule, and for the syncer its initial weights."""
     try:
         check_input.check_parts(replace(config, model=replace(config.model, weights="")) if island else config)
     except ValueError as error:
         return of_error("run", error)
-    return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights will do")
+    return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights are usable")
 
 
 def check_data(config: RunConfig) -> Check:
-    """Check that the corpus can be read, is long enough, and is of the model's tokens."""
+    """Check that the corpus can be read, is long enough, and fits the model's vocabulary."""
     try:
         check_input.check_tokenizer(config)
         source = load_source(config.data, config.train.seq_len)
@@ -79,25 +84,25 @@ def check_data(config: RunConfig) -> Check:
 
 
 def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
-    """Compare the free memory of this host with what this process will take."""
+    """Compare this host's free memory with the need of this process."""
     try:
         rows = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines())
         free = int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        return Check("memory", "ok", f"this process will take about {size(need_bytes)}; what is free is not known here")
+        return Check("memory", "ok", f"this process needs about {size(need_bytes)}; the free memory is unknown")
     found = f"{size(free)} available, about {size(need_bytes)} needed"
     if free < need_bytes:
-        return Check("memory", "fail", found, "use a host with more memory, or end what else runs here")
+        return Check("memory", "fail", found, "use a host with more memory, or end other processes")
     if free <= 1.5 * need_bytes:
-        return Check("memory", "warn", found, "the estimate is rough: leave more room")
+        return Check("memory", "warn", found, "leave more room, because the estimate is rough")
     return Check("memory", "ok", found)
 
 
 def check_disk(need_bytes: int, run_dir: Path) -> Check:
-    """Compare the free space below the run's folder with what its snapshots take, one being written included."""
+    """Compare the free space at the run's folder with the need of its snapshots, including one being written."""
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        wrong = "may not be written" if there.is_dir() else "is no folder"
+        wrong = "may not be written" if there.is_dir() else "is not a folder"
         return Check("disk", "fail", f"{there} {wrong}", "correct its rights, or choose another --run-dir or runs_dir")
     free = shutil.disk_usage(there).free
     found = f"{size(free)} free at {there}, "
@@ -106,26 +111,26 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
         fix = "free space, choose another --run-dir or runs_dir, or lower checkpoints.keep"
         return Check("disk", "fail", found, fix)
     if free < 2 * need_bytes:
-        return Check("disk", "warn", found, "logs and tapes grow beside them: leave more room")
+        return Check("disk", "warn", found, "leave more room, because logs and tapes grow too")
     return Check("disk", "ok", found)
 
 
 def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Check:
-    """Check that no variable of a multislice job is set, which would make one JAX job of what are islands."""
+    """Check that no variable of a multislice job is set, because these would join islands into one JAX job."""
     found = sorted(name for name in environment if name.startswith("MEGASCALE_"))
     if not found:
         return Check("environment", "ok", "no MEGASCALE_* variable")
-    fix = "unset them, and start each island as a slice of its own: an island is never part of a multislice job"
+    fix = "unset them, and start each island as a separate slice: an island is never part of a multislice job"
     return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
 
 
 def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
-    """Compare this host's TPU chips with islands.topology; they are counted on the PCI bus, and not taken."""
+    """Compare this host's TPU chips with islands.topology; they are counted on the PCI bus without opening them."""
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
     kinds = ", ".join(sorted(set(found)))
     seen = f"{len(found)} TPU chips on this host ({kinds})" if found else "no TPU chip on this host"
     if expected is None:
-        return Check("devices", "ok", f"{seen}; islands.topology is not set, so nothing to compare with")
+        return Check("devices", "ok", f"{seen}; islands.topology is not set, so there is nothing to compare")
     want = f"{expected} has {expected.chips_per_host} {expected.name} per host"
     if len(found) == expected.chips_per_host and set(found) == {expected.name}:
         return Check("devices", "ok", f"{seen}; {want}")
@@ -136,7 +141,7 @@ def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
 
 
 def check_files(connections: int) -> Check:
-    """Compare the limit of open files with the connections of this process."""
+    """Compare the limit of open files with the need of this process's connections."""
     limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], connections + FILES_OF_PROCESS
     found = f"{limit} open files allowed, up to {need} needed"
     if limit != resource.RLIM_INFINITY and limit < need:
@@ -146,12 +151,12 @@ def check_files(connections: int) -> Check:
 
 
 def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path = TCP) -> Check:
-    """Compare the kernel's TCP windows with the rate that was measured over all connections, times round trip."""
+    """Check whether the kernel's TCP windows limit the rate that was measured over all connections."""
     name = "TCP buffers"
     try:
         windows = {key: int((folder / key).read_text(encoding="ascii").split()[2]) for key in ("tcp_rmem", "tcp_wmem")}
     except (OSError, ValueError, IndexError):
-        return Check(name, "ok", "the kernel's limits are not known here")
+        return Check(name, "ok", "the kernel's limits are unknown")
     least = min(windows, key=lambda key: windows[key])
     window = windows[least]
     found = f"net.ipv4.{least} allows {size(window)} per connection"
@@ -162,24 +167,30 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
     if bytes_per_s < WINDOW_SHARE * limit:
         return Check(name, "ok", found)
     fix = f"raise transport.stripes to {min(16, 2 * stripes)}, or the third number of net.ipv4.tcp_rmem and tcp_wmem"
-    return Check(name, "warn", f"{found}: that is what limits this link ({mbit(bytes_per_s)})", fix)
+    return Check(name, "warn", f"{found}: this limits the link ({mbit(bytes_per_s)})", fix)
 
 
 class ProcessPart(NamedTuple):
-    """One process's part in a run."""
+    """The needs and settings of one process of a run."""
 
-    parameters: int  # of the model
-    settings: Mapping[str, str]  # what both sides must agree on, by name
-    links: LinkNeeds  # what one learner moves
-    memory_bytes: float  # of this process on its host, estimated
-    disk_bytes: int  # of the run's folder on this host; 0 without snapshots
+    # Parameters of the model.
+    parameters: int
+    # The settings that learners and syncer must share.
+    settings: Mapping[str, str]
+    # The traffic of one learner.
+    links: LinkNeeds
+    # Estimated memory of this process on its host.
+    memory_bytes: float
+    # Size of the run's folder on this host; 0 without snapshots.
+    disk_bytes: int
 
 
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
-    """Work out the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
+    """Return the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     found = outline(config, IslandKind(config.island(island), (island,)))
     settings = dict(found.run.fingerprint(_corpus(config)))
-    if not island:  # code of the user's own that is the syncer's alone
+    # Only the syncer runs the user's outer optimizer and evaluation.
+    if not island:
         make_setup(found.run)
         Scorer(config.evaluation)
     own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(found.run)
@@ -187,7 +198,7 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
 
 
 def _corpus(config: RunConfig) -> str:
-    """Name the corpus that this machine would read; "" if it cannot, which is a check of its own."""
+    """Name the corpus that this machine would read; "" if it cannot. `check_data` reports that."""
     try:
         return load_source(config.data, config.train.seq_len).corpus
     except (ValueError, OSError):

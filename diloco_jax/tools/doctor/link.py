@@ -1,4 +1,4 @@
-"""Checks of `diloco doctor` on the way to the syncer: address, ports, credentials, clocks, versions, throughput."""
+"""Checks of `diloco doctor` on the link to the syncer: address, ports, credentials, clocks, versions, throughput."""
 
 import datetime
 import ipaddress
@@ -23,18 +23,23 @@ from diloco_jax.transport.trust.security import credentials, diagnose, is_loopba
 REACH_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 10.0
 EXPIRES_SOON = datetime.timedelta(days=14)
-SKEW_WARN_S, SKEW_MAX_S = 5.0, 3600.0  # certificates of `diloco certs` are valid an hour before they are made
+# The upper limit is an hour, because certificates of `diloco certs` are valid from an hour before their creation.
+SKEW_WARN_S, SKEW_MAX_S = 5.0, 3600.0
 MUST_AGREE = "diloco-jax"
-SHOWN_MAX = 100  # characters of a setting
-LISTEN_HINT = "start the syncer there, or `diloco doctor CONFIG --listen` to try the way to it"
+# The most characters that are shown of a setting.
+SHOWN_MAX = 100
+LISTEN_HINT = "start the syncer there, or `diloco doctor CONFIG --listen` to test the link to it"
 
 
 class Side(NamedTuple):
-    """The side that asks, and the one that is asked."""
+    """This machine's role and its way to reach the syncer."""
 
-    name: str  # the island's name, or "syncer" on the syncer's own machine
-    transport: TransportConfig  # with the address at which this machine reaches the syncer
-    listens: str  # the address at which the syncer listens, as the config has it
+    # The island's name, or "syncer" on the syncer's machine.
+    name: str
+    # The settings with the address that this machine dials.
+    transport: TransportConfig
+    # The address that the syncer listens on, from the config.
+    listens: str
 
     @property
     def is_syncer(self) -> bool:
@@ -42,10 +47,11 @@ class Side(NamedTuple):
 
 
 def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float) -> list[Check]:
-    """Check everything between this machine and the syncer, until a check fails on which others depend."""
+    """Check everything between this machine and the syncer; stop when a check fails that later ones depend on."""
     own = check_credentials(side)
     checks = [own, *check_reach(side)]
-    if checks[-1].name == "listen":  # no syncer has these ports yet
+    if checks[-1].name == "listen":
+        # The syncer does not run yet, so its other ports must be free too.
         ports = {"syncer.metrics": config.syncer.metrics, "syncer.page": config.syncer.page} if side.is_syncer else {}
         return checks + [_check_bind(address, setting) for setting, address in ports.items() if address]
     if any(check.status == "fail" for check in checks):
@@ -59,7 +65,8 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
         return [*checks, _unanswered(error)]
     checks.append(check_run(config, side, greeting))
     if checks[-1].status == "fail":
-        return checks  # that run is not ours to measure beside
+        # Measurements would disturb another run.
+        return checks
     checks += check_settings(part.settings, greeting.settings)
     checks += [check_clock(greeting), check_versions(versions(), greeting.versions)]
     checks += [_check_shard(address) for address in greeting.shards]
@@ -67,7 +74,7 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
 
 
 def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check:
-    """Check our own certificate, key and token before they are shown to the syncer."""
+    """Check this machine's certificate, key and token."""
     transport, name = side.transport, "credentials"
     try:
         credentials(transport, side.name)
@@ -76,9 +83,9 @@ def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check
         return of_error(name, error, "make them with `diloco certs`, see docs/security.md")
     if not ends:
         if is_loopback(transport.address):
-            return Check(name, "ok", "nothing is encrypted; this link stays on this machine")
+            return Check(name, "ok", "the link is not encrypted, and stays on this machine")
         fix = "set transport.tls_ca, tls_certificate and tls_key (`diloco certs`), if you do not trust the network"
-        return Check(name, "warn", f"nothing is encrypted on the way to {transport.address}", fix)
+        return Check(name, "warn", f"the link to {transport.address} is not encrypted", fix)
     setting = min(ends, key=lambda each: ends[each])
     left = ends[setting] - (now or datetime.datetime.now(datetime.UTC))
     found = f"valid for {side.name}; transport.{setting} expires first, on {ends[setting]:%Y-%m-%d}"
@@ -90,24 +97,24 @@ def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check
 def check_reach(side: Side) -> list[Check]:
     """Check that the syncer's address resolves, and that its port answers.
 
-    On the syncer's own machine a port at which nothing listens yet is a check "listen": whether it could.
+    If nothing listens yet on the syncer's own machine, the last check is "listen": whether a process could listen.
     """
     address = side.transport.address
     host, port = split_address(address)
     name = "address"
     if not port:
         fix = "for more than one machine, set transport.address to HOST:PORT, or give --syncer HOST:PORT"
-        return [Check(name, "warn" if is_loopback(address) else "fail", f"{address}: a port chosen at start", fix),
-                Check("listen", "ok", "nothing to reach before the run is started")]  # fmt: skip
+        return [Check(name, "warn" if is_loopback(address) else "fail", f"{address}: the port is chosen at start", fix),
+                Check("listen", "ok", "there is nothing to reach before the run starts")]  # fmt: skip
     if not side.is_syncer and _is_unspecified(host):
-        fix = "give --syncer HOST:PORT, or set transport.address to what islands can dial"
-        return [Check(name, "fail", f"{address} is where a syncer listens, nobody can dial it", fix)]
+        fix = "give --syncer HOST:PORT, or set transport.address to an address that islands can dial"
+        return [Check(name, "fail", f"{address} is an address to listen on; islands cannot dial it", fix)]
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         if side.is_syncer:
             return [_check_bind(side.listens, "transport.address")]
-        fix = "correct the name, or this machine's DNS; an IP address will do as well"
+        fix = "correct the name or this machine's DNS, or use an IP address"
         return [Check(name, "fail", f"{host} does not resolve: {error.strerror or error}", fix)]
     targets = dict.fromkeys((family, target) for family, *_, target in found)
     outcomes = {str(target[0]): _dial(family, target) for family, target in targets}
@@ -152,13 +159,13 @@ def _unreachable(name: str, address: str, error: OSError) -> Check:
 
 
 def _check_bind(address: str, setting: str) -> Check:
-    """Check that this machine could listen, where nothing does yet."""
+    """Check that a process could listen on an address of this machine."""
     try:
         check_listens(address, setting)
     except ValueError as error:
         return of_error("listen", error)
     found = f"nothing listens on {setting} {address} yet, and the syncer can"
-    return Check("listen", "ok", f"{found}; `diloco doctor CONFIG --listen` lets islands try it")
+    return Check("listen", "ok", f"{found}; with `diloco doctor CONFIG --listen` islands can test it")
 
 
 def _check_shard(address: str) -> Check:
@@ -176,7 +183,7 @@ def _unanswered(error: Exception) -> Check:
 
 
 def check_run(config: RunConfig, side: Side, greeting: Greeting) -> Check:
-    """Check that the syncer that answers is that of this run."""
+    """Check that the answering syncer is the one of this run."""
     where = f"the syncer at {side.transport.address}"
     if greeting.run_id != config.name:
         fix = "correct --syncer or transport.address, or use the config of that run"
@@ -185,16 +192,16 @@ def check_run(config: RunConfig, side: Side, greeting: Greeting) -> Check:
 
 
 def check_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Check]:
-    """Compare the settings on which learners and syncer must agree; skip a syncer that has not begun yet."""
+    """Compare the settings that learners and syncer must agree on; no check if the syncer's run has not started."""
     differ = [name for name in ours if theirs.get(name) != ours[name] and OPEN not in (ours[name], theirs.get(name))]
     if not theirs:
         return []
     if not differ:
-        return [Check("settings", "ok", f"all {len(ours)} that must agree do")]
+        return [Check("settings", "ok", f"all {len(ours)} settings that must agree do agree")]
     first = differ[0]
     here, there = _short(ours[first]), _short(theirs.get(first, "none"))
     found = f"{', '.join(differ)} differ; {first} is {here} here, {there} there"
-    fix = "start both sides from one config file, on the same data: the syncer would refuse this learner"
+    fix = "start both sides from one config file with the same data; otherwise the syncer refuses this learner"
     return [Check("settings", "fail", found, fix)]
 
 
@@ -203,6 +210,7 @@ def _short(text: str) -> str:
 
 
 def check_clock(greeting: Greeting) -> Check:
+    """Compare the syncer's clock with this machine's."""
     skew_s, error_s = abs(greeting.skew_s), greeting.skew_error_s
     side = "ahead of" if greeting.skew_s > 0 else "behind"
     found = f"the syncer's clock is {skew_s:.3f} s (+- {error_s:.3f}) {side} this machine's"
@@ -215,6 +223,7 @@ def check_clock(greeting: Greeting) -> Check:
 
 
 def check_versions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Check:
+    """Compare the versions of packages on both machines; only this package's own version must agree."""
     names = sorted(set(ours) | set(theirs))
     differ = [name for name in names if ours.get(name) != theirs.get(name)]
     if not differ:
@@ -227,7 +236,7 @@ def check_versions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Check:
 def check_throughput(
     config: RunConfig, side: Side, greeting: Greeting, needs: LinkNeeds, seconds: float
 ) -> list[Check]:
-    """Measure what the link carries, and compare it with what a learner moves; say what limits it."""
+    """Measure the link's rate, compare it with the bytes that a learner moves, and check what limits the rate."""
     try:
         down = measure(side.transport, side.name, "down", seconds)
         up = measure(side.transport, side.name, "up", seconds)
@@ -235,8 +244,8 @@ def check_throughput(
         return [of_error("throughput", error)]
     if not (up.bytes_per_s and down.bytes_per_s):
         way = "up" if not up.bytes_per_s else "down"
-        fix = "look for a firewall that inspects traffic, or a path whose MTU is smaller than it says"
-        return [Check("throughput", "fail", f"nothing came through {way} within {seconds:g} s", fix)]
+        fix = "look for a firewall that inspects traffic, or for a path with a smaller MTU than announced"
+        return [Check("throughput", "fail", f"nothing arrived {way} within {seconds:g} s", fix)]
     checks = [_throughput(config, greeting, needs, up, down)]
     fastest = max(up.bytes_per_s, down.bytes_per_s)
     return [*checks, check_windows(fastest, greeting.rtt_s, side.transport.stripes)]
@@ -249,9 +258,9 @@ def _throughput(config: RunConfig, greeting: Greeting, needs: LinkNeeds, up: Rat
     found += f"; a learner moves {size(moved['up_bytes_per_step'])} up and {size(moved['down_bytes_per_step'])} down"
     found += " per global step"
     if greeting.sessions:
-        found += f"; measured beside {greeting.sessions} learners, with {size(RUN_BYTES_MAX)} at most"
+        found += f"; measured while {greeting.sessions} learners train, with at most {size(RUN_BYTES_MAX)}"
     if config.protocol.lockstep:
-        return Check("throughput", "ok", f"{found}: a round takes at least {needs.round_s(*rates):.3g} s on the way")
+        return Check("throughput", "ok", f"{found}: a round takes at least {needs.round_s(*rates):.3g} s on the link")
     found += f": enough for steps of {_seconds(needs.step_s(*rates))} or longer"
     joining_s = needs.joining_bytes / down.bytes_per_s
     fix = "" if joining_s < 600 else f"joining takes {joining_s / 60:.0f} minutes: this link is slow for this model"
@@ -263,7 +272,7 @@ def _seconds(value: float) -> str:
 
 
 def dialled(transport: TransportConfig, name: str, address: str) -> Side:
-    """Decide the address that a side dials; the syncer's machine dials itself where it listens on all addresses."""
+    """Return a side with the address that it dials; the syncer's machine dials loopback if it listens everywhere."""
     host, port = split_address(address)
     dialled = address
     if name == SYNCER and _is_unspecified(host):

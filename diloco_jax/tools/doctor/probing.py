@@ -1,4 +1,4 @@
-"""The questions of `diloco doctor` to a syncer: its name, its time, and the rate of the link to it."""
+"""Requests of `diloco doctor` to a syncer: for its run, its clock, and the rate of the link to it."""
 
 import math
 import secrets
@@ -20,37 +20,48 @@ PINGS = 8
 
 
 class Greeting(NamedTuple):
-    """A syncer's answer about itself, with its distance."""
+    """A syncer's answer to a ping, with the measured round trip and clock difference."""
 
-    run_id: str  # name of its run
-    versions: Mapping[str, str]  # of its packages, by name
-    settings: Mapping[str, str]  # what learners must agree on, by name; empty if it has not begun yet
-    sessions: int  # learners that are connected to it
-    shards: tuple[str, ...]  # host:port of its merge shards
-    rtt_s: float  # shortest round trip of several, in seconds
-    skew_s: float  # by how much its clock is ahead of ours, in seconds
+    # The name of its run.
+    run_id: str
+    # The versions of its packages, by name.
+    versions: Mapping[str, str]
+    # The settings that learners must agree on, by name; empty if the run has not started.
+    settings: Mapping[str, str]
+    # The number of connected learners.
+    sessions: int
+    # host:port of each merge shard.
+    shards: tuple[str, ...]
+    # The shortest of several round trips.
+    rtt_s: float
+    # The syncer's clock minus this machine's clock.
+    skew_s: float
 
     @property
     def skew_error_s(self) -> float:
-        """Return the most by which `skew_s` may be wrong: half of that round trip."""
+        """Return the largest possible error of `skew_s`, half a round trip."""
         return self.rtt_s / 2
 
 
 class Rate(NamedTuple):
     """A measured rate of payload."""
 
-    moved_bytes: int  # how much was counted
-    bytes_per_s: float  # over all connections together
+    moved_bytes: int
+    # The sum over all connections.
+    bytes_per_s: float
 
 
 def greet(config: TransportConfig, name: str) -> Greeting:
-    """Ask the syncer at `config.address` who it is, several times, to see how long that takes.
+    """Ping the syncer at `config.address` several times, and return its answer with the shortest round trip.
 
-    TransportError if nobody answers, or our credentials do not do; ValueError if they or the address cannot be used.
+    Raises:
+      TransportError: the syncer does not answer, or does not accept our credentials.
+      ValueError: the credentials or the address cannot be used.
     """
     own = credentials(config, name)
     ping, timeout_s = pb.ProbeRequest(kind=pb.PROBE_PING).SerializeToString(), config.connect_timeout_s
-    best = (math.inf, 0.0)  # shortest round trip, and the clock's lead then
+    # The shortest round trip, and the clock difference measured with it.
+    best = (math.inf, 0.0)
     with open_channel(config, own) as channel:
         method = _method(channel)
         try:
@@ -58,7 +69,8 @@ def greet(config: TransportConfig, name: str) -> Greeting:
                 before_s, began_s = time.time(), time.monotonic()
                 reply = next(method(iter([ping]), timeout=timeout_s, wait_for_ready=True, metadata=own.metadata))
                 rtt_s = time.monotonic() - began_s
-                if number:  # the first one also opened the connection
+                # The first ping also opened the connection, so its time does not count.
+                if number:
                     best = min(best, (rtt_s, reply.unix_s - before_s - rtt_s / 2))
         except (grpc.RpcError, StopIteration) as error:
             raise failure(config, error, name) from None
@@ -71,7 +83,7 @@ def greet(config: TransportConfig, name: str) -> Greeting:
 
 
 def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:
-    """Let noise flow over `config.stripes` connections, and count it where it arrives. Raises as `greet` does."""
+    """Measure the rate of `config.stripes` connections with random bytes, at the receiver. Raises as `greet`."""
     own = credentials(config, name)
     seconds = min(seconds, SECONDS_MAX)
     kind = pb.PROBE_UP if direction == "up" else pb.PROBE_DOWN

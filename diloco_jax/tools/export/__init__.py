@@ -1,1 +1,1 @@
-"""Models in and out: a config that begins with public weights, and a run's model in formats that others read."""
+"""Import of public weights into a config, and export of a run's model to formats of other libraries."""

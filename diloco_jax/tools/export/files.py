@@ -1,8 +1,8 @@
-"""Models in and out: a config that begins with public weights, and a run's model in formats that others read.
+"""Import of public weights into a config, and export of a run's model to the formats of other libraries:
 
-hf       config.json, safetensors and tokenizer of a public family, as `transformers` opens them
-orbax    a checkpoint {path: array} that `orbax.checkpoint.v1.load` reads
-npz      parameters.npz, for numpy.load
+hf       config.json, safetensors and tokenizer of a public family, for `transformers`
+orbax    a checkpoint {path: array} for `orbax.checkpoint.v1.load`
+npz      parameters.npz for numpy.load
 """
 
 import json
@@ -37,26 +37,31 @@ OF_TOKENIZER = (
 )  # fmt: skip
 OF_USE = (GENERATION_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-ATTEMPTS = 3  # a run that is under way may delete the snapshot that is being read
+# Several attempts are needed, because a running run may delete the snapshot that is being read.
+ATTEMPTS = 3
 
 log = logging.getLogger(__name__)
-Watch = Callable[[Parameters, int], Parameters]  # passes so many parameters on, and shows how far it is
+# Passes on the given number of parameters and shows the progress.
+Watch = Callable[[Parameters, int], Parameters]
 
 
 def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str, Any]:
-    """Check a public model's folder, every value of it too, and write a config whose run begins with it.
+    """Check a public model's folder, including every value, and write a config for a run that starts from it.
 
-    All else is as in the config `base`, or text and the defaults. ValueError if one of these cannot be used.
+    Other settings are those of the config `base`; without one, the data is text and the rest has its defaults.
+
+    Raises:
+      ValueError: `out` exists, or the folder or the config cannot be used.
     """
     if out.exists():
-        raise ValueError(f"{out} is there already; choose another --out, or move it away")
+        raise ValueError(f"{out} already exists; choose another --out, or move it away")
     weights, where = Weights(folder), str(folder.resolve())
     model = weights.model()
     tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:
         ids = f"has ids below {tokenizer.vocab_size}, config.json only {have}"
-        raise ValueError(f"{folder}: the tokenizer {ids}; take both from one model")
+        raise ValueError(f"{folder}: the tokenizer {ids}; copy both from one model")
     fresh = {"name": folder.resolve().name, "data": {"format": "text", "path": "texts"}}
     values: dict[str, Any] = {**(read_values(base) if base else fresh)}
     data = dict(values.get("data") or {})
@@ -87,14 +92,18 @@ def _needs_tokenizer(part: Any) -> bool:
 
 
 def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, watch: Watch) -> dict[str, Any]:
-    """Write the model of a run's newest readable snapshot, whole or not at all; ValueError if it cannot be."""
+    """Export the model of a run's newest readable snapshot; `out` appears only when it is complete.
+
+    Raises:
+      ValueError: `out` has content, the format or dtype does not fit, or the run has no readable snapshot.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists, and is no empty folder; choose another --out, or remove it")
+        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
     if form == "hf":
         try:
             tensors(config.model)
         except ValueError as error:
-            raise ValueError(f"{error}; --format orbax and npz take any model") from error
+            raise ValueError(f"{error}; --format orbax and npz work for any model") from error
     elif dtype != "float32":
         raise ValueError(f"--dtype {dtype} is for --format hf; leave it out, {form} has the run's float32 values")
     part = out.absolute().with_name(f".{out.absolute().name}.partial")
@@ -116,10 +125,11 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
             if (found := checkpoint.newest_readable(run_dir / CHECKPOINTS, write)) is not None:
                 break
         else:
-            raise ValueError(f"{run_dir} holds no snapshot that can be read; give the folder of a run that has some")
+            raise ValueError(f"{run_dir} has no readable snapshot; give the folder of a run that has one")
         files = sorted(path.name for path in whole.iterdir())
         os.replace(whole, out)
-    except shutil.Error as error:  # of several files; the first one says what it is
+    except shutil.Error as error:
+        # The error lists several files; the reason for the first one is enough.
         raise OSError(f"{out} cannot be written: {error.args[0][0][2]}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -136,7 +146,7 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, dtype: st
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name in (*OF_TOKENIZER, *OF_USE):
         for source in sources:
-            # What a folder without tokenizer.json says of a tokenizer may be of another one.
+            # Tokenizer files in a folder without tokenizer.json may belong to another tokenizer.
             if name in OF_TOKENIZER and tokenizer and tokenizer.folder and not (source / TOKENIZER_FILE).exists():
                 continue
             if (source / name).is_dir():
@@ -149,7 +159,7 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, dtype: st
 
 
 def _sources(config: RunConfig, tokenizer: Tokenizer | None) -> list[Path]:
-    """List the folders whose files go with the model, the first one first; one with another tokenizer is none."""
+    """List the folders with files for the model, the preferred one first, except those with another tokenizer."""
     names = (tokenizer.folder if tokenizer else None, config.data.tokenizer, config.model.weights)
     found: list[Path] = []
     for folder in (Path(name) for name in names if name):
@@ -162,7 +172,7 @@ def _sources(config: RunConfig, tokenizer: Tokenizer | None) -> list[Path]:
 
 
 def _token_ids(config: RunConfig, sources: Sequence[Path], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the special tokens of the public model with which the run began, and the end that its documents had."""
+    """Return the special tokens of the public model that the run started from, and the end token of its documents."""
     found: dict[str, Any] = {}
     weights = Path(config.model.weights)
     if config.model.weights and weights in sources and (weights / CONFIG_FILE).exists():
@@ -183,21 +193,27 @@ def _is_token(value: Any) -> bool:
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Find the tokenizer of the data, or of the weights with which the run began."""
+    """Return the tokenizer of the data, or of the weights that the run started from; None if there is none."""
     for folder in (config.data.tokenizer, config.model.weights):
         if folder and (Path(folder) / TOKENIZER_FILE).exists():
             return open_tokenizer(folder)
     try:
         return tokenizer_of(config.data)
-    except ValueError as error:  # the data may be on other machines only
+    except ValueError as error:
+        # The data may be only on other machines.
         log.warning(f"written without a tokenizer: {error}")
         return None
 
 
 def _write_orbax(folder: Path, parameters: Parameters, snapshot: Path) -> None:
-    """Copy the files of the snapshot's parameters into a checkpoint of their own: Orbax would hold most of them."""
-    deque(parameters, maxlen=0)  # reading compares the checksum
-    folder.rmdir()  # Orbax makes it
+    """Copy the files of the snapshot's parameters into a separate checkpoint.
+
+    The files are copied because saving the arrays with Orbax would keep most of them in memory.
+    """
+    # Reading all parameters compares their checksums.
+    deque(parameters, maxlen=0)
+    # Orbax creates the folder itself.
+    folder.rmdir()
     ocp.save(folder, {"frame": np.zeros(1, np.float32)})
     (inside,) = (path for path in folder.iterdir() if path.is_dir())
     shutil.rmtree(inside)

@@ -1,4 +1,4 @@
-"""Public tasks for language models, asked of the model of a run; only with lm-eval, the extra `eval`."""
+"""Public tasks for language models, run with the model of a run; this needs lm-eval, the extra `eval`."""
 
 import contextlib
 import io
@@ -16,22 +16,26 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from diloco_jax.tools.inference.language import Language, Row, Writing
 
-RESAMPLES = 1000  # for the standard errors of metrics that have no formula for it
-TOKENS = 256  # that an answer has at most if a task does not say it
-Scores = dict[str, dict[str, float]]  # task -> metric -> value
+# Resamples for the standard errors of metrics without a formula.
+RESAMPLES = 1000
+# The most tokens of an answer if the task sets no limit.
+TOKENS = 256
+# Values by task and metric.
+Scores = dict[str, dict[str, float]]
 
 
 class Harness(TemplateLM):
-    """A model as lm-eval asks it."""
+    """A run's model with the interface of lm-eval."""
 
     def __init__(self, language: Language) -> None:
         super().__init__()
         self._language = language
-        self._begin = language.tokenizer.encode("")  # what the tokenizer puts before every text
+        # The tokens that the tokenizer puts before every text.
+        self._begin = language.tokenizer.encode("")
 
     @property
     def eot_token_id(self) -> int:
-        """Return what stands before a text for which nothing is given."""
+        """Return the token before a text that has no context."""
         return [*self._begin, self._language.tokenizer.end or 0][0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -66,17 +70,24 @@ class Harness(TemplateLM):
 
 
 def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, limit: int | None) -> Scores:
-    """Compute the scores of tasks of lm-eval's or of the user's `folder`, from at most `limit` questions of each.
+    """Compute the scores of tasks, with at most `limit` questions of each.
 
-    Paths in tasks of the folder are relative to it. Nothing is fetched then.
+    Args:
+      tasks: names of tasks of lm-eval or of `folder`.
+      folder: the user's own tasks, whose paths are relative to it; if it has all tasks, nothing is downloaded.
+
+    Raises:
+      ValueError: a task is unknown, or fails.
     """
     here = str(folder.absolute()) if folder else None
     manager = TaskManager(include_path=here, include_defaults=False)
     if not all(map(manager.match_tasks, ([task] for task in tasks))):
-        manager = TaskManager(include_path=here)  # thousands of files, which take 10 s
+        # lm-eval's own tasks are thousands of files, which take 10 s to read.
+        manager = TaskManager(include_path=here)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise ValueError(f"there is no task {unknown[0]!r}; name one of lm-eval's, or a folder in --tasks-folder")
-    said = sys.stderr if sys.stderr.isatty() else io.StringIO()  # many bars, and on standard output too
+    # lm-eval prints many progress bars, some to standard output.
+    said = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with contextlib.chdir(folder or "."), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             loaded = manager.load(list(tasks))
@@ -87,11 +98,12 @@ def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, lim
             results: Any = evaluate(
                 Harness(language), loaded, limit=limit, log_samples=False, bootstrap_iters=RESAMPLES
             )
-        except Exception as error:  # of data sets, templates and metrics it may be anything
+        # Data sets, templates and metrics may raise any error.
+        except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise ValueError(f"tasks {','.join(tasks)} cannot be asked ({why}); correct or replace them") from error
+            raise ValueError(f"tasks {','.join(tasks)} failed ({why}); correct or replace them") from error
     found = {**results["results"], **results.get("groups", {})}
-    # "none" is the name of the filter that changes nothing
+    # "none" is the name of lm-eval's filter that changes nothing.
     return {
         task: {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, float)}
         for task, row in found.items()

@@ -1,7 +1,7 @@
-"""A model of language in use: text goes in, and text or its likelihood comes out.
+"""Use of a language model: it continues texts and computes their likelihood.
 
-Programs are compiled for a few lengths only: texts are padded to the next power of two. Attention is causal, so what
-follows a text changes nothing before it.
+Programs are compiled only for a few lengths, so texts are padded to the next power of two. Padding after a text does
+not change its results, because attention is causal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,39 +16,50 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.models.protocol import Params, find_model
 from diloco_jax.training.models.variables import Variables
 
-PIECE = 16  # tokens that are written at once, at most
-LENGTH_MIN = 32  # tokens, of a program
-ROWS_MAX, LOGITS_MAX = 16, 1 << 28  # texts of one call, and numbers that it may hold (1 GiB)
+# The most tokens that are written at once.
+PIECE = 16
+# The least length of a program, in tokens.
+LENGTH_MIN = 32
+# The most texts of one call, and the most logits (1 GiB).
+ROWS_MAX, LOGITS_MAX = 16, 1 << 28
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
-Row = tuple[Sequence[int], Sequence[int]]  # ids that are given, and ids whose likelihood is asked
+# The ids of a context, and the ids whose likelihood is wanted.
+Row = tuple[Sequence[int], Sequence[int]]
 
 
 class Writing(NamedTuple):
-    """The way a model chooses the tokens that it writes."""
+    """The options for drawing tokens."""
 
-    temperature: float = 0.0  # 0 takes the likeliest token, 1 draws as the model says
-    top_p: float = 1.0  # draws are from the likeliest tokens that together have this probability
+    # 0 takes the likeliest token; 1 draws with the model's probabilities.
+    temperature: float = 0.0
+    # Tokens are drawn from the likeliest ones that together have this probability.
+    top_p: float = 1.0
     seed: int = 0
 
 
 class Language:
-    """The model of a run on one CPU device, with its tokenizer; ValueError if it cannot be loaded or has no text."""
+    """The model of a run on one CPU device, with its tokenizer.
+
+    Raises:
+      ValueError: the model cannot be loaded or cannot write, or its tokenizer is unknown.
+    """
 
     def __init__(self, config: RunConfig, parameters: Mapping[str, np.ndarray]) -> None:
         evaluator = Evaluator(config)
         if evaluator.tokenizer is None:
             raise ValueError(
-                "nothing says how the ids that the run was trained on become text; with data.format tokens, name the "
-                "folder of their tokenizer.json in data.tokenizer"
+                "the tokenizer of the run's data is unknown; with data.format tokens, name the folder of its "
+                "tokenizer.json in data.tokenizer"
             )
         if not callable(getattr(find_model(config.model.module), "generate", None)):
             raise ValueError(
-                f"model.module '{config.model.module}' has no method `generate`, with which a model writes; give it "
-                "one like that of diloco_jax.training.models.decoder:Decoder"
+                f"model.module '{config.model.module}' has no method `generate`, which is needed to write text; "
+                "add one like that of diloco_jax.training.models.decoder:Decoder"
             )
         tokenizer = self.tokenizer = evaluator.tokenizer
-        self.context = config.train.seq_len  # what it was trained on
+        # The model was trained on this length.
+        self.context = config.train.seq_len
         self._piece = piece = max(1, min(PIECE, self.context // 4))
         self._placed = evaluator.place(parameters)
 
@@ -68,7 +79,7 @@ class Language:
         self._score, self._write = jax.jit(score), jax.jit(write, static_argnums=5)
 
     def write(self, prompt: str, count: int, how: Writing) -> Iterator[str]:
-        """Continue a text by `count` tokens, or until it ends; yield what was written, piece by piece."""
+        """Continue a text by `count` tokens, or until an end token; yield the new text piece by piece."""
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise ValueError("the prompt has no token; give it some text")
@@ -81,16 +92,15 @@ class Language:
             new = np.asarray(self._write(*self._placed, tokens, len(kept), key, how._replace(seed=0))).tolist()
             ids += new[: new.index(end) + 1] if end in new else new
             text = self.tokenizer.decode([id for id in ids[:stop] if id != end])
-            if len(ids) >= stop or not text.endswith(UNFINISHED):  # a character of several bytes
+            # A replacement character at the end means that a character still lacks bytes.
+            if len(ids) >= stop or not text.endswith(UNFINISHED):
                 yield text[len(told) :]
                 told = text
 
     def likelihoods(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Compute for each row the log-likelihood in nats of its second part, and whether it is what is likeliest."""
+        """Return each row's log-likelihood of its second part in nats, and whether all its tokens are the likeliest."""
         if (longest := max((len(asked) for _, asked in rows), default=0)) > self.context:
-            raise ValueError(
-                f"{longest} tokens are to be judged at once; the model sees {self.context} (train.seq_len)"
-            )
+            raise ValueError(f"a row has {longest} tokens to judge, but the model sees {self.context} (train.seq_len)")
         texts = [np.asarray([*given, *asked][-self.context - 1 :], np.int32) for given, asked in rows]
         order = sorted(range(len(rows)), key=lambda row: -len(texts[row]))
         found = [(0.0, True)] * len(rows)

@@ -1,4 +1,4 @@
-"""The common ground of all ways of launching: checks of the config, names, and commands of learner and syncer."""
+"""Checks of the config, names, and commands of learner and syncer, shared by all ways of launching."""
 
 import re
 import tomllib
@@ -13,16 +13,20 @@ from diloco_jax.settings.slices import Topology
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
 
-CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
+# Paths in containers; the volume outlives its container.
+CONFIG_PATH = "/etc/diloco/config/config.yaml"
 CERTIFICATES_PATH = "/etc/diloco/certs"
-VOLUME = "/var/diloco"  # outlives the container
+VOLUME = "/var/diloco"
 RUN_DIR = f"{VOLUME}/run"
-NEEDED = ("project", "image", "network", "service_account", "bucket")  # settings of `cloud` that every way needs
-# of a TPU generation, which may not have them
+# Settings of `cloud` that every way needs.
+NEEDED = ("project", "image", "network", "service_account", "bucket")
+# Properties of a TPU generation that each way needs; a generation may not have them.
 OF_CHIPS = {"gke": ("gke_accelerator", "machine_family"), "gce": ("machine_family",), "tpu-vm": ("runtime_version",)}
-BUCKET = "{bucket}"  # in data.path: the name of the bucket
+# The placeholder for the bucket's name in paths.
+BUCKET = "{bucket}"
 ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
-NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
+# The limit of a GKE node pool's name. Names of pods and instances start with it and may have 63 characters.
+NAME_LENGTH_MAX = 40
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 CAPACITY = tomllib.loads(Path(__file__).with_name("capacity.toml").read_text(encoding="utf-8"))
 _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
@@ -31,18 +35,23 @@ _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
 class Asked(NamedTuple):
     """A request for machines."""
 
-    flags: tuple[str, ...] = ()  # of the command that makes them
-    selector: tuple[str, ...] = ()  # label that their nodes have, and its value, on GKE
-    alpha: bool = False  # only the alpha version of the command knows these flags
+    # Flags of the command that creates the machines.
+    flags: tuple[str, ...] = ()
+    # A label of the nodes and its value, on GKE.
+    selector: tuple[str, ...] = ()
+    # Whether only the alpha version of the command has these flags.
+    alpha: bool = False
 
 
 class IslandMachines(NamedTuple):
     """One island's machines."""
 
-    name: str  # of the island
-    resource: str  # of its machines
-    topology: Topology  # its TPU slice
-    zone: str  # where it is
+    # The names of the island and of its machines.
+    name: str
+    resource: str
+    # The island's TPU slice.
+    topology: Topology
+    zone: str
 
     @property
     def region(self) -> str:
@@ -59,9 +68,19 @@ def region_of(zone: str) -> str:
 
 
 def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[IslandMachines]:
-    """Check what every way needs, and these settings of `cloud`; return the islands' machines, or raise ValueError."""
+    """Check the config for a way of launching, and return the islands' machines.
+
+    Args:
+      needed: settings of `cloud` that this way needs in addition to `NEEDED`.
+
+    Raises:
+      ValueError: a setting is missing or does not work with this way.
+    """
     if config.algorithm != "decoupled":
-        raise ValueError(f"algorithm is {config.algorithm}, which has one process; launch starts islands and a syncer")
+        raise ValueError(
+            f"algorithm is {config.algorithm}, which has one process; launch needs islands and a syncer: set it to "
+            "decoupled"
+        )
     if missing := [f"cloud.{name}" for name in (*NEEDED, *needed) if not getattr(config.cloud, name)]:
         raise ValueError(
             f"launch {way} needs {', '.join(missing)}: write {'it' if len(missing) == 1 else 'them'} into the config, "
@@ -85,7 +104,7 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
                 )
         check_zone(f"{name}'s zone", island.zone)
         resource = check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}")
-        assert island.slice is not None, "checked above"
+        assert island.slice is not None, "an island with a topology has a slice"
         if lacks := [each for each in OF_CHIPS[way] if not getattr(island.slice.generation, each)]:
             raise ValueError(
                 f"{name} is a {island.slice}, which launch {way} cannot make: its generation has no {lacks[0]}; use "
@@ -97,17 +116,17 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
 
 
 def check_label(what: str, name: str) -> str:
-    """Return a name that Kubernetes and Compute Engine take; ValueError if this is none."""
+    """Return a name unchanged if Kubernetes and Compute Engine accept it; ValueError otherwise."""
     if len(name) > NAME_LENGTH_MAX or not _LABEL.fullmatch(name):
         raise ValueError(
-            f"{what} is {name!r}; Google Cloud takes a lower-case letter first, then lower-case letters, digits and "
-            f"'-', no '-' at the end, and here at most {NAME_LENGTH_MAX} characters: choose another"
+            f"{what} is {name!r}; use a lower-case letter first, then lower-case letters, digits and '-', no '-' at "
+            f"the end, and at most {NAME_LENGTH_MAX} characters"
         )
     return name
 
 
 def check_zone(what: str, zone: str) -> None:
-    """Raise ValueError when this is no name of a zone."""
+    """Check that a text has the form of a zone's name; ValueError otherwise."""
     if not _ZONE.fullmatch(zone):
         raise ValueError(f"{what} is {zone!r}; write a zone such as us-east5-a")
 
@@ -126,39 +145,40 @@ def regions_of(config: RunConfig, slices: Sequence[IslandMachines]) -> list[str]
 
 
 def syncer_name(config: RunConfig) -> str:
-    """Name the syncer's machine, disk, address or Service."""
+    """Return the name of the syncer's machine, disk, address or Service."""
     return f"{config.name}-syncer"
 
 
 def ports(config: RunConfig) -> range:
-    """Return the ports on which the syncer and its merge shards listen."""
+    """Return the ports of the syncer and its merge shards."""
     shards = config.syncer.shards if config.syncer.shards > 1 else 0
     return range(config.cloud.port, config.cloud.port + shards + 1)
 
 
 def metrics_port(config: RunConfig) -> int | None:
-    """Return the port at which the syncer tells Prometheus of the run, if it does; ValueError if nobody could ask."""
+    """Return the port that Prometheus scrapes, None if there is none; ValueError if a collector could not reach it."""
     if not config.syncer.metrics:
         return None
     port = split_address(config.syncer.metrics)[1]
     if is_loopback(config.syncer.metrics) or not port or port in ports(config):
         raise ValueError(
-            f"syncer.metrics is {config.syncer.metrics}, where no collector of the cluster can ask; write 0.0.0.0:PORT "
-            f"with a port beside {port_range(config)}, such as 0.0.0.0:9464"
+            f"syncer.metrics is {config.syncer.metrics}, which the cluster's collector cannot reach; write "
+            f"0.0.0.0:PORT with a port other than {port_range(config)}, such as 0.0.0.0:9464"
         )
     return port
 
 
 def port_range(config: RunConfig) -> str:
-    """Write the ports as text: 50051, or 50051-50055."""
+    """Return the ports as text, such as 50051 or 50051-50055."""
     first, *_, last = [*ports(config)] * 2
     return f"{first}" if first == last else f"{first}-{last}"
 
 
 def environment(config: RunConfig, name: str) -> dict[str, str]:
-    """Return the environment of an island's processes; options of the compiler they take from the config."""
+    """Return the environment of an island's processes; the compiler's options are in the config."""
     return {
-        "DILOCO_CACHE": f"{VOLUME}/cache",  # the copy of a token store
+        # The cache has the copy of a token store.
+        "DILOCO_CACHE": f"{VOLUME}/cache",
         "DILOCO_LOG": "json",
         "JAX_COMPILATION_CACHE_DIR": f"gs://{config.cloud.bucket}/{config.name}/programs/{name}",
         **config.cloud.env,
@@ -166,9 +186,9 @@ def environment(config: RunConfig, name: str) -> dict[str, str]:
 
 
 def remote(config: RunConfig) -> RunConfig:
-    """Make the settings that all containers read.
+    """Return the config for all containers.
 
-    The syncer listens everywhere, every process has a certificate, and paths name the bucket.
+    The syncer listens on all addresses, every process has a certificate, and paths have the bucket's name.
     """
     transport = replace(
         config.transport,
@@ -191,42 +211,40 @@ def remote(config: RunConfig) -> RunConfig:
 
 
 def flags(*words: str) -> str:
-    """Write flags of a command behind others; those that are empty are none."""
+    """Return flags as the end of a command line, without empty ones."""
     return "".join(f" {word}" for word in words if word)
 
 
 def make_certificates(config: RunConfig) -> str:
-    """Write the command that makes all certificates; those that are there stay."""
+    """Return the command that makes all missing certificates."""
     return f"diloco certs certs --learners {','.join(config.islands.names)}"
 
 
 def certificate_files(name: str) -> list[str]:
-    """List what this learner, or "syncer", needs of the folder that `diloco certs` makes."""
+    """List the files from `diloco certs` that a learner, or "syncer", needs."""
     return ["ca.pem", "token", f"{name}.pem", f"{name}.key"]
 
 
 def learner_words(name: str, syncer: str) -> list[str]:
-    """Return the arguments of `diloco` in every host of an island; the syncer is at host:port."""
+    """Return the arguments of `diloco` on every host of an island; `syncer` is host:port."""
     return ["learner", CONFIG_PATH, "--island", name, "--syncer", syncer, "--run-dir", RUN_DIR]
 
 
 def syncer_words() -> list[str]:
-    """Return the arguments of `diloco` in the syncer's container; in a run's folder it goes on."""
+    """Return the arguments of `diloco` in the syncer's container; in a run's folder it continues the run."""
     return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
 
 
 def asked_of(cloud: CloudConfig, way: str) -> Asked:
-    """Return how this way asks for the machines of an island; ValueError if it cannot, or has no queue."""
+    """Return the request for an island's machines; ValueError if this way cannot provide the capacity or the queue."""
     if way != "gke" and (unknown := next((name for name in ("queue", "priority_class") if getattr(cloud, name)), "")):
-        raise ValueError(
-            f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke has queues; leave it out"
-        )
+        raise ValueError(f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke has queues; remove it")
     if cloud.capacity == "on-demand":
         return Asked()
     asked = CAPACITY[way].get(cloud.capacity)
     if asked is None:
         able = " and ".join(name for name, known in CAPACITY.items() if cloud.capacity in known)
-        raise ValueError(f"cloud.capacity is {cloud.capacity}, which launch {way} cannot ask for; only {able} can")
+        raise ValueError(f"cloud.capacity is {cloud.capacity}, which launch {way} cannot request; only {able} can")
     names = {"reservation": cloud.reservation, "name": cloud.reservation.rpartition("/")[2]}
     words, label = (tuple(word.format(**names) for word in asked.get(part, ())) for part in ("flags", "selector"))
     return Asked(words, label, asked.get("alpha", False))

@@ -1,7 +1,8 @@
-"""Google Kubernetes Engine: a cluster per region, a JobSet per island, the syncer a StatefulSet behind a load balancer.
+"""Google Kubernetes Engine: a cluster per region, a JobSet per island, and a StatefulSet for the syncer.
 
-Fields of JobSet: jobset.sigs.k8s.io, API jobset.x-k8s.io/v1alpha2. A host that fails makes its Job fail, and with it
-the JobSet starts all hosts of the island again; the other islands are JobSets of their own and do not notice.
+The syncer is behind a load balancer. When a host fails, its Job fails, and the JobSet restarts all hosts of the island.
+Other islands have separate JobSets, so they are not affected. Fields of JobSet: jobset.sigs.k8s.io, API
+jobset.x-k8s.io/v1alpha2.
 """
 
 import math
@@ -16,12 +17,16 @@ from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, Plan, render
 from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_host
 
-POLITE = (INTERRUPTED, 143)  # asked to end by SIGTERM, also when that came before the process could listen
-START_MINUTES = 180  # until a process begins to touch its file: a token store may be copied first
-LATER_MINUTES = 5  # than its own watchdog, which says where a process hangs
+# Exit statuses after SIGTERM, the second one if it came before the process could handle it.
+POLITE = (INTERRUPTED, 143)
+# The time until a process must have touched its health file; a token store may be copied first.
+START_MINUTES = 180
+# The probe waits longer than the process's own watchdog, because the watchdog reports where a process hangs.
+LATER_MINUTES = 5
 HEALTH_PATH = f"{common.RUN_DIR}/{HEALTH}"
 JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"
-CONTROLLER_MACHINE = "e2-standard-4"  # JobSet's controller asks for half a processor, which small nodes have not left
+# JobSet's controller requests half a processor, which smaller nodes do not have free.
+CONTROLLER_MACHINE = "e2-standard-4"
 
 
 class Pool(NamedTuple):
@@ -58,13 +63,13 @@ def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan
 
 
 def common_manifest(config: RunConfig, settings: str) -> str:
-    """Write the namespace of the run, its account, and its settings as all containers read them."""
+    """Return the manifest with the run's namespace, its account, and the config for all containers."""
     account = config.cloud.service_account
     return render("gke/common.yaml", **_everywhere(config), service_account=account, settings=settings)
 
 
 def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> str:
-    """Write the JobSet of an island."""
+    """Return the manifest of an island's JobSet."""
     cloud = config.cloud
     return render(
         "gke/island.yaml",
@@ -84,7 +89,7 @@ def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> st
 
 
 def syncer_manifest(config: RunConfig, needs: Needs) -> str:
-    """Write the syncer's StatefulSet and Service; with `syncer.metrics` also the PodMonitoring that scrapes it."""
+    """Return the manifest of the syncer's StatefulSet and Service, and with `syncer.metrics` of its PodMonitoring."""
     machine = syncer_host(config, needs)
     return render(
         "gke/syncer.yaml",
@@ -112,7 +117,7 @@ def _everywhere(config: RunConfig) -> dict[str, Any]:
         "health": HEALTH_PATH,
         "certificates_path": common.CERTIFICATES_PATH,
         "volume": common.VOLUME,
-        # Without a watchdog nothing is to be ended.
+        # Without a watchdog the probe must not end any process.
         "stale_minutes": math.ceil(watchdog.start_s / 60) + LATER_MINUTES if watchdog.least_s else 0,
         "start_minutes": START_MINUTES,
     }
@@ -126,7 +131,7 @@ LAUNCHER = Launcher("gke", (), parts)
 
 
 def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines]) -> str:
-    """Write what is done in one region's cluster."""
+    """Return the script that creates, configures, starts and deletes everything in one region's cluster."""
     names = [each.name for each in slices]
     pools = [_island_pool(config, each) for each in slices]
     if region == common.syncer_region(config):
@@ -153,22 +158,24 @@ def _by_policy(each: IslandMachines) -> bool:
 
 def _island_pool(config: RunConfig, each: IslandMachines) -> Pool:
     topology = each.topology
-    # The machine type of a slice with one host says its shape.
+    # For a slice with one host, the machine type determines the shape.
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()
     shape = ("--placement-policy", each.resource) if _by_policy(each) else shape
     asked, count = asked_of(config.cloud, "gke").flags, topology.hosts
-    if "--flex-start" in asked:  # machines come when a pod waits for them
+    if "--flex-start" in asked:
+        # GKE creates the machines when a pod waits for them.
         asked, count = (*asked, "--max-nodes", str(count)), 0
     flags = (*shape, *asked, "--disk-size", str(config.cloud.host_disk_gb))
     return Pool(each.resource, each.zone, topology.machine_type, count, flags)
 
 
 def _context(region: str) -> str:
-    return f"gke_${{PROJECT}}_{region}_${{CLUSTER}}"  # as `clusters get-credentials` names it
+    # `gcloud container clusters get-credentials` gives the context this name.
+    return f"gke_${{PROJECT}}_{region}_${{CLUSTER}}"
 
 
 def syncer_script(config: RunConfig) -> str:
-    """Write what is done for the syncer, once its cluster is there."""
+    """Return the script that creates and deletes the syncer in an existing cluster."""
     region = common.syncer_region(config)
     manifest = f"clusters/{region}/syncer.yaml"
     return render("gke/syncer.sh", about=common.ABOUT_SYNCER, context=_context(region), manifest=manifest)

@@ -1,7 +1,7 @@
 """GPU hosts: jobs of a Slurm cluster with a shared folder, or tasks of SkyPilot.
 
-An island of N processes is a job with N tasks; Slurm places them and deals out the GPUs of its nodes. SkyPilot starts
-one process on each node, which has all of its GPUs. Fields of tasks: sky/utils/schemas.py of SkyPilot 0.14.
+An island of N processes is a Slurm job with N tasks; Slurm places them and assigns the GPUs. SkyPilot starts one
+process on each node, and it gets all GPUs of the node. Fields of tasks: sky/utils/schemas.py of SkyPilot 0.14.
 """
 
 import math
@@ -18,30 +18,34 @@ from diloco_jax.tools.launch.launcher import Plan, local, render
 from diloco_jax.tools.launch.needs import GIB, MARGIN, Needs, island_bytes, syncer_bytes
 
 COORDINATOR_PORT = 8482
-GPU_GIB = 16  # of a host's memory for each GPU, at least: what CUDA takes is in no forecast
-CPUS = 8  # of the syncer, and of each process of an island
+# The least host memory for each GPU, because the forecast does not include CUDA's memory.
+GPU_GIB = 16
+# Processors of the syncer, and of each process of an island.
+CPUS = 8
 
 
 class GpuLauncher(NamedTuple):
     """A way of launching on GPU hosts."""
 
-    name: str  # as `diloco launch` calls it
-    parts: Callable[[RunConfig, Needs], Plan]  # writes the files and commands of this way alone
+    # The argument of `diloco launch`.
+    name: str
+    # Returns the files and commands that only this way has.
+    parts: Callable[[RunConfig, Needs], Plan]
 
     def slices(self, config: RunConfig) -> list[IslandConfig]:
-        """Check the config, and return the islands; ValueError if it does not say how many GPUs they have."""
+        """Check the config, and return the islands; ValueError if a setting is missing, such as the number of GPUs."""
         common.check_label("name", config.name)
         islands = [config.island(name) for name in config.islands.names]
         if alike := next((each.name for each in islands if not each.devices), ""):
-            raise ValueError(f"{alike} does not say how many GPUs it has; set islands.devices, over all its hosts")
+            raise ValueError(f"{alike} has no number of GPUs; set islands.devices to the GPUs of all its hosts")
         if not config.cloud.bucket and common.BUCKET in dump(config):
-            raise ValueError(f"a path names {common.BUCKET}, but cloud.bucket is empty; set it")
+            raise ValueError(f"a path contains {common.BUCKET}, but cloud.bucket is empty; set it")
         if self.name == "sky" and not config.gpu.accelerator:
             raise ValueError("launch sky needs gpu.accelerator, such as H100; write it into the config")
         return islands
 
     def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
-        """Write all files and commands. Raises as `slices` does."""
+        """Return all files and commands; raises as `slices`."""
         self.slices(config)
         own = self.parts(config, needs)
         create = (common.make_certificates(config), *own.create)
@@ -72,7 +76,7 @@ def _gib(num_bytes: float) -> int:
 
 
 def slurm(config: RunConfig, needs: Needs) -> Plan:
-    """Write a batch script for the syncer and for each island."""
+    """Return a batch script for the syncer and for each island, and the commands that submit them."""
     everywhere = {"run": config.name, "cpus": CPUS, "options": config.gpu.options}
     memory_gib = _gib(syncer_bytes(needs))
     files = {
@@ -97,7 +101,7 @@ def slurm(config: RunConfig, needs: Needs) -> Plan:
 
 
 def sky(config: RunConfig, needs: Needs) -> Plan:
-    """Write a task for the syncer and for each island."""
+    """Return a task for the syncer and for each island, and the commands that start them."""
     everywhere = {"run": config.name, "image": config.cloud.image}
     files = {
         "syncer.sky.yaml": render(

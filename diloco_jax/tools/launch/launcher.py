@@ -1,6 +1,6 @@
-"""A way of launching: its result, files and the commands that use them, and those files that all ways write.
+"""Ways of launching: the plan of files and commands that they return, and the files that all ways have.
 
-Every file that is written has a template of its name below `templates/`, where a reader sees what a machine will get.
+Every file of a plan has a template with its name below `templates/`, which shows what a machine will get.
 """
 
 import json
@@ -19,7 +19,8 @@ from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, as
 from diloco_jax.tools.launch.needs import Needs, with_host
 
 HEADER = "#!/usr/bin/env bash\n"
-POD_ACCOUNT = "diloco"  # Kubernetes service account
+# The Kubernetes service account of the pods.
+POD_ACCOUNT = "diloco"
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
     undefined=jinja2.StrictUndefined,
@@ -32,32 +33,42 @@ _TEMPLATES.filters |= {"quote": shlex.quote, "json": json.dumps}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run's launch, as data."""
+    """A run's launch: the files to write and the commands to run."""
 
-    files: dict[str, str]  # relative path -> text. Those that begin with "#!" are made executable.
-    create: tuple[str, ...]  # command lines of bash, run in the folder of the files, one by one
-    delete: tuple[str, ...]  # the same, to take away what they made
+    # Texts by relative path; a text that starts with "#!" becomes an executable file.
+    files: dict[str, str]
+    # Command lines for bash, which run one after the other in the folder of the files.
+    create: tuple[str, ...]
+    # Command lines that delete everything that `create` has made.
+    delete: tuple[str, ...]
 
 
 def render(template: str, /, **values: Any) -> str:
-    """Fill in a template; jinja2.UndefinedError if it needs a value that is not given."""
+    """Fill in a template; jinja2.UndefinedError if a value is missing."""
     return _TEMPLATES.get_template(f"{template}.j2").render(values)
 
 
 class Launcher(NamedTuple):
     """A way of launching on Google Cloud."""
 
-    name: str  # as `diloco launch` calls it
-    needed: tuple[str, ...]  # settings of `cloud` that must not be empty, beside those of all ways
-    parts: Callable[[RunConfig, list[IslandMachines], Needs], Plan]  # writes the files and commands of this way alone
+    # The argument of `diloco launch`.
+    name: str
+    # Settings of `cloud` that must not be empty, in addition to those that all ways need.
+    needed: tuple[str, ...]
+    # Returns the files and commands that only this way has.
+    parts: Callable[[RunConfig, list[IslandMachines], Needs], Plan]
 
     def slices(self, config: RunConfig) -> list[IslandMachines]:
-        """Check the config as far as that takes no time, and return the islands' machines. Raises as `plan` does."""
+        """Check the config without loading the model, and return the islands' machines; ValueError as in `plan`."""
         asked_of(config.cloud, self.name)
         return common.slices_of(config, self.name, self.needed)
 
     def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
-        """Write all files and commands, with what machines need if that is known; ValueError names a wrong setting."""
+        """Return all files and commands; ValueError names a wrong setting.
+
+        Args:
+          needs: the machines' needs; None if the model cannot be loaded here.
+        """
         slices, config = self.slices(config), with_host(config, needs)
         own = self.parts(config, slices, needs)
         create = (common.make_certificates(config), "./project.sh create", *own.create)
@@ -78,7 +89,7 @@ class Launcher(NamedTuple):
     def readme(
         self, config: RunConfig, slices: list[IslandMachines], regions: list[str], create: tuple[str, ...]
     ) -> str:
-        """Write README.md: what to do in which order, and how to look at the run."""
+        """Return the text of README.md: the steps of the launch in their order, and how to watch the run."""
         cloud = config.cloud
         contexts = {region: f"gke_{cloud.project}_{region}_{cloud.cluster}" for region in regions}
         return render(
@@ -103,7 +114,7 @@ class Launcher(NamedTuple):
 
 
 def local(config: RunConfig) -> RunConfig:
-    """Make the settings for commands in the folder of the files: `diloco status ADDRESS --config local.yaml`."""
+    """Return the config for commands in the files' folder, such as `diloco status ADDRESS --config local.yaml`."""
     everywhere = common.remote(config)
     names = ("tls_ca", "tls_certificate", "tls_key", "token_file")
     here = {name: getattr(everywhere.transport, name).replace(CERTIFICATES_PATH, "certs") for name in names}
@@ -111,11 +122,11 @@ def local(config: RunConfig) -> RunConfig:
 
 
 def variables(config: RunConfig) -> str:
-    """Write variables.sh, which all scripts read."""
+    """Return the text of variables.sh, which all scripts read."""
     where = {"syncer_zone": common.syncer_zone(config), "syncer_region": common.syncer_region(config)}
     return render("variables.sh", run=config.name, cloud=config.cloud, **where)
 
 
 def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
-    """Write what is done once for all machines; NAT and permissions stay when the run is deleted."""
+    """Return the script for things that all machines share; NAT and permissions remain when the run is deleted."""
     return render("project.sh", way=way, account=POD_ACCOUNT, nat_regions=regions if config.cloud.nat else [])

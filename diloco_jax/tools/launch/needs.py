@@ -1,4 +1,4 @@
-"""The needs of a run's machines, told before anything is paid for, and the smallest machine type for the syncer."""
+"""The needs of a run's machines before anything is paid for, and the smallest machine type for the syncer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,8 +10,10 @@ from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.needs import outlines, syncer_needs
 
 GB, GIB = 1e9, 2.0**30
-Needs: TypeAlias = Mapping[str, Any] | None  # as needs_of returns them; None if the model cannot be loaded here
-MARGIN = 1.1  # the forecast of a process's memory is right to 10 %
+# The result of `needs_of`; None if the model cannot be loaded here.
+Needs: TypeAlias = Mapping[str, Any] | None
+# The forecast of a process's memory is right to 10 %.
+MARGIN = 1.1
 
 # GiB of memory by machine type, ascending: docs.cloud.google.com/compute/docs/general-purpose-machines (N2, C3) and
 # /memory-optimized-machines (M3).
@@ -20,21 +22,25 @@ MACHINE_GIB = {
     "n2-highmem-64": 512, "n2-highmem-80": 640, "n2-highmem-96": 768, "n2-highmem-128": 864, "c3-highmem-176": 1408,
     "m3-ultramem-64": 1952, "m3-ultramem-128": 3904,
 }  # fmt: skip
-# Memory that GKE keeps, by steps in GiB: docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes
+# Memory that GKE reserves: (up to this many GiB, share), from
+# docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes
 _KEPT = ((4, 0.25), (8, 0.20), (16, 0.10), (128, 0.06), (float("inf"), 0.02))
-_OTHERS_GIB = 1.1  # its threshold for evictions, and GKE's own pods
+# The threshold of GKE for evictions, and its own pods.
+_OTHERS_GIB = 1.1
 
 
 class SyncerMachine(NamedTuple):
     """The host of a syncer."""
 
     machine_type: str
-    request_bytes: float  # what its process asks for; 0 if that is not known
-    limit_bytes: float  # what the machine can give it; 0 if the machine is not on the list
+    # Memory that its process requests; 0 if unknown.
+    request_bytes: float
+    # Memory that the machine can give to it; 0 if the machine is not on the list.
+    limit_bytes: float
 
 
 def allocatable(gib: float) -> float:
-    """Return how many bytes of a machine with so many GiB GKE leaves to pods."""
+    """Return the bytes that GKE leaves to pods on a machine with `gib` GiB."""
     kept, below = _OTHERS_GIB, 0.0
     for until, share in _KEPT:
         kept += share * max(0.0, min(gib, until) - below)
@@ -43,7 +49,7 @@ def allocatable(gib: float) -> float:
 
 
 def needs_of(config: RunConfig) -> dict[str, Any]:
-    """Work out what hosts, chips, disks and links must carry; ValueError if the model cannot be loaded here."""
+    """Return the needs of hosts, chips, disks and links; ValueError if the model cannot be loaded here."""
     found = list(outlines(config))
     memory, disk_bytes = syncer_needs(found[0].run)
     return {
@@ -54,14 +60,18 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
 
 
 def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
-    """Return the syncer's host: the config's, or the smallest that does; ValueError if none does, or nobody knows."""
+    """Return the syncer's host: the config's, or the smallest one that has enough memory.
+
+    Raises:
+      ValueError: no machine type has enough memory, or the need is unknown.
+    """
     machine, request = config.cloud.syncer_machine_type, MARGIN * syncer_bytes(needs)
     if machine and machine != AUTO:
         gib = MACHINE_GIB.get(machine, 0)
         return SyncerMachine(machine, request, allocatable(gib) if gib else 0.0)
     if machine and needs is None:
         raise ValueError(
-            "cloud.syncer_machine_type is auto, but the model cannot be loaded here, so nobody knows its size; name a "
+            "cloud.syncer_machine_type is auto, but the model cannot be loaded here, so its size is unknown; name a "
             "machine type"
         )
     for name, gib in MACHINE_GIB.items():
@@ -74,29 +84,29 @@ def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
 
 
 def syncer_bytes(needs: Needs) -> float:
-    """Return the memory that the syncer takes, 0 if that is not known."""
+    """Return the memory that the syncer needs, in bytes; 0 if unknown."""
     return float(sum(needs["syncer"]["memory"].values())) if needs else 0.0
 
 
 def island_bytes(needs: Needs, name: str) -> float:
-    """Return the memory that each host of an island takes, 0 if that is not known."""
+    """Return the memory that each host of an island needs, in bytes; 0 if unknown."""
     kinds = needs["islands"] if needs else ()
     return next((_on_host(kind) for kind in kinds if name in kind["islands"]), 0.0)
 
 
 def _on_host(kind: Mapping[str, Any]) -> float:
-    """Return the memory of a host; those that are launched have accelerators, even if this machine emulates them."""
+    """Return the memory that a host needs, without emulated devices, because launched hosts have accelerators."""
     return float(sum(kind["host"].values()) - kind["host"]["emulated_devices"])
 
 
 def with_host(config: RunConfig, needs: Needs) -> RunConfig:
-    """Write the machine type of the syncer's host into the settings."""
+    """Return the config with the machine type of the syncer's host filled in."""
     machine = syncer_host(config, needs).machine_type
     return replace(config, cloud=replace(config.cloud, syncer_machine_type=machine))
 
 
 def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
-    """Say for people what machines need, beside what the config gives them."""
+    """Yield lines for people: what machines need, and warnings if the config gives them too little."""
     if needs is None:
         return
     cloud, syncer, host = config.cloud, needs["syncer"], syncer_host(config, needs)
@@ -117,12 +127,12 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
     )
     if 0 < host.limit_bytes < host.request_bytes:
         yield (
-            f"warning: the syncer's process may take {size(host.request_bytes)}, but {host.machine_type} leaves it "
-            f"{size(host.limit_bytes)}; leave cloud.syncer_machine_type out"
+            f"warning: the syncer's process may need {size(host.request_bytes)}, but {host.machine_type} leaves it "
+            f"{size(host.limit_bytes)}; remove cloud.syncer_machine_type"
         )
     yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
     if not config.protocol.snapshot_every:
-        yield ("warning: protocol.snapshot_every is 0, so nothing is saved before the end; set it, such as to 250")
+        yield ("warning: protocol.snapshot_every is 0, so nothing is saved before the end; set it to 250, for example")
     link = needs["link"]
     yield (
         f"links: each learner moves {size(link['up_bytes_per_step'])} up and {size(link['down_bytes_per_step'])} down "
@@ -132,4 +142,4 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
 
 def _too_small(setting: str, have_gb: int, need: float) -> Iterator[str]:
     if need > have_gb * GB:
-        yield f"warning: what is kept takes {size(need)}, but cloud.{setting} is {have_gb}; raise it"
+        yield f"warning: saved states need {size(need)}, but cloud.{setting} is {have_gb}; raise it"

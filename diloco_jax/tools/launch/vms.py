@@ -1,8 +1,9 @@
-"""Virtual machines: islands as managed instance groups of Compute Engine or by the Cloud TPU API, and the syncer.
+"""Virtual machines for the syncer and for islands: managed instance groups of Compute Engine, or the Cloud TPU API.
 
-Machines run them when they start: they fetch what the container needs, and start it. A machine is told what to do by
-its metadata: diloco-image, -arguments, -secret, -config, -ports (of the syncer), -hosts and -environment (of an
-island). Nothing secret is among them; certificates come from Secret Manager, to which the machine's account has access.
+A machine runs a boot script when it starts. The script fetches everything that the container needs and starts it. Its
+inputs are in the machine's metadata: diloco-image, -arguments, -secret, -config, -ports (syncer), -hosts and
+-environment (island). The metadata has no secrets; certificates come from Secret Manager, which the machine's account
+can read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +16,21 @@ from diloco_jax.tools.launch.common import VOLUME, IslandMachines, asked_of, fla
 from diloco_jax.tools.launch.launcher import Launcher, Plan, render
 from diloco_jax.tools.launch.needs import Needs
 
-USER = 10001  # of the image
-DISK = "diloco-run"  # device name of the disk with the run's folder
-STOP_S = 60  # for a container to end in good order
-COORDINATOR_PORT = 8482  # of JAX, as it would choose by itself on a TPU
+# The user of the image.
+USER = 10001
+# The device name of the disk with the run's folder.
+DISK = "diloco-run"
+# The time that a container has to stop.
+STOP_S = 60
+# The port of JAX's coordinator; JAX uses the same one on TPUs.
+COORDINATOR_PORT = 8482
 
-# Exit statuses after which a container is not started again.
+# A container with one of these exit statuses is not restarted.
 FINAL = {"wrong input": WRONG_INPUT, "SIGTERM": INTERRUPTED, "SIGTERM before it could listen": 143}
 
 
 def boot_script(name: str) -> str:
-    """Write a script that starts the container of an island or of the syncer on its machine."""
+    """Return the script that starts the container of an island or of the syncer on its machine."""
     return render(
         name, final=FINAL, stop_s=STOP_S, volume=VOLUME, disk=DISK, user=USER, coordinator_port=COORDINATOR_PORT
     )
@@ -39,11 +44,12 @@ def parts(
     slices: Sequence[IslandMachines],
     needs: Needs,
 ) -> Plan:
-    """Write the scripts of a way.
+    """Return the scripts of a way, and the commands that call them.
 
     Args:
         learner: template of the script that starts an island's container.
-        steps: verbs of the islands' scripts that a launch calls.
+        island_script: returns the script of an island.
+        steps: the verbs of the islands' scripts that a launch calls.
     """
     scripts = {f"islands/{each.name}.sh": island_script(config, each) for each in slices}
     syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot_script("vm/syncer-boot.sh")}
@@ -60,12 +66,12 @@ def _lines(environment: Mapping[str, str]) -> str:
 
 
 def _metadata(words: list[str], secret: str) -> str:
-    """Write a machine's metadata. No value has a comma, which would divide it."""
+    """Return a machine's metadata; values must not have commas, which separate entries."""
     return f"diloco-image=$IMAGE,diloco-secret=$RUN-{secret},diloco-arguments={' '.join(words)}"
 
 
 def _learner(each: IslandMachines) -> list[str]:
-    """Return the arguments of `diloco` on every host of an island; scripts know the syncer's address and port."""
+    """Return the arguments of `diloco` on every host of an island; the script sets $syncer and $PORT."""
     return [*common.learner_words(each.name, "$syncer:$PORT"), "--preemption", "gce"]
 
 
@@ -87,9 +93,9 @@ def syncer_script(config: RunConfig) -> str:
 
 
 def group_script(config: RunConfig, each: IslandMachines) -> str:
-    """Write the script of a managed instance group; one with a workload policy is a slice.
+    """Return the script of a managed instance group; a group with a workload policy is a slice.
 
-    It is made again after a preemption: Compute Engine does not start a slice of spot capacity again by itself.
+    The script recreates the group after a preemption, because Compute Engine does not restart a spot slice itself.
     """
     return render(
         "gce/island.sh",
@@ -107,10 +113,10 @@ GCE = Launcher("gce", ("tpu_image_family",), partial(parts, "gce/learner-boot.sh
 
 
 def resource_script(config: RunConfig, each: IslandMachines) -> str:
-    """Write the script of a queued resource, whose files are copied and containers started over ssh.
+    """Return the script of a queued resource; it copies files and starts containers over ssh.
 
-    Each island has its own, never one with several nodes: those would be told to be one multislice job, and a host
-    would wait for the hosts of all other islands.
+    Each island has a separate resource with one node. Several nodes of one resource would form a multislice job, where
+    a host waits for the hosts of all other islands.
     """
     asked = asked_of(config.cloud, "tpu-vm")
     return render(

@@ -1,4 +1,4 @@
-"""Write a plan's files into a folder, and run its commands if somebody asked for that."""
+"""Writing of a plan's files into a folder, and running of its commands."""
 
 import os
 import shutil
@@ -12,25 +12,32 @@ from diloco_jax.tools.launch.launcher import HEADER, Launcher, Plan
 
 GOOGLE = (gke.LAUNCHER, vms.GCE, vms.TPU_VM)
 WAYS: dict[str, Launcher | gpu.GpuLauncher] = {way.name: way for way in (*GOOGLE, gpu.SLURM, gpu.SKY)}
-MARK = "variables.sh"  # a folder with this file was written by us
-TOOLS = {  # what scripts call, and where it comes from
+# The file that marks a folder as written by `diloco launch`.
+MARK = "variables.sh"
+# The programs that scripts call, with the way to get each.
+TOOLS = {
     "gcloud": "install the Google Cloud CLI",
     "kubectl": "gcloud components install kubectl gke-gcloud-auth-plugin",
     "sbatch": "call it on a login node of the cluster",
     "sky": "pip install skypilot",
 }
-OUTPUT_MAX = 4000  # characters of a failed command's output in the message
+# The most characters of a failed command's output in a message.
+OUTPUT_MAX = 4000
 
 
 def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
-    """Write the files, over an earlier launch's with `force`; return their paths. ValueError if others are there."""
+    """Write the files of a plan, and return their paths; with `force`, overwrite the files of an earlier launch.
+
+    Raises:
+      ValueError: the folder has other files, or an earlier launch's without `force`.
+    """
     if there := next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None):
-        raise ValueError(f"--out is {folder}, but {there} is no folder; choose another --out")
+        raise ValueError(f"--out is {folder}, but {there} is not a folder; choose another --out")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARK).exists():
-            raise ValueError(f"--out is {folder}, which holds files that are not of a launch; choose another --out")
+            raise ValueError(f"--out is {folder}, which has files of another origin; choose another --out")
         if not force:
-            raise ValueError(f"{folder} is not empty; --force overwrites what is there, or choose another --out")
+            raise ValueError(f"{folder} is not empty; overwrite its files with --force, or choose another --out")
     for name, text in plan.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +48,7 @@ def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
 
 
 def check_tools(plan: Plan) -> None:
-    """Look for what the scripts call, before anything is made; ValueError if it is not in PATH."""
+    """Check that the programs that scripts call are in PATH; ValueError names the missing ones."""
     scripts = "".join(text for text in plan.files.values() if text.startswith(HEADER))
     missing = [name for name in TOOLS if f"{name} " in scripts and shutil.which(name) is None]
     if missing:
@@ -52,8 +59,9 @@ def check_tools(plan: Plan) -> None:
 
 
 def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
-    """Run the commands in the folder of the files; `say` gets what they print. ConnectionError if one fails."""
-    own = str(Path(sys.executable).parent)  # `diloco` is there, if the environment is not active
+    """Run the commands in the folder of the files; `say` gets their output. ConnectionError if a command fails."""
+    # `diloco` is in this folder, even if the environment is not active.
+    own = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + os.pathsep + own}
     for number, line in enumerate(plan.create, 1):
         say(f"[{number}/{len(plan.create)}] {line}")
@@ -76,13 +84,13 @@ def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
             raise ConnectionError(
                 f"command {number} of {len(plan.create)}, `{line}`, ended with status {process.returncode}:\n"
                 f"{heard.rstrip()}\n"
-                f"Correct the cause and run {folder}/create.sh, which makes only what is missing; or undo what the "
-                f"commands before it made: {folder}/delete.sh"
+                f"Correct the cause and run {folder}/create.sh, which creates only what is missing; or run "
+                f"{folder}/delete.sh, which deletes what the earlier commands created"
             )
 
 
 def describe(plan: Plan) -> str:
-    """Write the files as text, for people who only want to look."""
+    """Return the files and commands of a plan as text."""
     parts = [f"==> {name} <==\n{text}" for name, text in plan.files.items()]
     commands = "\n".join(f"  {line}" for line in plan.create)
     return "\n".join(parts) + f"\nNothing was written or run. --out DIR writes these files; --run also runs\n{commands}"

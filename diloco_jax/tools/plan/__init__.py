@@ -1,1 +1,1 @@
-"""The forecast of what a config asks of links, chips and hosts."""
+"""Forecasts of the links, chips and hosts that a config needs."""

@@ -1,7 +1,7 @@
-"""The schedule, format and connections that a link calls for, with reasons.
+"""Advice on turns, formats and connections for a link, with reasons.
 
-The config's own settings stay where they are good enough. Where they are not, what costs the least training quality
-changes first: the format (int4 with error feedback: 0.2 % of the loss in our runs, int2 no more), then P, then H.
+The config's settings are kept if they are good enough. Otherwise the setting that costs the least training quality
+changes first: the format (int4 with error feedback cost 0.2 % of the loss in our runs, int2 not more), then P, then H.
 """
 
 import math
@@ -16,23 +16,27 @@ from diloco_jax.tools.plan.case import Case, changed
 from diloco_jax.tools.plan.forecast import FORMATS, recovery, syncer_load
 from diloco_jax.transport.link import STRIPES_MAX
 
-BUSY_MAX = 0.7  # share of a link that rounds may fill on average: joins, repairs and states need the rest
-OVERLAP_MIN, OVERLAP_MAX = 2, 5  # the paper's tau; more than 5 costs quality (arXiv 2501.18512)
-RECOVERY_ROOM = 1.5  # a transfer may take this many times the time that it should
-SYNC_EVERY_MAX = 500  # DiLoCo's H
+# The share of a link that rounds may fill on average, because joins, repairs and states need the rest.
+BUSY_MAX = 0.7
+# The range of tau: the paper's value, and the largest one that does not cost quality (arXiv 2501.18512).
+OVERLAP_MIN, OVERLAP_MAX = 2, 5
+# The advised limit of a transfer's time over its expected time.
+RECOVERY_ROOM = 1.5
+# DiLoCo's H.
+SYNC_EVERY_MAX = 500
 Advice = dict[str, Any]
 
 
 class ScheduleChoice(NamedTuple):
-    """A case whose config has the schedule and formats of this choice, and the link that is to carry it."""
+    """A candidate: a case with its turns and formats, and the payload rate of its link."""
 
     case: Case
     rounds: Rounds
-    rate: float  # of payload, Gbit/s
+    rate: float  # Gbit/s
 
     @property
     def overlap_needed(self) -> int:
-        """Count the steps that a round takes."""
+        """Return the number of steps that a round takes."""
         return self.rounds.overlap_needed(self.rate)
 
     @property
@@ -42,19 +46,19 @@ class ScheduleChoice(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Tell if the link carries it with room to spare."""
+        """Return whether the link carries the rounds with room to spare."""
         return self.busy <= BUSY_MAX and self.overlap_needed <= OVERLAP_MAX
 
 
 def advise(case: Case) -> list[Advice]:
-    """Make one entry per setting: its name, the value that is recommended, the config's, and the reason."""
+    """Return one entry per setting with its name, the recommended value, the config's value, and the reason."""
     stripes = stripes_for(case)
     choice = choose(case, stripes)
     return [*_schedule(case, choice), _stripes(case, stripes), *_others(choice, stripes)]
 
 
 def stripes_for(case: Case) -> int:
-    """Choose each learner's connections: the config's if they carry rounds and recoveries, else enough for the link."""
+    """Choose the number of connections: the config's if it carries rounds and recoveries, else enough for the link."""
     now, share = case.config.transport.stripes, case.given.link_gbit_per_s / case.per_site
     fill = min(STRIPES_MAX, max(1, math.ceil(share / case.stripe_gbit_per_s)))
     back = recovery(case)
@@ -69,7 +73,10 @@ def _choice(case: Case, stripes: int) -> ScheduleChoice:
 
 
 def choose(case: Case, stripes: int) -> ScheduleChoice:
-    """Find the first choice that fits, else one with nearly the shortest overlap, or that fills the link least."""
+    """Choose the first candidate that fits.
+
+    If none fits, choose one with nearly the shortest overlap; if all overload the link, the one that fills it least.
+    """
     tried = []
     for there in _candidates(case):
         tried.append(_choice(there, stripes))
@@ -79,25 +86,28 @@ def choose(case: Case, stripes: int) -> ScheduleChoice:
     if not carried:
         return min(tried, key=lambda each: each.busy)
     least = min(each.overlap_needed for each in carried)
-    return next(each for each in carried if each.overlap_needed <= least + 1)  # latency alone calls for that much
+    # One more step is accepted, because latency alone may need it.
+    return next(each for each in carried if each.overlap_needed <= least + 1)
 
 
 def _candidates(case: Case) -> Iterator[Case]:
     protocol, wire = case.config.protocol, case.config.wire
-    pieces_max = case.config.transport.queue_payloads_max  # a joining learner gets all fragments at once
+    # The queue must hold all fragments, because a joining learner gets them at once.
+    pieces_max = case.config.transport.queue_payloads_max
     narrower = FORMATS[max(FORMATS.index(wire.up), FORMATS.index(wire.down)) :]
     formats = dict.fromkeys([(wire.up, wire.down), *zip(narrower, narrower, strict=True)])
     for schedule in _schedules(protocol, pieces_max):
         try:
             there = changed(case, protocol={**schedule, "overlap_steps": max(1, protocol.overlap_steps)})
-        except ValueError:  # the model has not so many pieces
+        except ValueError:
+            # The model cannot be cut into this number of fragments.
             continue
         for up, down in formats:
             yield changed(there, wire={"up": up, "down": down})
 
 
 def _schedules(protocol: ProtocolConfig, pieces_max: int) -> Iterator[dict[str, Any]]:
-    """Yield H and P as they are, and with longer and longer periods; of classes all in the same proportion."""
+    """Yield H and P of the config, then longer and longer periods; periods of classes keep their proportions."""
     factor, longest = 1, max(phase.cycle for phase in protocol.groups.phases)
     while not isinstance(protocol.sync_every, int) or protocol.sync_later:
         later = {step: _times(periods, factor) for step, periods in protocol.sync_later.items()}
@@ -133,7 +143,7 @@ def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
         why_h = (
             f"{carries}, {choice.busy:.0%}, with every fragment once per {rounds.sync_every} steps "
             f"({rounds.sync_every * case.step_s:.3g} s){' or more often' * there.by_class}; a smaller H means less "
-            "drift, so it is not raised without need"
+            "drift, so it is raised only if necessary"
         )
     else:
         why_h = f"{carries}: {choice.busy:.0%}, more than {BUSY_MAX:.0%} even with the largest H that is tried"
@@ -154,7 +164,7 @@ def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
 
 
 def _too_wide(case: Case, rate: float) -> str:
-    """Give the reason for narrower formats: what the config's own would take of a link of this rate, Gbit/s."""
+    """Return the reason for narrower formats: how much of a link of `rate` Gbit/s the config's formats would fill."""
     own, wire = case.rounds(), case.config.wire
     return (
         f"{wire.up} up and {wire.down} down would fill {own.planned_gbit_per_s / rate:.0%} of {rate:.3g} Gbit/s on "
@@ -192,7 +202,7 @@ def _why_tau(case: Case, choice: ScheduleChoice) -> str:
 
 
 def _travel_s(choice: ScheduleChoice) -> float:
-    """Return the seconds that the largest fragment takes up and down."""
+    """Return the seconds to move the largest fragment up and down."""
     return (choice.rounds.up_bytes + choice.rounds.down_bytes) / (choice.rate * GBIT)
 
 
@@ -213,33 +223,33 @@ def _stripes(case: Case, stripes: int) -> Advice:
 
 
 def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
-    """Advise on payloads, the syncer's load and recoveries, but only where something must change."""
+    """Advise on payloads, the syncer's load and recoveries, but only if a setting must change."""
     there = changed(choice.case, transport={"stripes": stripes})
     config, round_s = there.config, choice.rounds.round_s(choice.rate)
     found: list[Advice] = []
     load = syncer_load(there)
     if load["shards"] > max(1, config.syncer.shards):
         why = (
-            f"learners send {load['mb_per_s_in']:.3g} MB/s, of which one process merged "
-            f"{there.given.shard_mb_per_s:g} in our measurements"
+            f"learners send {load['mb_per_s_in']:.3g} MB/s, and one process merged "
+            f"{there.given.shard_mb_per_s:g} MB/s in our measurements"
         )
         found.append(_entry("syncer.shards", load["shards"], config.syncer.shards, why))
     if round_s > config.protocol.pull_timeout_s:
         wait = float(math.ceil(2 * round_s))
-        why = f"a round takes {round_s:.3g} s, and after this time it goes on without who is late"
+        why = f"a round takes {round_s:.3g} s, and after this time it continues without late learners"
         found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
     whole = 4 * max(each.num_elements for each in there.run.fragments) / max(1, config.syncer.shards)
     if whole > config.transport.payload_bytes_max:
         most = 1 << math.ceil(math.log2(whole))
-        why = f"a joining learner gets fragments whole, in float32, and the largest has {size(whole)}"
+        why = f"a joining learner gets whole fragments in float32, and the largest has {size(whole)}"
         found.append(_entry("transport.payload_bytes_max", most, config.transport.payload_bytes_max, why))
     back = recovery(there)
     if back["state_bytes"] and not back["state_arrives"]:
         why = (
             f"a neighbour's state of {back['state_bytes'] / 1e9:.3g} GB takes {back['state_s']:.3g} s beside rounds, "
-            f"but a transfer may take protocol.recovery_turns x H steps, {back['state_limit_s']:.3g} s: it would be "
-            "tried in vain, and a returning island whose own state is lost begin with new moments of the inner "
-            "optimizer; wire.states int8 makes it smaller"
+            f"but a transfer may take protocol.recovery_turns x H steps, {back['state_limit_s']:.3g} s: it would "
+            "fail, and a returning island whose own state is lost would start with new moments of the inner "
+            "optimizer; wire.states int8 makes the state smaller"
         )
         now = config.protocol.recovery_turns
         turns = math.ceil(RECOVERY_ROOM * now * back["state_s"] / back["state_limit_s"])

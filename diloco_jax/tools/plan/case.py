@@ -1,6 +1,6 @@
-"""A config with the assumptions of a forecast, and what follows from the shapes of its model alone.
+"""A config under the assumptions of a forecast, with everything that follows from the shapes of its model.
 
-Nothing is compiled and no parameter allocated.
+No program is compiled, and no parameter is allocated.
 """
 
 import math
@@ -18,31 +18,38 @@ from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
 
-PAYLOAD_SHARE = 0.92  # of a link's rate: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21
-WINDOW_SHARE = 2 / 3  # of a window per round trip that one connection moves in practice; docs/benchmarks.md
-ASSUMED_STEP_S = 1.0  # where nothing is known of the chips; the paper's Table 13
+# Share of a link's rate that payloads reach: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21.
+PAYLOAD_SHARE = 0.92
+# Share of a window per round trip that one connection moves in practice; docs/benchmarks.md.
+WINDOW_SHARE = 2 / 3
+# Inner step for unknown chips, from the paper's Table 13.
+ASSUMED_STEP_S = 1.0
 
 
 class TimedKind(NamedTuple):
-    """Islands that are alike, with the time of their inner step."""
+    """Islands with equal settings, and the time of their inner step."""
 
     outline: IslandOutline
-    step_s: float  # of an inner step
-    step_from: str  # where that time comes from
+    step_s: float
+    # The origin of `step_s`, in words.
+    step_from: str
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config under assumptions, with what follows from shapes alone."""
+    """A config under assumptions, with everything that follows from shapes alone."""
 
-    config: RunConfig  # as it was written, which advice varies
+    # As it was written; advice varies it.
+    config: RunConfig
     given: Assumptions
-    kinds: tuple[TimedKind, ...]  # of islands, in the order of their first ones
-    run: ResolvedRun  # this config, resolved
+    # Kinds of islands, in the order of their first members.
+    kinds: tuple[TimedKind, ...]
+    # `config`, resolved.
+    run: ResolvedRun
 
     @property
     def learners(self) -> int:
-        """Count the learners, M."""
+        """Return the number of learners, M."""
         return self.config.islands.count
 
     @property
@@ -51,7 +58,7 @@ class Case:
 
     @property
     def per_site(self) -> int:
-        """Count the learners of the fullest site."""
+        """Return the number of learners of the largest site."""
         return math.ceil(self.learners / self.sites)
 
     @property
@@ -60,7 +67,7 @@ class Case:
 
     @property
     def step_s(self) -> float:
-        """Return the inner step of the fastest island: links must keep up with it."""
+        """Return the inner step of the fastest island, because links must keep up with it."""
         return min(kind.step_s for kind in self.kinds)
 
     @property
@@ -74,17 +81,17 @@ class Case:
 
     @property
     def stripe_gbit_per_s(self) -> float:
-        """Return what one connection moves: most of a window per round trip."""
+        """Return the rate of one connection: most of a window per round trip."""
         round_trip_s = self.given.round_trip_ms * 1e-3
         return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
     def usable_gbit_per_s(self, stripes: int | None = None) -> float:
-        """Return a learner's payload rate over its share of the link, with the config's connections or others."""
+        """Return a learner's payload rate over its share of the link, with `stripes` or the config's connections."""
         stripes = stripes or self.config.transport.stripes
         return min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
 
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
-        """Describe one learner's rounds, in the config's formats or others."""
+        """Describe one learner's rounds, in the given formats or the config's."""
         given = self.given
         largest = max(fragment.num_elements for fragment in self.run.fragments)
         threads = self.config.syncer.merge_threads or given.syncer_cores
@@ -96,7 +103,7 @@ class Case:
 
 
 def case_of(config: RunConfig, given: Assumptions) -> Case:
-    """Look at a config's islands; ValueError if it has none, or model, sites or mesh do not fit."""
+    """Outline a config's islands; ValueError if it has none, or if model, sites or mesh do not fit."""
     if config.algorithm != "decoupled":
         raise ValueError(
             f"algorithm is {config.algorithm!r}, which sends nothing between islands; plan a decoupled run, with data "
@@ -112,7 +119,7 @@ def case_of(config: RunConfig, given: Assumptions) -> Case:
 
 
 def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
-    """Return the same case with settings of some sections changed; ValueError if others forbid it."""
+    """Return the case with settings of some sections changed; ValueError if they conflict with other settings."""
     now = case.config
     config = replace(now, **{name: replace(getattr(now, name), **new) for name, new in sections.items()})
     then, before = config.protocol, now.protocol

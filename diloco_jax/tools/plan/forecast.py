@@ -1,7 +1,6 @@
-"""`diloco plan`: what a config asks of links, machines and money, and what comes of it, before anything is paid for.
+"""`diloco plan`: a forecast of the links, machines and money that a config needs, and of its goodput.
 
-Sizes are those of the codec and the fragment plan, rates those of sim/goodput/bandwidth.py, goodput that of methods.py
-beside it.
+Sizes come from the codec and the fragment plan, rates from sim/goodput/bandwidth.py, goodput from methods.py beside it.
 """
 
 import math
@@ -26,17 +25,22 @@ from diloco_jax.tools.budget.needs import link_needs, syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
 from diloco_jax.training.whole_state.moving import MovingLayout
 
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")  # from wide to narrow
+# From wide to narrow.
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
 DAY_S = 86400.0
 ROUND_TRIPS_MS = (1.0, 10.0, 50.0, 100.0, 200.0)
-SEED = 0  # of the simulated failures
-FAILURES = 2000  # that are simulated, in the mean
-STEPS_PER_FAILURE = 50  # of one learner, at least: fewer would say where in a step it fails
-STEPS_MIN, STEPS_MAX = 1000, 200_000  # of a learner
+# The seed of the simulated failures.
+SEED = 0
+# The simulated failures, on average.
+FAILURES = 2000
+# The least steps of a learner between two failures. With fewer, the failure's place in a step would change the result.
+STEPS_PER_FAILURE = 50
+# The least and the most simulated steps of a learner.
+STEPS_MIN, STEPS_MAX = 1000, 200_000
 
 
 def wire_bytes(case: Case) -> dict[str, Any]:
-    """Size the largest and the mean round by format, up, and as many bytes down, beside data parallel."""
+    """Return the bytes of the largest and of the mean round for each format, up or down, and for data parallel."""
     found: dict[str, Any] = {}
     for way in FORMATS:
         needs = link_needs(case.run, way, way)
@@ -51,7 +55,7 @@ def wire_bytes(case: Case) -> dict[str, Any]:
 
 
 def rate_rows(case: Case) -> list[dict[str, Any]]:
-    """Tabulate Gbit/s per site, each way, by format and utilisation; None where no rate is enough."""
+    """Return Gbit/s per site, each way, by format and utilisation; None where no rate is enough."""
     rows = []
     for way in (None, *FORMATS):
         for share in UTILISATIONS:
@@ -65,7 +69,7 @@ def rate_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def latency_rows(case: Case) -> list[dict[str, Any]]:
-    """Tabulate the steps of overlap that a round trip needs, over the given link and over one of any rate."""
+    """Return the steps of overlap that each round trip needs, over the given link and over an infinitely fast one."""
     own = case.given.round_trip_ms
     rows = []
     for round_trip_ms in sorted({*ROUND_TRIPS_MS, own}):
@@ -84,7 +88,7 @@ def latency_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def link_state(case: Case) -> dict[str, Any]:
-    """Work out what the config does over the given link, and data parallel beside it."""
+    """Return rates, round time and utilisation over the given link, for the config and for data parallel."""
     config, given = case.config, case.given
     rounds, rate = case.rounds(), case.usable_gbit_per_s()
     return {
@@ -103,7 +107,7 @@ def link_state(case: Case) -> dict[str, Any]:
 
 
 def syncer_load(case: Case) -> dict[str, Any]:
-    """Work out processor time, traffic, and shards of the syncer."""
+    """Return processor time, traffic and merge shards of the syncer."""
     given, rounds = case.given, case.rounds()
     rounds_per_s = rounds.num_fragments / rounds.sync_every / case.step_s
     in_mb_per_s = case.learners * rounds.planned_gbit_per_s * GBIT / 1e6
@@ -122,9 +126,10 @@ def syncer_load(case: Case) -> dict[str, Any]:
 
 
 def recovery(case: Case) -> dict[str, Any]:
-    """Work out how long a learner is away that starts anew: processes, global model, a neighbour's state.
+    """Return the time until a learner trains again after a restart: processes, global model, a neighbour's state.
 
-    It has no rounds yet, so its own link is free for the global model; the donor's carries rounds beside the state.
+    The learner's link is free for the global model, because it has no rounds yet. The donor's link carries rounds
+    beside the state.
     """
     given = case.given
     rate = GBIT * case.usable_gbit_per_s()
@@ -151,9 +156,13 @@ def recovery(case: Case) -> dict[str, Any]:
 
 
 def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
-    """Simulate goodput and uptime under failures of single chips, for this config and for one job over all chips.
+    """Simulate goodput and uptime when single chips fail, for this config and for one job over all chips.
 
-    A returning learner takes `away_s` to train again. ValueError if there are fewer chips than slices.
+    Args:
+      away_s: seconds until a returning learner trains again.
+
+    Raises:
+      ValueError: there are fewer slices than learners, or fewer chips than slices.
     """
     given, learners = case.given, case.learners
     slices = given.slices or learners
@@ -166,10 +175,12 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     between_s = given.mtbi_years * YEAR_S / case.chips
     observed_s = max(FAILURES * between_s, STEPS_MIN * case.step_s)
     lockstep = case.config.protocol.lockstep
-    # Failures far apart need no step to be drawn one by one; a synchronous round has a number of them.
+    # If failures are far apart, longer simulated steps give the same result. A synchronous run keeps its true step,
+    # because its rounds have a fixed number of steps.
     step_s = case.step_s if lockstep else max(case.step_s, learners * between_s / STEPS_PER_FAILURE)
     hardware = Hardware(step_s=step_s, slices=slices, mtbi_chip_s=given.mtbi_years * YEAR_S)
-    if slices == learners:  # a learner that loses its only slice begins anew
+    # A learner that loses its only slice restarts.
+    if slices == learners:
         hardware = replace(hardware, down_s=0.0, up_s=min(away_s, observed_s))
     wan, hours = Wan(), observed_s / 3600
     if lockstep:
@@ -192,7 +203,7 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
 
 
 def cost(case: Case, goodput: float) -> dict[str, Any]:
-    """Work out the cost per day of what has a price."""
+    """Return the traffic per day, and the costs per day of everything that has a price."""
     given, steps = case.given, DAY_S / case.step_s
     rounds = case.rounds()
     moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / rounds.sync_every * steps
@@ -208,7 +219,7 @@ def cost(case: Case, goodput: float) -> dict[str, Any]:
 
 
 def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put everything together, as `diloco plan --json` prints it."""
+    """Return the whole forecast, in the form that `diloco plan --json` prints."""
     load, back = syncer_load(case), recovery(case)
     goodput = expected_goodput(case, back["seconds"])
     protocol, wire = case.config.protocol, case.config.wire

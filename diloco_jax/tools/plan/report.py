@@ -1,4 +1,4 @@
-"""The output of `diloco plan` for people."""
+"""The text that `diloco plan` prints."""
 
 from collections.abc import Mapping
 from textwrap import fill
@@ -12,7 +12,7 @@ _INDENT = " " * 14
 
 
 def describe(result: Row) -> str:
-    """Write the result of `plan` as text: one paragraph for each subject, the advice last."""
+    """Format the result of `forecast` as text: one paragraph per subject, with the advice last."""
     tau = result["run"]["overlap_steps"]
     paragraphs = [
         _run(result["run"]),
@@ -46,7 +46,7 @@ def _run(run: Row) -> list[str]:
 
 
 def _periods(numbers: int | Mapping[str, int]) -> str:
-    """Write one number, or those of classes of tensors."""
+    """Format one number, or one for each class of tensors."""
     if isinstance(numbers, int):
         return str(numbers)
     if len(numbers) == 1:
@@ -86,7 +86,7 @@ def _link(link: Row, tau: int) -> list[str]:
     )
     return [
         f"this link     {link['gbit_per_s']:.3g} Gbit/s per site: {link['payload_gbit_per_s_per_learner']:.3g} of "
-        f"payload for each of its {link['learners_per_site']} learners, who send "
+        f"payload for each of its {link['learners_per_site']} learners, which send "
         f"{link['planned_gbit_per_s_per_learner']:.3g}",
         f"              a round takes {link['round_s']:.3g} s{within} ({link['merge_s']:.2g} s of it to merge): "
         f"{link['utilisation']:.1%} {made}",
@@ -134,7 +134,7 @@ def _recovery(back: Row) -> list[str]:
         f"{duration(back['global_model_s'])}"
     ]
     if back["state_bytes"]:
-        left_out = "" if back["state_arrives"] else f": it is tried {back['attempts']} times and then left out"
+        left_out = "" if back["state_arrives"] else f": it is tried {back['attempts']} times and then skipped"
         lines.append(
             f"              a neighbour's state of {size(back['state_bytes'])} in {duration(back['state_s'])}"
             f"{'; a' if back['state_arrives'] else ', but a'} transfer may take recovery_turns x H steps, "
@@ -158,8 +158,8 @@ def _cost(cost: Row) -> list[str]:
     lines = [f"per day       {moved} leave sites, {ring} with data parallel at full speed"]
     if "chips_per_day" in cost:
         lines.append(
-            f"              chips cost {cost['chips_per_day']:,.2f}, of which {cost['chips_wasted_per_day']:,.2f} for "
-            "steps that failures take"
+            f"              chips cost {cost['chips_per_day']:,.2f}, including {cost['chips_wasted_per_day']:,.2f} for "
+            "steps lost to failures"
         )
     if "egress_per_day" in cost:
         lines.append(

@@ -1,1 +1,1 @@
-"""Compilation of a config's programs for TPU slices, without a TPU."""
+"""Compilation of a config's programs for TPU slices on a machine without a TPU."""

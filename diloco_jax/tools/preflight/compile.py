@@ -1,6 +1,6 @@
-"""Compiles an island's programs for a TPU slice that is not there, with the compiler that libtpu brings.
+"""Compilation of an island's programs for a TPU slice on a machine without one, with libtpu's compiler.
 
-Nothing is allocated: the devices are those that the compiler knows of the slice, and programs are lowered for shapes.
+The compiler describes the slice's devices, and programs are lowered for shapes, so nothing is allocated.
 """
 
 import importlib.util
@@ -31,9 +31,10 @@ from diloco_jax.training.flops import ModelFlops
 
 Say = Callable[[str], None]
 GIB = 2**30
-MFU = (0.3, 0.5)  # a plan's pessimist and optimist
+# Model FLOPs utilisation in the pessimistic and in the optimistic estimate of a step's time.
+MFU = (0.3, 0.5)
 
-# Each asks for what is not there, or complains about it, when libtpu is loaded on a machine without a TPU.
+# Without these variables, libtpu on a machine without a TPU waits for services that do not exist, or prints warnings.
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -43,7 +44,7 @@ QUIET = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# What the compiler says when a program does not fit: of the temporaries alone, or of everything.
+# The compiler's messages when a program does not fit give the size of the temporaries alone, or of everything.
 _WANTED_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMG])\) exceeds")
 _WANTED_IN_ALL = re.compile(r"\b[Uu]sed ([\d.]+)([KMG]) of [\d.]+[KMG] hbm")
 _UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
@@ -52,27 +53,37 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
 class Memory(NamedTuple):
     """A program's share of each chip's memory, bytes."""
 
-    arguments: float  # what it is given
-    outputs: float  # what it makes
-    aliased: float  # of the outputs, what lies in place of arguments
-    temporaries: float  # what it needs while it runs
-    code: float  # of the program itself
+    arguments: float
+    outputs: float
+    # The part of the outputs that is stored in place of arguments.
+    aliased: float
+    # Memory that the program needs only while it runs.
+    temporaries: float
+    # The code of the program.
+    code: float
 
 
 class Built(NamedTuple):
-    """A program that was compiled, or did not fit."""
+    """A compiled program, or one that did not fit into memory."""
 
-    kind: str  # create, step, stage, adopt or rebase
-    fragments: tuple[int, ...]  # that share it; none for create and step
-    compile_s: float  # seconds that it took, lowering included
-    cpu_s: float  # seconds of processor time, all cores together
-    memory: Memory  # its own; where the compiler refused, arguments and temporaries as far as it said
-    program: Program | None  # what it does; None where the compiler refused
-    compiler_flops: float  # the compiler's cost analysis, whose loops count once, all devices together
+    # create, step, stage, adopt or rebase.
+    kind: str
+    # The fragments that share the program; none for create and step.
+    fragments: tuple[int, ...]
+    # Seconds of compilation, lowering included.
+    compile_s: float
+    # Seconds of processor time, summed over all cores.
+    cpu_s: float
+    # The program's memory; if the compiler refused it, the arguments and the temporaries that the message gives.
+    memory: Memory
+    # The program's work; None if the compiler refused it.
+    program: Program | None
+    # FLOPs of the compiler's cost analysis, which counts loops once, summed over all devices.
+    compiler_flops: float
 
     @property
     def name(self) -> str:
-        """Name the program for people."""
+        """Return the name of the program for people."""
         return f"{self.kind} {self.fragments[0]}" if self.fragments else self.kind
 
 
@@ -86,12 +97,13 @@ class Compiled(NamedTuple):
 
 
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:
-    """Return the devices of a slice as the compiler knows them; ValueError if libtpu is missing, or knows no such."""
+    """Return the compiler's devices of a slice; ValueError if libtpu is missing or does not know the slice."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"there is no TPU compiler here, libtpu is missing; {install_hint('tpu')}")
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # never wait for, or take, a TPU that this machine may have
+    # JAX must not wait for a TPU that this machine may have, or occupy it.
+    jax.config.update("jax_platforms", "cpu")
     options: dict[str, Any] = dict(topology.generation.libtpu_options)
     if topology.hosts == 1 and topology.chips != 4:
         options["chips_per_host_bounds"] = (*topology.shape, 1, 1)[:3]
@@ -107,9 +119,14 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
 
 
 def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_only: bool = False) -> Compiled:
-    """Compile what an island will run, or its inner step; `say` hears of each program. ValueError if one is refused."""
+    """Compile all programs of an island, or only its inner step; ValueError if the compiler fails on one.
+
+    Args:
+      say: is called with a line about each program before it is compiled.
+      step_only: compile only the inner step.
+    """
     topology = island.slice
-    assert topology is not None, "asked of islands with a slice"
+    assert topology is not None, "only an island with a slice can be compiled"
     options: dict[str, str | bool] = {**options_of(config, island)}
     blueprint = Blueprint(config.model, config.optimizer, island.mesh, slice_devices(topology), seed=config.seed)
     run = resolve(config, blueprint.shapes, blueprint.kinds)
@@ -129,7 +146,7 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
 
 
 def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequence[Fragment]) -> list[Built]:
-    """Compile the programs of the fragments, each once."""
+    """Compile the programs that stage and adopt fragments; fragments may share a program."""
     exchange = blueprint.exchange(config.wire.up, config.adopt.mode == "rebase")
     made: dict[int, Built] = {}
     began = _clocks()
@@ -142,7 +159,14 @@ def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequen
 
 
 def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: float) -> Built:
-    """Compile one program, given so many bytes per chip; if it does not fit, describe it as the compiler does."""
+    """Compile one program; if it does not fit, describe it from the compiler's message.
+
+    Args:
+      arguments: bytes of the program's arguments on each chip.
+
+    Raises:
+      ValueError: the compiler fails for another reason than memory.
+    """
     began = _clocks()
     try:
         return _describe(kind, compile(), began)
@@ -154,7 +178,7 @@ def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: floa
 
 
 def _wanted(text: str, arguments: float) -> Memory:
-    """Read what the compiler said that a program would need."""
+    """Read the memory that a program would need from the compiler's message."""
     if temporaries := _WANTED_TEMPORARIES.search(text):
         return Memory(arguments, 0, 0, float(temporaries[1]) * _UNITS[temporaries[2]], 0)
     in_all = _WANTED_IN_ALL.search(text)
@@ -187,7 +211,7 @@ def _since(began: tuple[float, float]) -> tuple[float, float]:
 
 
 def step_hbm(compiled: Compiled) -> Hbm:
-    """Add up the memory per chip while the inner step runs; what the compiled step takes beside the state is exact."""
+    """Return the memory per chip while the inner step runs; the temporaries are those of the compiled step."""
     memory = next(built for built in compiled.programs if built.kind == "step").memory
     held = compiled.held
     temporaries = memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
@@ -195,14 +219,15 @@ def step_hbm(compiled: Compiled) -> Hbm:
 
 
 def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
-    """Add up each chip's memory while a program runs, with what the island holds beside it."""
+    """Return each chip's memory in bytes while a program runs, including the island's other memory."""
     memory = built.memory
     own = memory.temporaries + memory.code
     if built.kind == "create":
         return own + memory.outputs
     if built.kind == "step":
         return hbm.fixed + hbm.temporaries
-    if built.kind == "stage":  # its arguments are held already, and its outputs are the staged copies
+    if built.kind == "stage":
+        # `fixed` already includes the program's arguments, and its outputs as the staged copies.
         return hbm.fixed + own
     # the value that arrived, beside the anchor that it replaces
     new = anchor_bytes(compiled.blueprint, compiled.run.fragments[built.fragments[0]])
@@ -210,23 +235,28 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
 
 
 def needed_flops(flops: ModelFlops, step: Built) -> float:
-    """Return the model FLOPs to compare the compiled ones with: a kernel for attention keeps its own from both."""
+    """Return the model FLOPs that are comparable with the compiled ones, without attention if a kernel computes it."""
     return flops.flops - flops.masked if step.program and step.program.kernels else flops.flops
 
 
 class Gathers(NamedTuple):
     """Collectives that give each chip whole weights, or gradients of whole weights."""
 
-    largest: Collective | None  # the largest one, None if there is none
-    stacked_elements: int  # elements of gathers that join a weight of all layers at once, summed
-    all_reduces: int  # how many of them are all-reduces, by which the compiler replaces gathers on some slices
-    waited_for: int  # how many of both kinds run in a loop, and devices compute nothing meanwhile
+    # None if there are no such collectives.
+    largest: Collective | None
+    # The elements of all gathers that join a weight of all layers at once.
+    stacked_elements: int
+    # The number of all-reduces, which replace gathers on some slices.
+    all_reduces: int
+    # The number of both kinds that run in a loop while devices compute nothing.
+    waited_for: int
 
 
 def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
-    """Find the gatherings of sharded weights: results with the shape of a weight, or of one layer of it.
+    """Find the collectives that gather sharded weights: their results have the shape of a weight, or of one layer.
 
-    Others join activations. Where weights are not sharded, all-reduces of whole gradients are as they should be.
+    Other collectives join activations. If weights are not sharded, all-reduces of whole gradients are correct and are
+    not counted.
     """
     if built.program is None:
         return Gathers(None, 0, 0, 0)
@@ -255,7 +285,7 @@ def _sorted(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _split(shapes: set[tuple[int, ...]], parts: int) -> set[tuple[int, ...]]:
-    """Add shapes with each dimension whole, or as one of the parts over which the tensor axis may share it out."""
+    """Return all shapes whose dimensions are whole, or divided by `parts`, the size of the tensor axis."""
     return {
         _sorted(choice)
         for shape in shapes

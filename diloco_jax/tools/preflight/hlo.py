@@ -1,7 +1,7 @@
 """The work of a compiled program, read from its HLO text: matrix FLOPs, collectives, and transfers to the host.
 
-The compiler's own cost analysis counts the body of a loop once. Here every computation counts as often as it runs: the
-body of a `while` as often as its condition allows, everything else as often as what calls it.
+The compiler's cost analysis counts the body of a loop once. This module counts every computation as often as it runs:
+the body of a `while` as often as its condition allows, other computations as often as their callers.
 """
 
 import math
@@ -22,7 +22,8 @@ COLLECTIVES = (
 )  # fmt: skip
 HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")
 KERNEL = 'custom_call_target="tpu_custom_call"'
-HOST_CALLS = ("MoveToHost", "MoveToDevice", "callback", "HostExecute")  # in targets of custom calls
+# Words in the targets of custom calls that exchange data with the host.
+HOST_CALLS = ("MoveToHost", "MoveToDevice", "callback", "HostExecute")
 
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,<=]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -54,12 +55,17 @@ class Tensor(NamedTuple):
 class Instruction(NamedTuple):
     """One line of a computation."""
 
-    name: str  # without the sign %
-    opcode: str  # such as fusion
-    shape: str  # text of its type
-    operands: str  # text between the parentheses
-    attributes: str  # text behind them
-    root: bool  # true if the computation returns it
+    # Without the sign %.
+    name: str
+    # For example fusion.
+    opcode: str
+    # The text of its type.
+    shape: str
+    # The text between the parentheses, and the text behind them.
+    operands: str
+    attributes: str
+    # Whether the computation returns it.
+    root: bool
 
     @property
     def inputs(self) -> list[str]:
@@ -68,7 +74,7 @@ class Instruction(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the array, or the arrays of the tuple, that it makes."""
+        """Return the types of the result: an array, or the arrays of a tuple."""
         return _tensors(self.shape)
 
 
@@ -78,10 +84,14 @@ Computation = dict[str, Instruction]
 class Collective(NamedTuple):
     """A collective operation of a program."""
 
-    kind: str  # one of COLLECTIVES
-    results: tuple[Tensor, ...]  # what each device has of it
-    times: int  # how often it runs in one run of the program
-    overlapped: bool = False  # begun and awaited apart, so that a device computes meanwhile
+    # One of COLLECTIVES.
+    kind: str
+    # The results on each device.
+    results: tuple[Tensor, ...]
+    # The number of runs in one run of the program.
+    times: int
+    # Whether start and end are separate instructions, so that a device computes in between.
+    overlapped: bool = False
 
     @property
     def num_bytes(self) -> float:
@@ -95,14 +105,17 @@ class Collective(NamedTuple):
 class Program(NamedTuple):
     """The work of one run of a program on each device."""
 
-    # of its dots and convolutions, 2 per multiply-add; additions to padding and holes are not counted
+    # FLOPs of dots and convolutions, 2 per multiply-add; products with padding and holes are not counted.
     matrix_flops: float
-    collectives: tuple[Collective, ...]  # in it
-    # names of instructions that exchange data with the host in the middle of the program
+    collectives: tuple[Collective, ...]
+    # The names of instructions that exchange data with the host while the program runs.
     host_transfers: tuple[str, ...]
-    devices: int  # that run it together
-    kernels: int  # calls of hand-written kernels, whose FLOPs nobody can read
-    unread_loops: tuple[str, ...]  # loops whose number of runs could not be read, counted as one run
+    # The number of devices that run the program together.
+    devices: int
+    # The number of calls of hand-written kernels, whose FLOPs are unknown.
+    kernels: int
+    # The loops with an unknown number of runs, which count as one run.
+    unread_loops: tuple[str, ...]
 
     @property
     def collective_counts(self) -> dict[str, int]:
@@ -150,7 +163,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
-        # Not any brace: notes on kernels go over several lines, which may begin with one.
+        # A brace alone does not end a computation, because lines of notes on kernels may start with one.
         if line == "}" or line.startswith("}, execution_thread"):
             current = None
         elif current is None:
@@ -160,7 +173,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
         elif instruction := _instruction(line):
             current[instruction.name] = instruction
     if not entry:
-        raise ValueError("the compiler gave no HLO text with an entry computation; is this jax too new for preflight?")
+        raise ValueError("the compiler's HLO text has no entry computation; is this jax too new for preflight?")
     return computations, entry
 
 
@@ -207,7 +220,7 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _runs(computations: Mapping[str, Computation], entry: str) -> tuple[Counter[str], list[str]]:
-    """Count how often every computation runs, and list the loops for which that is unknown."""
+    """Count the runs of every computation, and list the loops with an unknown number of runs."""
     runs: Counter[str] = Counter()
     unread: list[str] = []
 
@@ -228,10 +241,10 @@ def _runs(computations: Mapping[str, Computation], entry: str) -> tuple[Counter[
 
 
 def _asynchronous(computations: Mapping[str, Computation]) -> tuple[set[str], set[str]]:
-    """Find the computations that begin a collective, and those that have it again while it is under way.
+    """Find the computations that start an asynchronous collective, and those that only repeat it while it runs.
 
-    The compiler either gives it to another core, a sparse core for example, or cuts it into pieces: one to begin, some
-    fused with other work, one to wait.
+    The compiler either gives the collective to another core, such as a sparse core, or cuts it into pieces: one starts
+    it, some are fused with other work, and one waits for it.
     """
     overlapped, repeated = set[str](), {name for name in computations if name.startswith("async_collective_fusion")}
     for computation in computations.values():
@@ -244,7 +257,7 @@ def _asynchronous(computations: Mapping[str, Computation]) -> tuple[set[str], se
 
 
 def _called(instruction: Instruction) -> Iterator[str]:
-    """List the computations that an instruction runs; the elementwise ones of reductions hold no matrix product."""
+    """Yield the computations that an instruction runs, except those of reductions, which have no matrix product."""
     yield from _CALLED.findall(instruction.attributes)
     for names in _BRANCHES.findall(instruction.attributes):
         yield from re.findall(r"[\w.\-]+", names)
@@ -253,7 +266,7 @@ def _called(instruction: Instruction) -> Iterator[str]:
 
 
 def trip_count(loop: Instruction, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
-    """Count the runs of a `while` body: as the compiler notes, or as its condition says; None if neither does."""
+    """Return the runs of a `while` body, from the compiler's note or from its condition; None if both are unknown."""
     if known := _KNOWN_TRIPS.search(loop.attributes):
         return int(known[1])
     parts = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.attributes))
@@ -262,7 +275,8 @@ def trip_count(loop: Instruction, computation: Computation, computations: Mappin
     compare = next((each for each in condition.values() if each.opcode == "compare"), None)
     if compare is None or before is None or before.opcode != "tuple":
         return None
-    bounds, counters = [], []  # the compared numbers, and the positions in the loop's tuple of those that are there
+    # The two compared numbers, and the positions in the loop's tuple of those that are counters.
+    bounds, counters = [], []
     for name in compare.inputs:
         side = _source(condition, name)
         if side is not None and side.opcode == "get-tuple-element":
@@ -280,7 +294,7 @@ def trip_count(loop: Instruction, computation: Computation, computations: Mappin
 
 
 def _source(computation: Computation, name: str) -> Instruction | None:
-    """Follow a value to where it comes from, behind copies."""
+    """Return the instruction that makes a value, behind any copies of it."""
     instruction = computation.get(name)
     while instruction is not None and instruction.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
         instruction = computation.get(instruction.inputs[0])
@@ -295,13 +309,14 @@ def _number(computation: Computation, name: str) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """Return what a loop adds to its counter, element `index` of its tuple."""
+    """Return the number that a loop adds to its counter, element `index` of its tuple."""
     root = next((each for each in body.values() if each.root), None)
     if root is None or root.opcode != "tuple":
         return None
     addition = _source(body, root.inputs[index])
     if addition is None or addition.opcode not in ("add", "subtract"):
-        return 1  # part of a larger fusion: the counters of JAX's loops go up by one
+        # The addition is part of a larger fusion. The counters of JAX's loops increase by one.
+        return 1
     numbers = [number for name in addition.inputs if (number := _number(body, name)) is not None]
     return numbers[0] if numbers else None
 
@@ -309,14 +324,16 @@ def _step(body: Computation, index: int) -> int | None:
 def _collective(instruction: Instruction, kind: str, where: str, times: int) -> Collective:
     tensors, elements = instruction.tensors, _elements(instruction.shape)
     if instruction.opcode.endswith("-start") and len(elements) > 1 and kind != "all-reduce":
-        tensors = _tensors(elements[1])  # (operands, results, what the device counts with)
-    if kind == "all-reduce" and "reduce-scatter" in where:  # how TPUs spell it: a fusion that keeps only one part
+        # The elements are operands, results and internal counters.
+        tensors = _tensors(elements[1])
+    if kind == "all-reduce" and "reduce-scatter" in where:
+        # On TPUs, a reduce-scatter is a fusion of an all-reduce that keeps only one part.
         kind = "reduce-scatter"
     return Collective(kind, tensors, times)
 
 
 def matrix_flops(instruction: Instruction, computation: Computation) -> float:
-    """Count the FLOPs of one `dot` or `convolution`, 2 per multiply-add of numbers that are no padding or holes."""
+    """Return the FLOPs of one `dot` or `convolution`, 2 per multiply-add; padding and holes do not count."""
     shapes = [computation[name].tensors[0].dims for name in instruction.inputs[:2]]
     out = instruction.tensors[0].dims
     if instruction.opcode == "dot":
@@ -337,7 +354,7 @@ def matrix_flops(instruction: Instruction, computation: Computation) -> float:
 
 
 def _window(attributes: str) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Read stride, pad, dilations of every spatial dimension."""
+    """Read stride, padding and dilations of every spatial dimension."""
     found = _WINDOW.search(attributes)
     settings: dict[int, dict[str, tuple[int, ...]]] = {}
     for item in found[1].split() if found else ():
@@ -348,7 +365,7 @@ def _window(attributes: str) -> dict[int, dict[str, tuple[int, ...]]]:
 
 
 def _positions(size: int, kernel: int, out: int, window: Mapping[str, tuple[int, ...]]) -> int:
-    """Count the pairs of output and kernel positions that meet an element of the input."""
+    """Return the number of pairs of output and kernel positions that read an element of the input."""
     stride, low = window.get("stride", (1,))[0], window.get("pad", (0,))[0]
     holes, spread = window.get("lhs_dilate", (1,))[0], window.get("rhs_dilate", (1,))[0]
     if kernel == 1 and low == 0 and holes == 1:

@@ -1,6 +1,6 @@
-"""`diloco preflight`: compiles what the islands of a config will run for their TPU slices, and judges what came out.
+"""`diloco preflight`: it compiles the programs of a config's islands for their TPU slices, and reports problems.
 
-No TPU and no network are needed. Every kind of island, a slice with a mesh and a batch, is looked at once.
+It needs neither a TPU nor a network. Each kind of island, a slice with a mesh and a batch, is compiled once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,25 +30,31 @@ from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import config_from_args
 
 GB = 1e9
-ROOM = 0.9  # of a chip's memory, at most, that is planned to be taken
-# Settings of the decoder that trade computation or precision for memory: as they are by default, what saves memory.
+# The share of a chip's memory that may be used.
+ROOM = 0.9
+# Settings of the decoder that trade computation or precision for memory: the default, and the value that saves memory.
 SAVES = {"dtype": ("float32", "bfloat16"), "scan_layers": (False, "true"), "remat": ("none", "full")}
-WASTE = 1.5  # anchors over parameters, both float32, from which cutting elsewhere is worth a try
-CHUNK_FROM = 32_768  # token ids from which logits deserve to be computed in chunks
+# If float32 anchors over float32 parameters reach this ratio, cutting along another axis is worth a try.
+WASTE = 1.5
+# With at least this number of token ids, logits should be computed in chunks.
+CHUNK_FROM = 32_768
 
 
 class Misfit(NamedTuple):
     """An inner step that does not fit its chips."""
 
-    topology: Topology  # the slice
-    mesh: Mapping[str, int]  # sizes of the mesh's axes
-    sequences: float  # on each chip at a time, those of one micro-batch
-    model: ModelConfig  # which model
-    hbm: Hbm  # what takes a chip's memory in the inner step, bytes
+    topology: Topology
+    # The sizes of the mesh's axes.
+    mesh: Mapping[str, int]
+    # The sequences of one micro-batch on each chip.
+    sequences: float
+    model: ModelConfig
+    # The parts of a chip's memory in the inner step, bytes.
+    hbm: Hbm
 
 
 def advise_hbm(case: Misfit) -> list[str]:
-    """List what to change when the inner step does not fit, what helps most first."""
+    """List what to change when the inner step does not fit; the change that helps most comes first."""
     limit = case.topology.generation.hbm_bytes
     advice = []
     if case.hbm.fixed > ROOM * limit / 2:
@@ -59,24 +65,25 @@ def advise_hbm(case: Misfit) -> list[str]:
 
 
 def advise_anchors(hbm: Hbm, mesh: Mapping[str, int]) -> list[str]:
-    """List what to change when anchors are larger than parameters that are sharded in the same way."""
+    """List what to change when anchors take much more memory than the parameters."""
     if hbm.anchors < WASTE * hbm.parameters or hbm.anchors < GB / 10:
         return []
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
     return [
         f"anchors take {hbm.anchors / GB:.1f} GB per chip, parameters {hbm.parameters / GB:.1f} GB: fragments cut "
-        f"tensors along an axis that the mesh shards ({axes}), and lie whole along it on every chip; try another "
-        "fragments.split_axis, such as -1"
+        f"tensors along an axis that the mesh shards ({axes}), so that every chip holds them whole along it; try "
+        "another fragments.split_axis, such as -1"
     ]
 
 
 def _share_state(case: Misfit, limit: float) -> list[str]:
-    """Advise to divide what is held all the time, by sharding it over more chips."""
+    """Advise to shard parameters, optimizer and anchors over more chips."""
     hbm, data = case.hbm, case.mesh["data"]
     if data > 1:
         fsdp, fixed = case.mesh["fsdp"] * data, hbm.fixed / GB
         return [
-            f"{fixed:.1f} GB per chip are parameters, optimizer and anchors, whole on each of {data} groups of chips: "
+            f"{fixed:.1f} GB per chip are parameters, optimizer and anchors, and each of {data} groups of chips has a "
+            "copy: "
             f"set islands.mesh.data to 1 and islands.mesh.fsdp to {fsdp} (or -1), which leaves about "
             f"{fixed / data:.1f} GB"
         ]
@@ -84,9 +91,10 @@ def _share_state(case: Misfit, limit: float) -> list[str]:
 
 
 def _larger(case: Misfit, limit: float, needed: float) -> str:
-    """Advise the smallest larger slice where what is held takes less than half of a chip's memory."""
+    """Advise the smallest larger slice that leaves at least half of each chip's memory free."""
     generation, shape, chips = case.topology.generation, list(case.topology.shape), case.topology.chips
-    while needed * case.topology.chips / chips > ROOM * limit / 2 or chips in (2, case.topology.chips):  # none has 2
+    # No slice has 2 chips.
+    while needed * case.topology.chips / chips > ROOM * limit / 2 or chips in (2, case.topology.chips):
         shape[shape.index(min(shape))] *= 2
         chips *= 2
     if chips > generation.chips_max:
@@ -102,7 +110,7 @@ def _larger(case: Misfit, limit: float, needed: float) -> str:
 
 
 def _less_activations(case: Misfit) -> list[str]:
-    """Advise fewer sequences per chip, and to keep less of each layer: activations grow with both."""
+    """Advise fewer sequences per chip and keeping less of each layer, because activations grow with both."""
     advice = _kept_less(case.model)
     if case.sequences > 1:
         advice.append(
@@ -115,7 +123,7 @@ def _less_activations(case: Misfit) -> list[str]:
 
 
 def _kept_less(model: ModelConfig) -> list[str]:
-    """List the settings of the built-in decoder that trade memory for something else, and are not yet set."""
+    """List the settings of the built-in decoder that would save memory and are not yet set."""
     if model.module != ModelConfig().module:
         return []
     config = config_from_args(DecoderConfig, model.args)
@@ -125,14 +133,24 @@ def _kept_less(model: ModelConfig) -> list[str]:
     return advice
 
 
-WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding
-ALL_LAYERS = 0.5  # the same for weights that are joined over all layers, before the loop over layers
+# Gathering this share of the parameters at once undoes their sharding.
+WHOLE_MODEL = 0.9
+# The same limit for weights that are gathered for all layers, before the loop over layers.
+ALL_LAYERS = 0.5
 
 
 def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, Any]:
-    """Compile and judge, which takes minutes for large models: on each of these slices, or the islands' own.
+    """Compile a config's programs and report problems; large models take minutes.
 
-    Returns rows (one per program), islands (one per kind), problems, advice, and ok. Raises as `compile_island`.
+    Args:
+      slices: slices to compile for, instead of the islands' own.
+      say: is called with a line about each program.
+
+    Returns:
+      rows (one per program), islands (one per kind), problems, advice, and ok.
+
+    Raises:
+      ValueError: an island has no slice, or as `compile_island`.
     """
     result: dict[str, Any] = {"rows": [], "islands": [], "problems": [], "advice": []}
     for there, kind in cases_of(config, slices):
@@ -145,7 +163,7 @@ def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, A
 
 
 def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, IslandKind]]:
-    """List the kinds of islands, each with the run's config on its slice; ValueError if none is named, or fits."""
+    """List the kinds of islands with the config on each slice; ValueError if an island has no slice that fits."""
     configs = [_moved(config, name) for name in dict.fromkeys(slices)] or [config]
     cases = [(there, kind) for there in configs for kind in kinds_of(there)]
     if bare := next((kind.names[0] for _, kind in cases if not kind.topology), ""):
@@ -156,7 +174,7 @@ def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, 
 
 
 def _moved(config: RunConfig, slice_name: str) -> RunConfig:
-    """Move all islands of a run to this slice."""
+    """Return the config with all islands on the named slice."""
     each = {name: replace(own, topology=None, devices=None, hosts=None) for name, own in config.islands.each.items()}
     islands = replace(
         config.islands,
@@ -169,9 +187,9 @@ def _moved(config: RunConfig, slice_name: str) -> RunConfig:
 
 
 def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict[str, Any]) -> None:
-    """Add what came out for one kind of island to the result."""
+    """Add one kind of islands to the result: its rows, its figures, its problems and advice."""
     topology, island = kind.topology, kind.island
-    assert topology is not None, "cases_of checks it"
+    assert topology is not None, "cases_of has checked that the island has a slice"
     step = next(built for built in compiled.programs if built.kind == "step")
     needs = island_needs(compiled.run, kind, compiled.blueprint)
     hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
@@ -213,7 +231,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
             "host_bytes": sum(needs.host),
             "host_limit_bytes": needs.host_limit_bytes,
             "wire": {
-                **links.per_step,  # and the rates that these steps need
+                **links.per_step,
                 "gbit_per_s": [links.rounds(seconds).planned_gbit_per_s for seconds in step_s],
             },
         }
@@ -244,7 +262,7 @@ def _gather(largest: Collective, parameters: int) -> dict[str, Any]:
 
 
 def _in_loops(step: Built) -> dict[str, int]:
-    """Count the runs of collectives in loops: those that devices wait for, and those beside which they compute."""
+    """Count the runs of collectives in loops: those that devices wait for, and those that overlap with computation."""
     counts = {"synchronous": 0, "overlapped": 0}
     for each in step.program.collectives if step.program else ():
         counts["overlapped" if each.overlapped else "synchronous"] += each.times if each.times > 1 else 0
@@ -282,14 +300,15 @@ def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> 
     needed, limit = island["host_bytes"], island["host_limit_bytes"]
     if needed > limit:
         problems.append(
-            "every host keeps the global model in float32, what arrives, and its share of what leaves, "
-            f"{needed / GB:.0f} GB, but has {limit / GB:.0f} GB; use a smaller model or hosts with more memory"
+            "every host needs memory for the global model in float32, for arriving fragments and for its share of "
+            f"outgoing ones, {needed / GB:.0f} GB, but has {limit / GB:.0f} GB; use a smaller model or hosts with more "
+            "memory"
         )
     return problems
 
 
 def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]:
-    """List collectives and transfers where none may be."""
+    """List the programs with collectives, host transfers or devices that they must not have."""
     problems = []
     for built in programs:
         program, name = built.program, built.name
@@ -297,7 +316,7 @@ def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]
             continue
         if built.fragments and program.collectives:
             kinds = ", ".join(f"{n} {kind}" for kind, n in program.collective_counts.items())
-            problems.append(f"'{name}' has collectives ({kinds}); fragments must leave and enter without any")
+            problems.append(f"'{name}' has collectives ({kinds}); staging and adoption must not have any")
         if program.host_transfers:
             problems.append(
                 f"'{name}' exchanges data with the host while it runs ({program.host_transfers[0]}); remove callbacks "

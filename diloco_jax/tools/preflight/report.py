@@ -1,4 +1,4 @@
-"""The output of `diloco preflight` for people."""
+"""The text that `diloco preflight` prints."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """Write the result of `preflight` as text."""
+    """Format the result of `preflight` as text."""
     lines: list[str] = []
     rows = list(result["rows"])
     for island in result["islands"]:
@@ -28,7 +28,7 @@ def describe(result: Mapping[str, Any]) -> str:
 
 
 def _count(rows: Sequence[Row]) -> int:
-    """Count the rows of the first island: up to the next program that creates a state."""
+    """Return the number of rows of the first island, which end before the next program that creates a state."""
     later = [number for number, row in enumerate(rows) if number and row["program"] == "create"]
     return later[0] if later else len(rows)
 
@@ -72,7 +72,7 @@ def _island(island: Row) -> list[str]:
     if gather := island["largest_all_gather"]:
         lines.append(
             f"  gathering     most weights at once: {size(gather['bytes'])}, {gather['share_of_parameters']:.1%} of "
-            f"the parameters, by {gather['kind']}"
+            f"the parameters, with {gather['kind']}"
         )
     if island["weight_all_reduces"]:
         lines.append(
@@ -85,8 +85,8 @@ def _island(island: Row) -> list[str]:
             f"  collectives   results per chip and step: {_sizes(island['collective_bytes'])}",
             f"                in loops {loops['synchronous']} that chips wait for, {island['synchronous_gathers']} of "
             "them gathers",
-            f"                of weights or all-reduces of whole ones, and {loops['overlapped']} beside which they "
-            "compute",
+            f"                of weights or all-reduces of whole ones, and {loops['overlapped']} that overlap with "
+            "computation",
         ]
     wire = island["wire"]
     slow, fast = wire["gbit_per_s"]
@@ -108,9 +108,11 @@ def _flops(island: Row) -> list[str]:
     head = f"  FLOPs         model {island['model_flops']:.3g} per step ({island['model_flops_are']})"
     if compiled is None:
         return [head]
-    lines = [f"{head}, compiled {compiled:.3g}: {island['flops_ratio']:.0%} of what is computed is needed"]
+    lines = [f"{head}, compiled {compiled:.3g}: {island['flops_ratio']:.0%} of the compiled ones are needed"]
     if island["kernels"]:
-        lines.append(f"                without attention, whose {island['kernels']} runs of kernels nobody can count")
+        lines.append(
+            f"                without attention, because the FLOPs of its {island['kernels']} kernel runs are unknown"
+        )
     elif masked:
         other = max(0.0, 1 - (island["model_flops"] + masked) / compiled)
         lines.append(
@@ -118,6 +120,6 @@ def _flops(island: Row) -> list[str]:
         )
     if island["unread_loops"]:
         lines.append(
-            f"                {len(island['unread_loops'])} loops counted once, as their number of runs is not known"
+            f"                {len(island['unread_loops'])} loops counted once, because their number of runs is unknown"
         )
     return lines

@@ -1,9 +1,9 @@
-"""`diloco preflight --search`: the settings with which an island's inner step is cheapest among those that fit.
+"""`diloco preflight --search`: it finds the settings that fit and make an island's inner step cheapest.
 
-A candidate is a way to share the mesh, a number of micro-batches and a policy of remat. More micro-batches gather the
-weights more often, and leave memory for a policy that computes less again. What cannot fit by shapes alone, or cannot
-be cheaper than the best so far, is not compiled. The kernel's tile is chosen by a formula, as no text of the compiler
-shows what kernels compute. To compare candidates, a step takes
+A candidate is a shape of the mesh, a number of micro-batches and a remat policy. More micro-batches gather the weights
+more often, and leave memory for a policy that recomputes less. A candidate is not compiled if it cannot fit by its
+shapes alone, or cannot be cheaper than the best one so far. A formula chooses the kernel's tile, because the compiler's
+text does not show what kernels compute. The estimated time of a step is
 
     max(FLOPs / peak, overlapped bytes / links) + bytes of collectives that devices wait for / links    seconds
 """
@@ -34,39 +34,56 @@ from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.sharding import MESH_AXES, MeshConfig
 
-# From few FLOPs and much memory to the contrary. `offload` is none of them: a number that it moves to the host and back
-# takes about as long as to compute it again for a model of width 30,000 (32 GB/s and half of 918 TFLOP/s, v6e).
+# From few FLOPs and much memory to many FLOPs and little memory. `offload` is not among them, because it is not faster:
+# moving a number to the host and back takes about as long as recomputing it for a model of width 30,000 (32 GB/s and
+# half of 918 TFLOP/s, v6e).
 POLICIES = ("minimal", "mlp", "attention", "full")
-MICRO_BATCHES = (1, 2, 4, 8)  # that are tried beside the config's own number
-TILE_S = 0.35e-6  # overhead of a step of a kernel's grid, by JAX's documentation of Pallas for TPUs
+# Numbers that are tried in addition to the config's.
+MICRO_BATCHES = (1, 2, 4, 8)
+# The overhead of a step of a kernel's grid, from JAX's documentation of Pallas for TPUs.
+TILE_S = 0.35e-6
 MESHES_MAX, COMPILES_MAX = 3, 100
-WORTH = 0.99  # a candidate is compiled if it may take less than this share of the best one's time
+# A candidate is compiled if it may take less than this share of the best one's time.
+WORTH = 0.99
 Found = dict[str, Any]
 
 
 class Trial(NamedTuple):
     """Settings of the inner step that a search may compile."""
 
-    config: RunConfig  # with them
-    kind: IslandKind  # on this mesh
-    setting: Found  # those of the model, of the mesh, and accumulate_steps
-    least: Hbm  # of each device: what is held, and what the policy keeps of the layers
+    # The config and the kind of islands with these settings.
+    config: RunConfig
+    kind: IslandKind
+    # remat, splash_block, mesh and accumulate_steps.
+    setting: Found
+    # The least memory of each device: the state, and the activations that the policy keeps.
+    least: Hbm
 
 
 def search(config: RunConfig, kind: IslandKind, compiles_max: int, record: Path, say: Say) -> Found:
-    """Compile candidates for one kind of islands, at most so many; `say` hears of each, `record` keeps what was found.
+    """Compile candidates for one kind of islands, and find the cheapest one that fits.
 
-    Returns tried (in their order), best (None if nothing fits), limit_bytes, left (candidates that would have been
-    compiled next), advice, and ok. ValueError if the model is no built-in decoder, or the record cannot be read.
+    Args:
+      compiles_max: the most candidates to compile.
+      record: file that keeps the results, so that a repeated search does not compile them again.
+      say: is called with a line about each compilation.
+
+    Returns:
+      tried (results in their order), best (None if nothing fits), limit_bytes, left (the number of candidates that
+      remain to be compiled), advice, and ok.
+
+    Raises:
+      ValueError: the model is not a built-in decoder, or the record cannot be read.
     """
     topology, decoder = kind.topology, decoder_of(config.model)
     if decoder is None or topology is None:
-        raise ValueError("preflight --search knows the options of the built-in decoders only; see model.module")
+        raise ValueError("preflight --search works only for the built-in decoders; see model.module")
     if not 1 <= compiles_max <= COMPILES_MAX:
         raise ValueError(f"--compiles is {compiles_max}; use 1 to {COMPILES_MAX}")
     limit, known, made, left = ROOM * topology.generation.hbm_bytes, _read(record), 0, 0
     tried: list[Found] = []
-    fewest: dict[str, int] = {}  # by mesh: the policy that fits with fewer micro-batches
+    # By mesh, the index of the policy that fits with fewer micro-batches.
+    fewest: dict[str, int] = {}
     for candidate in _candidates(config, kind, topology, decoder):
         setting, at = candidate.setting, POLICIES.index(candidate.setting["remat"])
         mesh = str(setting["mesh"])
@@ -101,17 +118,17 @@ def search(config: RunConfig, kind: IslandKind, compiles_max: int, record: Path,
 
 
 def _read(record: Path) -> dict[str, Found]:
-    """Return what a record has, by key."""
+    """Read the results in a record, by key."""
     lines = record.read_text("utf-8").splitlines() if record.exists() else []
     try:
         each = [json.loads(line) for line in lines]
         return {one["key"]: {name: one[name] for name in _result(Hbm(*[0.0] * 6))} for one in each}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--search: {record} is no file of results of a search; name another one") from error
+        raise ValueError(f"--search: {record} is not a file of a search's results; name another one") from error
 
 
 def _candidates(config: RunConfig, kind: IslandKind, topology: Topology, decoder: DecoderConfig) -> Iterator[Trial]:
-    """List the candidates in the order in which they are tried: the config's mesh, few micro-batches, few FLOPs."""
+    """Yield the candidates in the order of trials: the config's mesh first, then by micro-batches, then by FLOPs."""
     block = best_block(decoder, config.train.seq_len, topology) if decoder.attention == "splash" else 0
     for mesh in _meshes(kind, topology):
         on_mesh = kind._replace(island=kind.island._replace(mesh=mesh))
@@ -135,19 +152,20 @@ def _candidates(config: RunConfig, kind: IslandKind, topology: Topology, decoder
 
 
 def _kept_bytes(decoder: DecoderConfig, policy: str, tensor: int) -> float:
-    """Return the bytes of each token that a policy keeps of all layers for the backward pass, at least."""
+    """Return the least bytes per token that a policy keeps of all layers for the backward pass."""
     mixed, keys = decoder.num_heads * decoder.head_dim, 2 * decoder.num_kv_heads * decoder.head_dim
-    gated = 2 * decoder.mlp_dim if type(decoder) is DecoderConfig else 0  # experts keep what their slots hold
+    # Experts keep the contents of their slots, which are not counted.
+    gated = 2 * decoder.mlp_dim if type(decoder) is DecoderConfig else 0
     sizes = {"attention": mixed, "qkv": mixed + keys, "out": decoder.dim, "gated": gated}
     kept = sum(sizes[name] for name in KEPT.get(policy, ()))
     return decoder.num_layers * (decoder.dim + kept / tensor) * jax.numpy.dtype(decoder.dtype).itemsize
 
 
 def _may_be_best(setting: Found, tried: list[Found], limit: float, topology: Topology) -> bool:
-    """Tell if a candidate may fit, and be cheaper than the best so far.
+    """Return whether a candidate may fit and may be cheaper than the best so far.
 
-    It needs more memory than one on a mesh that shares parameters among more devices, and takes at least the FLOPs of
-    the policies before its own.
+    It needs at least as much memory as a candidate whose mesh shards parameters over more devices, and at least the
+    FLOPs of the policies before its policy.
     """
     policy, best = POLICIES.index(setting["remat"]), _best(tried, limit)
     for each in tried:
@@ -164,7 +182,7 @@ def _best(tried: list[Found], limit: float) -> Found | None:
 
 
 def _advise(config: RunConfig, kind: IslandKind, topology: Topology, smallest: Found) -> list[str]:
-    """Say what to change where nothing fits, from the candidate that needs least."""
+    """List what to change when nothing fits, from the candidate that needs the least memory."""
     mesh = smallest["mesh"]
     parts = math.prod(size for axis, size in mesh.items() if axis != "tensor") * smallest["accumulate_steps"]
     model = replace(config.model, args={**config.model.args, "remat": smallest["remat"]})
@@ -172,7 +190,7 @@ def _advise(config: RunConfig, kind: IslandKind, topology: Topology, smallest: F
 
 
 def best_config(config: RunConfig, best: Mapping[str, Any]) -> str:
-    """Return the text of the config with the settings that were found."""
+    """Return the text of the config with the best settings."""
     islands = replace(config.islands, mesh=replace(config.islands.mesh, **best["mesh"]))
     optimizer = replace(config.optimizer, accumulate_steps=best["accumulate_steps"])
     args = {**config.model.args, "remat": best["remat"], "splash_block": best["splash_block"]}
@@ -180,7 +198,7 @@ def best_config(config: RunConfig, best: Mapping[str, Any]) -> str:
 
 
 def best_block(decoder: DecoderConfig, seq_len: int, topology: Topology) -> int:
-    """Return the tile of the splash kernel with the least time, by FLOPs, reads of keys and values, and overhead."""
+    """Return the splash kernel's tile with the least estimated time: FLOPs, reads of keys and values, and overhead."""
 
     def seconds(size: int) -> float:
         tiles = (seq_len // size) * (seq_len // size + 1) / 2
@@ -191,9 +209,10 @@ def best_block(decoder: DecoderConfig, seq_len: int, topology: Topology) -> int:
 
 
 def _meshes(kind: IslandKind, topology: Topology) -> list[MeshConfig]:
-    """List ways to share the mesh between `data` and `fsdp`: the config's own, then those that are most like it.
+    """List divisions of the mesh into `data` and `fsdp`: the config's first, then the ones most like it.
 
-    Each lies along whole dimensions of the slice: where an axis cuts one, chips reach only a part of their links.
+    Each axis covers whole dimensions of the slice, because chips can use only a part of their links if an axis cuts a
+    dimension.
     """
     data, fsdp, expert, tensor = kind.island.mesh.sizes(kind.chips)
     dims = (*topology.shape, topology.generation.devices_per_chip)
@@ -204,7 +223,7 @@ def _meshes(kind: IslandKind, topology: Topology) -> list[MeshConfig]:
 
 
 def _result(hbm: Hbm, flops: float = 0.0, needed: float = 0.0, waited: float = 0.0, seconds: float = math.inf) -> Found:
-    """Describe what came out for a candidate; without FLOPs if it was not compiled, or refused."""
+    """Return a candidate's result; the FLOPs are 0 if it was not compiled, or if the compiler refused it."""
     sizes = {"hbm": hbm._asdict(), "hbm_bytes": sum(hbm)}
     return {**sizes, "flops": flops, "needed": needed, "waited_bytes": waited, "seconds": seconds}
 
@@ -213,12 +232,12 @@ def _measure(candidate: Trial, topology: Topology, compiled: Compiled) -> Found:
     """Return bytes, FLOPs and estimated seconds of a step on each device."""
     config, [step], hbm = candidate.config, compiled.programs, step_hbm(compiled)
     decoder = decoder_of(config.model)
-    assert decoder is not None, "search checks it"
+    assert decoder is not None, "search has checked that the model is a built-in decoder"
     if step.program is None:
         return _result(hbm)
     batch, count = candidate.kind.island.batch_size, config.optimizer.accumulate_steps
     flops = model_flops(config.model, compiled.blueprint.shapes, batch, config.train.seq_len)
-    # What is masked is as much as is not: one third of it in each layer is a pass of causal attention.
+    # The masked FLOPs equal the unmasked ones. One third of them, per layer, is the forward pass of causal attention.
     kernels = step.program.kernels * flops.masked / (3 * decoder.num_layers * topology.devices * count)
     compute = step.program.matrix_flops + kernels * (1 + decoder.splash_block / config.train.seq_len)
     links = topology.generation.ici_gb_per_s * 1e9 / 2 / topology.generation.devices_per_chip or math.inf
@@ -235,7 +254,7 @@ def _spell(setting: Found) -> str:
 
 
 def describe_search(result: Mapping[str, Any]) -> str:
-    """Write the result of `search` as text."""
+    """Format the result of `search` as text."""
     limit, best = result["limit_bytes"], result["best"]
     lines = [
         f"  {'remat, mesh, micro-batches':<50}{'per device':>14}{'FLOPs':>11}{'needed':>8}{'waited for':>12}"
@@ -247,7 +266,8 @@ def describe_search(result: Mapping[str, Any]) -> str:
         if each["flops"]:
             waited = f"{each['waited_bytes'] / GB:.2f} GB"
             figures = f"{held:>14}{each['flops']:>11.3g}{each['needed']:>8.0%}{waited:>12}"
-        else:  # the compiler refused it, or it was not compiled: the size is what it needs at least
+        else:
+            # The candidate was not compiled, or the compiler refused it, so the size is a lower bound.
             figures = f"{f'>= {held}':>14}{'':31}"
         lines.append(f"  {_spell(each):<50}{figures}{verdict:>11}")
     if best:
@@ -256,5 +276,5 @@ def describe_search(result: Mapping[str, Any]) -> str:
         lines += ["", f"nothing fits into {limit / GB:.1f} GB, 90 % of a chip's memory:"]
         lines += [f"  {line}" for line in result["advice"]]
     if result["left"]:
-        lines += ["", f"up to {result['left']} candidates are left: run it again, or with a larger --compiles"]
+        lines += ["", f"up to {result['left']} candidates remain: run it again, or with a larger --compiles"]
     return "\n".join(lines)

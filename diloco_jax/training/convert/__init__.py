@@ -1,1 +1,1 @@
-"""Public models: what their folders hold, and which of their tensors make which of our parameters."""
+"""Conversion of public models: their configs, their tensors and their files."""

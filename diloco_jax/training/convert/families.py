@@ -1,6 +1,7 @@
-"""Public families of models as options of our decoder: their config.json and the names of their tensors, both ways.
+"""Public families of models: conversion between their config.json and tensors and those of the built-in decoder.
 
-Names are those of the files on the Hub. Their matrices are [out, in], ours [in, out].
+The names of tensors are those of files on the Hub. Matrices in these files are [out, in], in this package [in, out]. In
+this module, "ours" is the built-in decoder and "theirs" the public family.
 """
 
 import math
@@ -21,23 +22,35 @@ from diloco_jax.training.models.options import DecoderConfig
 class Family(NamedTuple):
     """The choices that all models of a family share."""
 
-    architecture: str  # class in transformers
-    args: Mapping[str, Any]  # of our decoder, where they are not the default
-    read: Mapping[str, str]  # key of config.json -> kind of its value, beside READ
-    keys: Mapping[str, str] = {}  # our argument -> key of config.json, beside SIZES
-    defaults: Mapping[str, Any] = {}  # of config.json, where a key is missing
-    ignored: Sequence[str] = ()  # keys that transformers does not read in this family
-    experts: tuple[str, ...] = ()  # prefix of the mixture in a layer, and an expert's gate, up and down; none: an MLP
-    window: str = "never"  # layers that have sliding_window, where no layer_types say it; a key of _usual_windows
+    # The class in transformers.
+    architecture: str
+    # Arguments of our decoder that differ from its defaults.
+    args: Mapping[str, Any]
+    # Keys of config.json with the kinds of their values, in addition to READ.
+    read: Mapping[str, str]
+    # From our argument to the key of config.json, in addition to SIZES.
+    keys: Mapping[str, str] = {}
+    # The values of keys that are missing in config.json.
+    defaults: Mapping[str, Any] = {}
+    # Keys that transformers does not read in this family.
+    ignored: Sequence[str] = ()
+    # The prefix of the mixture in a layer, then the names of an expert's gate, up and down; empty for an MLP.
+    experts: tuple[str, ...] = ()
+    # The layers with sliding_window if config.json has no layer_types: never, all, later or pattern (see `_window`).
+    window: str = "never"
 
 
 _WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-SIZES: dict[str, str] = _WORDS["sizes"]  # our argument -> key of config.json
+# From our argument to the key of config.json.
+SIZES: dict[str, str] = _WORDS["sizes"]
 ACTIVATIONS: dict[str, str] = _WORDS["activations"]
-SCALINGS: dict[str, dict[str, str]] = _WORDS["scalings"]  # rope_type -> our argument -> its key
-READ: dict[str, str] = _WORDS["read"]  # key -> kind of its value, a key of KINDS
-ROPE: dict[str, str] = _WORDS["rope"]  # the same within the rotary settings
-REFUSED: dict[str, Any] = _WORDS["refused"]  # key -> the only value that the decoder can do
+# For each rope_type, from our argument to its key.
+SCALINGS: dict[str, dict[str, str]] = _WORDS["scalings"]
+# Keys of config.json, and keys within the rotary settings, with the kinds of their values (keys of KINDS).
+READ: dict[str, str] = _WORDS["read"]
+ROPE: dict[str, str] = _WORDS["rope"]
+# Keys with the only value that the decoder supports.
+REFUSED: dict[str, Any] = _WORDS["refused"]
 HARMLESS = frozenset(key for line in _WORDS["harmless"] for key in line)
 SEEING: list[str] = _WORDS["seeing"]
 FAMILIES = {
@@ -53,18 +66,20 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "object": ("an object", lambda value: isinstance(value, dict)),
     "list": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
 }
-TABLES = ("embedding", "head")  # not turned
+# Tables have the same axes in both formats, so they are not transposed.
+TABLES = ("embedding", "head")
 HOW = ("attention", "scan_layers", "remat", "loss_chunk", "dtype", "routing", "capacity_factor", "balance_coefficient")
 OTHER_NAMES = {"hidden_act": "hidden_activation", "num_experts": "num_local_experts"}
 SLIDING, FULL = "sliding_attention", "full_attention"
-OLD_KINDS = {"attention": FULL}  # names that transformers still takes
+# Old names of kinds of layers that transformers still accepts.
+OLD_KINDS = {"attention": FULL}
 LAYERS_MAX, WHOLE_MAX, NAMED_MAX = 10_000, 2**63, 8
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Return our model for a config.json of one of the `FAMILIES`; a ValueError says what the decoder cannot be.
+    """Return our model for a config.json of one of the `FAMILIES`; ValueError names what the decoder does not support.
 
-    Every key decides something here, is known to decide nothing, or is an error.
+    A key either determines something here, or is known to have no effect, or is an error.
     """
     name, seeing = config.get("model_type"), None
     if name == "gemma3" and isinstance(config.get("text_config"), Mapping):
@@ -75,7 +90,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     _check_keys(config, {**READ, **family.read}, {*HARMLESS, *family.ignored}, name)
     keys = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **family.defaults, **config}
     if seeing is not None:
-        # The class of such a model in transformers ties as the outer config says, and caps no logits.
+        # For such a model, transformers takes tie_word_embeddings from the outer config, and caps no logits.
         _check_keys(seeing, {"tie_word_embeddings": "switch"}, {*HARMLESS, *SEEING}, "gemma3")
         keys |= {"tie_word_embeddings": seeing.get("tie_word_embeddings", True), "final_logit_softcapping": None}
     keys = {key: value for key, value in keys.items() if value is not None}
@@ -100,25 +115,26 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     usual = asdict(MoeConfig() if family.experts else DecoderConfig())
     args = {key: value for key, value in args.items() if value != usual[key]}
     model = ModelConfig(module=MOE if family.experts else DECODER, args=args)
-    _decoder(model)  # checks them
+    # Building the decoder's config checks the arguments.
+    _decoder(model)
     return model
 
 
 def _check_keys(found: Mapping[str, Any], read: Mapping[str, str], harmless: Collection[str], where: str) -> None:
-    """Refuse keys that nobody understands, values of another kind than their key has, and what the decoder lacks."""
-    # A null is as good as no key, but for is_causal, which transformers takes as false then.
+    """Refuse unknown keys, values of the wrong kind, and values that the decoder does not support."""
+    # A null counts as a missing key, except for is_causal, which transformers then takes as false.
     unknown = [key for key, value in found.items() if value is not None and key not in {*read, *harmless, *REFUSED}]
     if unknown:
         more = f" and {len(unknown) - NAMED_MAX} more" if len(unknown) > NAMED_MAX else ""
         names = ", ".join(ascii(key)[1:-1][:80] for key in sorted(unknown)[:NAMED_MAX])
         raise ValueError(
-            f"config.json of {where} has keys that are not understood: {names}{more}; remove them from it if the "
-            "model computes the same without them"
+            f"config.json of {where} has unknown keys: {names}{more}; remove them if the model computes the same "
+            "without them"
         )
     for key, wanted in REFUSED.items():
         value = found.get(key, wanted)
         if key not in read and value != wanted and (wanted or value is not None):
-            raise ValueError(f"config.json of {where}: {key} is {value!r}, but the decoder can do {wanted!r} only")
+            raise ValueError(f"config.json of {where}: {key} is {value!r}, but the decoder supports only {wanted!r}")
     for key, kind in read.items():
         words, fits = KINDS[kind]
         if found.get(key) is not None and not fits(found[key]):
@@ -130,12 +146,13 @@ def _whole(value: Any) -> bool:
 
 
 def to_hf(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of our model as one of the `FAMILIES`; a ValueError says what its family lacks."""
+    """Return the config.json of our model as one of the `FAMILIES`; ValueError names what the family does not have."""
     c = _decoder(model)
     name = _family_of(c)
     family = FAMILIES[name]
     theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": name, "dtype": "float32"}
-    theirs |= {f"{token}_token_id": None for token in ("bos", "eos", "pad")}  # the defaults are other tokenizers'
+    # Without these keys transformers would use the ids of another tokenizer.
+    theirs |= {f"{token}_token_id": None for token in ("bos", "eos", "pad")}
     theirs |= {key: getattr(c, ours) for ours, key in {**SIZES, **family.keys}.items()}
     theirs |= {"hidden_act": ACTIVATIONS[c.activation], "rope_theta": c.rope_theta}
     if c.rope_scaling != "none":
@@ -168,14 +185,14 @@ def _decoder(model: ModelConfig) -> DecoderConfig:
     found = decoder_of(model)
     if found is None:
         raise ValueError(
-            f"model.module is '{model.module}', of which no family of transformers is known; only the built-in "
-            "decoders can be converted"
+            f"model.module is '{model.module}', which has no family in transformers; only the built-in decoders can "
+            "be converted"
         )
     return found
 
 
 def _family_of(c: DecoderConfig) -> str:
-    """Return the family that is nearest."""
+    """Return the name of the family nearest to a decoder."""
     if isinstance(c, MoeConfig):
         return "mixtral" if c.qk_norm == "none" else "qwen3_moe"
     if c.norms != "pre":
@@ -186,13 +203,15 @@ def _family_of(c: DecoderConfig) -> str:
 
 
 def _rope(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
-    """Read the rotary settings, which transformers writes as rope_parameters since version 5 and rope_scaling before.
+    """Return our arguments for the rotary settings of a config.json.
 
-    Where both are there, rope_scaling decides, as in transformers; in Gemma 3 it changes single keys of the other.
+    transformers writes them as rope_parameters since version 5, and as rope_scaling before. If both are there,
+    rope_scaling replaces rope_parameters, as in transformers; in Gemma 3 it replaces only single keys.
     """
     new, old = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     found: dict[str, Any] = {}
-    if family.window == "pattern":  # one for each kind of layers
+    if family.window == "pattern":
+        # Each kind of layers has its own rotary settings.
         _check_keys(new, {FULL: "object", SLIDING: "object"}, (), f"{name}, rope_parameters")
         local = _rope_keys(new.get(SLIDING) or {}, name)
         if local["rope_type"] != "default":
@@ -201,7 +220,7 @@ def _rope(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
         rope = _rope_keys({"rope_type": "default", **(new.get(FULL) or {}), **old}, name)
     else:
         rope = _rope_keys(old or new, name)
-        # transformers lets this key win, which is inside the rotary settings elsewhere.
+        # Other families have this key inside the rotary settings; in transformers the outer one takes precedence.
         if "original_max_position_embeddings" in keys:
             rope["original_max_position_embeddings"] = keys["original_max_position_embeddings"]
     kind = rope["rope_type"]
@@ -225,7 +244,8 @@ def _rope_keys(rope: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the rotary settings of one kind of layers, checked and without nulls."""
     rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    if kind not in ("default", *SCALINGS):  # each kind has keys of its own
+    # This check comes first, because each kind has different keys.
+    if kind not in ("default", *SCALINGS):
         raise ValueError(f"config.json: rope_type is {kind!r:.80}; the decoder has default, {', '.join(SCALINGS)}")
     _check_keys(rope, ROPE, (), f"{name}, rotary settings")
     if rope.get("type", kind) != kind:
@@ -234,7 +254,7 @@ def _rope_keys(rope: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _window(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
-    """Read the sliding window, and which layers have it."""
+    """Return our arguments for the sliding window and for the layers that have it."""
     count, window = keys["num_hidden_layers"], keys.get("sliding_window")
     if count > LAYERS_MAX:
         raise ValueError(f"config.json: num_hidden_layers is {count}; use 1 to {LAYERS_MAX}")
@@ -262,7 +282,7 @@ def _window(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any
                 f"config.json of {name}: layer_types are {_listed(kinds)}, which transformers ignores in this "
                 "family; remove them"
             )
-    # Gemma 3 makes the mask of a window even if no layer has one.
+    # For Gemma 3, transformers builds a window's mask even if no layer has a window.
     if not window and (any(local) or (window is None and family.window == "pattern")):
         raise ValueError(
             f"config.json of {name}: sliding_window is {'off' if window is None else window}, but the model has layers "
@@ -275,7 +295,7 @@ def _window(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any
         words = _listed([SLIDING if each else FULL for each in local])
         raise ValueError(
             f"config.json of {name}: layer_types are {words}; the decoder can give the window to all layers, or to all "
-            "but each n-th"
+            "except every n-th"
         )
     return {"window": window, "global_every": every}
 
@@ -287,15 +307,17 @@ def _listed(kinds: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Mapped:
-    """One parameter of ours, and the tensors of theirs that it is made of."""
+    """One of our parameters with the tensors of a public family that it corresponds to."""
 
-    hf: tuple[str, ...]  # their names; of a stack in the order of its layers, and of their experts
+    # The names of their tensors; for a stack in the order of its layers and, within a layer, of its experts.
+    hf: tuple[str, ...]
     path: str
     shape: tuple[int, ...]
-    hf_shape: tuple[int, ...]  # of each of their tensors
+    # The shape of each of their tensors.
+    hf_shape: tuple[int, ...]
 
     def to_ours(self, arrays: Sequence[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:
-        """Make our parameter from their tensors, in the order of `hf`."""
+        """Build our parameter from their tensors, which are in the order of `hf`."""
         pieces = [array.T if self._turned else array for array in arrays]
         return pieces[0] if self.shape == pieces[0].shape else np.stack(pieces).reshape(self.shape)
 
@@ -310,7 +332,7 @@ class Mapped:
 
 
 def tensors(model: ModelConfig) -> list[Mapped]:
-    """List all parameters of a model with their tensors in the files of its family."""
+    """List all parameters of a model with the corresponding tensors in the files of its family."""
     c, family = _decoder(model), FAMILIES[to_hf(model)["model_type"]]
     table = (c.vocab_size, c.dim)
     found = [
@@ -331,7 +353,7 @@ def tensors(model: ModelConfig) -> list[Mapped]:
 
 
 def _layer(c: DecoderConfig, family: Family) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield path, name in the files and our shape of each parameter of a layer."""
+    """Yield path, name in the files and shape of each of our parameters in a layer."""
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     for ours, width in (("q", queries), ("k", keys), ("v", keys)):
         yield f"{ours}/kernel", f"self_attn.{ours}_proj.weight", (c.dim, width)
@@ -352,7 +374,7 @@ def _layer(c: DecoderConfig, family: Family) -> Iterator[tuple[str, str, tuple[i
         for ours, shape in (("gate", wide), ("up", wide), ("down", narrow)):
             yield f"{ours}/kernel", f"mlp.{ours}_proj.weight", shape
         return
-    assert isinstance(c, MoeConfig), "its family says so"
+    assert isinstance(c, MoeConfig), "only families with experts get here"
     prefix, *names = family.experts
     yield "router", f"{prefix}.gate.weight", (c.dim, c.num_experts)
     for ours, theirs, shape in zip(("gate", "up", "down"), names, (wide, wide, narrow), strict=True):

@@ -1,7 +1,7 @@
-"""Weights of a public model in its folder, read and written one tensor at a time.
+"""Weights of public models: folders that are read and written one tensor at a time.
 
-config.json has the family and its sizes; *.safetensors the tensors, and if there are several files of them,
-model.safetensors.index.json says in which one each tensor lies.
+config.json has the family and the sizes, and *.safetensors the tensors. If there are several of these files,
+model.safetensors.index.json maps each tensor to its file.
 """
 
 import json
@@ -28,24 +28,29 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 JSON_BYTES_MAX = 1 << 26
 READ = ("F32", "BF16", "F16")
 WRITTEN = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
-SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")  # computed; or the embedding, where a model shares it
-# A model that sees as well: its text has these names, and the rest is left out.
+# Tensors that a model may have beyond those that we need: computed ones, and a head that equals the embedding.
+SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")
+# In a model of images and text, the text model's tensors have this prefix, and those of SEEING are skipped.
 TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
-BASE = re.compile(r"(embed_tokens|layers|norm)\.")  # saved without the head, and without the prefix of the others
+# A model that was saved without its head has names without the usual prefix.
+BASE = re.compile(r"(embed_tokens|layers|norm)\.")
 SEEING = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
-SHARD_BYTES = 5_000_000_000  # of one file that is written, unless one tensor is larger
-COPY_BYTES = 1 << 24  # that are turned, rounded or compared at a time
+# The largest file that is written, unless one tensor is larger.
+SHARD_BYTES = 5_000_000_000
+# Bytes that are transposed, rounded or compared at a time.
+COPY_BYTES = 1 << 24
 
 log = logging.getLogger(__name__)
 
-Parameters = Iterable[tuple[str, np.ndarray]]  # (path, float32 array) in ascending order of the paths
+# (path, float32 array) in ascending order of the paths.
+Parameters = Iterable[tuple[str, np.ndarray]]
 
 
 class Weights:
-    """Tensors of a public model as they lie in its folder, their `shapes` by name, and `config` as in config.json.
+    """The tensors in a public model's folder, with their `shapes` by name; `config` is the content of config.json.
 
     Raises:
-        ValueError: the folder holds no model, or a file of it is missing or damaged; names it.
+        ValueError: the folder has no model, or one of its files is missing or damaged; the message names the file.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -53,7 +58,7 @@ class Weights:
         self.config = _read_json(self.folder / CONFIG_FILE)
 
     def model(self) -> ModelConfig:
-        """Return our model for these weights: that of config.json, with a head of its own if the file has another.
+        """Return our model for these weights: the one of config.json, with a separate head if the files have one.
 
         Raises:
             ValueError: as `from_hf`; or the files cannot be read.
@@ -65,29 +70,29 @@ class Weights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors by name."""
+        """Return the shapes of all tensors by name."""
         return {name: shape for name, (_, _, shape, _) in self._tensors.items()}
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[Path, str, tuple[int, ...], str]]:
-        """File, name in it, shape and type of each tensor, by the name that transformers has for it."""
+        """Return file, name in the file, shape and type of each tensor, by its name in transformers."""
         found: dict[str, tuple[Path, str, tuple[int, ...], str]] = {}
         for path in self._listed():
             with _opened(path) as file:
-                for own in file.keys():  # noqa: SIM118  (it is no mapping)
+                for own in file.keys():  # noqa: SIM118  (not a mapping)
                     if SEEING.match(own):
                         continue
                     part, name = file.get_slice(own), _name_of(own)
                     if name in found:
                         other, twin = found[name][:2]
                         raise ValueError(
-                            f"tensor {own} of {path} is in {other} too, as {twin}; remove the file that is too many"
+                            f"tensor {own} of {path} is also in {other}, as {twin}; remove one of the two files"
                         )
                     found[name] = path, own, tuple(part.get_shape()), part.get_dtype()
         return found
 
     def _listed(self) -> list[Path]:
-        """Return the files with tensors: model.safetensors if it is there, as in transformers, else those listed."""
+        """Return the files with tensors: model.safetensors if it exists, as in transformers; else the index's files."""
         names = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if SINGLE_FILE in names:
             return [self.folder / SINGLE_FILE]
@@ -98,11 +103,11 @@ class Weights:
             wanted = sorted(set(listed.values()))
             if lost := sorted(set(wanted) - set(names)):
                 raise ValueError(
-                    f"{self.folder} lacks {len(lost)} of {len(wanted)} files, such as {lost[0]}; copy them"
+                    f"{self.folder} lacks {len(lost)} of {len(wanted)} files, such as {lost[0]}; copy them too"
                 )
             names = wanted
         elif names == [ADAPTER_FILE]:
-            raise ValueError(f"{self.folder} has an adapter only; merge it into its model, and save that")
+            raise ValueError(f"{self.folder} has only an adapter; merge it into its model, and save the model")
         elif len(names) != 1:
             others = sorted(path.name for suffix in OTHER_FORMATS for path in self.folder.glob(suffix))
             if others and not names:
@@ -114,9 +119,9 @@ class Weights:
         return [self.folder / name for name in names]
 
     def _has_own_head(self, model: ModelConfig) -> bool:
-        """Tell whether the model shares its embedding, but the files have a head with other values.
+        """Return whether the model shares its embedding with the head, but the files have a head with other values.
 
-        transformers does not share them then, whatever config.json says.
+        transformers does not share them then, even if config.json asks for it.
         """
         if any(mapped.hf == (HEAD,) for mapped in tensors(model)) or not {EMBEDDING, HEAD} <= self._tensors.keys():
             return False
@@ -130,10 +135,10 @@ class Weights:
             return not all(np.array_equal(left[part].astype("f4"), right[part].astype("f4")) for part in parts)
 
     def check(self, model: ModelConfig) -> list[Mapped]:
-        """Compare the tensors with those of a model; return how its parameters are made of them, by ascending path.
+        """Check that the tensors fit a model; return the model's parameters with their tensors, by ascending path.
 
         Raises:
-            ValueError: the model is of no public family, or a tensor is missing, of another shape or type, or too many.
+            ValueError: the model has no public family, or a tensor is missing, unknown, or of another shape or type.
         """
         made = sorted(tensors(model), key=lambda mapped: mapped.path)
         needed = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
@@ -146,19 +151,19 @@ class Weights:
             if found != wanted and not (wanted is None and SPARE.fullmatch(name)):
                 lacking = sum(other not in shapes for other in needed)
                 raise ValueError(
-                    f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, where "
-                    f"the model needs {wanted or 'none'}; {lacking} of {len(needed)} tensors are missing: are "
-                    "model.args those of these weights, and all files there?"
+                    f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, but the "
+                    f"model needs {wanted or 'none'}, and {lacking} of {len(needed)} tensors are missing; check that "
+                    "model.args are those of these weights, and that all files are there"
                 )
         if self._has_own_head(model):
             log.warning(
-                f"{self.folder} has a head that differs from its embedding, but model.args.tie_embeddings is true: the "
-                "head is left out; set it false, or import the folder again"
+                f"{self.folder} has a head that differs from its embedding, but model.args.tie_embeddings is true, so "
+                "the head is not read; set it false, or import the folder again"
             )
         return made
 
     def read(self, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the parameters of a model: (path, new float32 array) by ascending path.
+        """Yield the parameters of a model as (path, new float32 array), by ascending path.
 
         Raises:
             ValueError: as `check`; or a value is not finite.
@@ -177,7 +182,7 @@ class Weights:
 
 
 def _name_of(own: str) -> str:
-    """Return the name of a tensor as a model of text alone has it."""
+    """Return the name that a tensor has in a model of text only."""
     name = TEXT.sub("model.", own).replace(f"model.{HEAD}", HEAD)
     return f"model.{name}" if BASE.match(name) else name
 
@@ -188,12 +193,12 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"more than {JSON_BYTES_MAX} bytes")
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}, no object")
+            raise ValueError(f"a {type(found).__name__} instead of an object")
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{path} cannot be read: {why}; name the folder of a public model, "
-            "whole; a run that begins with one needs it whenever its syncer starts"
+            f"{path} cannot be read: {why}; name the whole folder of a public model; a run that started from one "
+            "needs it whenever its syncer starts"
         ) from error
     return found
 
@@ -202,13 +207,18 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, "numpy")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file ({error}); copy it again") from error
+        raise ValueError(f"{path} is damaged, or not a safetensors file ({error}); copy it again") from error
 
 
 def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtype: str) -> None:
-    """Write a model's parameters as tensors of its family, while they come; `dtype` is a key of WRITTEN.
+    """Write a model's parameters as tensors of its family, one at a time.
 
-    ValueError if the model is of no public family, or these are not its parameters.
+    Args:
+        parameters: (path, float32 array) by ascending path; each is written before the next one is requested.
+        dtype: a key of WRITTEN.
+
+    Raises:
+        ValueError: the model has no public family, or the parameters are not those of the model.
     """
     made = {mapped.path: mapped for mapped in sorted(tensors(model), key=lambda mapped: mapped.path)}
     code, kind = WRITTEN[dtype]
@@ -225,8 +235,10 @@ def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtyp
                 rows = max(1, COPY_BYTES * len(value) // max(value.nbytes, 1))
                 for start in range(0, len(value), rows):
                     file.write(np.ascontiguousarray(value[start : start + rows], kind).view(np.uint8).data)
-                del value  # before the next one is read
-    next(theirs, None)  # what follows the last tensor is the check of all of them
+                # The memory is freed before the next tensor is read.
+                del value
+    # After the last tensor, the generator checks that no parameter is missing.
+    next(theirs, None)
     if shards[1:]:
         size = sum(math.prod(shape) for shapes in shards for shape in shapes.values()) * kind.itemsize
         index = {"metadata": {"total_size": size}, "weight_map": where}
@@ -250,12 +262,15 @@ def _theirs(made: Mapping[str, Mapped], parameters: Parameters) -> Iterator[np.n
     left = list(made)
     for path, value in parameters:
         if left[:1] != [path] or made[path].shape != value.shape:
-            raise ValueError(f"parameter '{path}' of shape {value.shape} is not what the model of the config has there")
+            raise ValueError(
+                f"parameter '{path}' of shape {value.shape} does not fit the model of the config; was it trained with "
+                "another config?"
+            )
         del left[0]
         yield from made[path].to_hf(value)
         del value
     if left:
-        raise ValueError(f"there is no parameter '{left[0]}', which the model of the config has")
+        raise ValueError(f"the parameter '{left[0]}', which the model of the config has, is missing; use its config")
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], code: str, itemsize: int) -> bytes:

@@ -1,1 +1,1 @@
-"""Samples for training and evaluation: where they come from (corpus.py, own.py), and their global order (order.py)."""
+"""Samples for training and evaluation: their sources (corpus.py, own.py) and their global order (order.py)."""

@@ -1,4 +1,4 @@
-"""Settings of the data, apart from what reads it: a process without data of its own needs no reader."""
+"""Settings of the data, separate from the readers, because a process without data does not need these."""
 
 import dataclasses
 import re
@@ -11,7 +11,8 @@ DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "ar
 TokenDtype = Literal["uint16", "uint32"]
 
 STDLIB = "stdlib"
-PLAIN = ("bytes", "tokens")  # one array of ids; all others are token stores, or become one
+# Formats with one array of ids; other formats are token stores or become one.
+PLAIN = ("bytes", "tokens")
 SOURCES_MAX = 64
 SHARE_MIN = 1e-4
 PREFETCH_MAX = 64
@@ -19,14 +20,14 @@ PREFETCH_MAX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartConfig:
-    """A source of a mixture, or of an evaluation; see the settings of `data` with the same names."""
+    """A source of a mixture or of an evaluation; its settings mean the same as those of `data`."""
 
     path: str
     """A file, a folder, or a URL such as gs://bucket/folder."""
     format: DataFormat = "store"
     """See data.format."""
     weight: float = 1.0
-    """Share of the samples, relative to the other sources. Low: is hardly read. High: is read again and again."""
+    """Share of the samples, relative to the other sources. Low: hardly read. High: read again and again."""
     patterns: tuple[str, ...] = ("*",)
     """See data.patterns."""
     field: str = "text"
@@ -43,46 +44,46 @@ class PartConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Settings of the corpus, and of its cut into windows."""
+    """Settings of the corpus, and of how it is cut into windows."""
 
     format: DataFormat = "bytes"
-    """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder of diloco
-    tokenize). text, jsonl, parquet, arrow and arrayrecord become a store in $DILOCO_CACHE when they are first read."""
+    """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder made by
+    diloco tokenize). text, jsonl, parquet, arrow and arrayrecord become a store in $DILOCO_CACHE at the first read."""
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
     or text may also be at gs://, s3:// or another URL that fsspec reads."""
     field: str = "text"
     """Column or key with the text, for jsonl, parquet and arrow."""
     tokenizer: str = ""
-    """A folder with tokenizer.json, train:SIZE or bytes, for text that becomes a store; of format tokens, that which
-    made them. A store has its own."""
+    """A folder with tokenizer.json, train:SIZE or bytes, for text that becomes a store; for format tokens, the
+    tokenizer that produced the ids. A store contains its tokenizer."""
     documents: Literal["joined", "separate", "whole"] = "joined"
-    """joined: windows go across documents. separate: the same windows, but attention and loss stay within a document.
-    whole: as separate, and no document is cut unless it is longer than a window; samples end with padding."""
+    """joined: windows may span documents. separate: the same windows, but attention and loss stay within a document.
+    whole: like separate, but only a document longer than a window is cut; samples end with padding."""
     mixture: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
-    """Several sources by name, in place of path and format, read in proportion to their weights."""
+    """Several sources by name, read in proportion to their weights; they replace path and format."""
     evaluation: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
-    """Further sources by name, on which the model is evaluated only."""
+    """Further sources by name that are only used for evaluation."""
     patterns: tuple[str, ...] = ("*",)
     """Which files of a folder to read, by file name; for stdlib always '*.py'."""
     token_dtype: TokenDtype = "uint16"
     """Type of the ids in a token file, little-endian."""
     vocab_size: int = 65_536
-    """Ids in a token file or a source of your own are below this (checked on every batch); bytes always have 256."""
+    """Upper bound of the ids in a token file or in your own source (checked on every batch); bytes always have 256."""
     held_out_fraction: float = 0.02
     """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1. Low: too little to evaluate on, a
     noisy loss. High: little is left to train on."""
     shuffle_seed: int = 0
     """Seed of the global order of the windows; islands of one run must agree."""
     prefetch: int = 4
-    """Batches that each process of an island reads ahead, on a thread of its own, 1 GB at most. 0: a batch is read on
-    the thread of the steps, while the step before it runs, for a source that must not be read on another. Low: steps
+    """Batches that each process of an island reads ahead on a separate thread, 1 GB at most. 0: the thread of the steps
+    reads each batch while the previous step runs, for a source that must not be read on another thread. Low: steps
     wait for a slow source. High: takes host memory."""
     module: str = ""
-    """A source of your own as package.module:Name, in place of path and format: a class with `__len__` and
-    `__getitem__`, whose samples are arrays of train.seq_len + 1 ids below vocab_size."""
+    """Your own source as package.module:Name, instead of path and format: a class with `__len__` and `__getitem__`,
+    whose samples are arrays of train.seq_len + 1 ids below vocab_size."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Passed to that class by name; all machines of a run must agree."""
+    """Keyword arguments of that class; all machines of a run must agree."""
 
     def __post_init__(self) -> None:
         check_setting("data", self.module, self.args)
@@ -102,10 +103,10 @@ class DataConfig:
     def _check_parts(self) -> None:
         """Check the sources, alone and together."""
         if self.mixture and (self.module or self.path != STDLIB):
-            raise ValueError("data.mixture takes the place of data.path and data.module; remove what is not meant")
+            raise ValueError("data.mixture replaces data.path and data.module; remove the one that is not meant")
         if self.module and self.documents != "joined":
             raise ValueError(
-                f"data.documents is {self.documents}, but data.module says itself what a sample is; remove it"
+                f"data.documents is {self.documents}, but data.module decides itself what a sample is; remove it"
             )
         if (count := len(self.mixture) + len(self.evaluation)) > SOURCES_MAX:
             raise ValueError(f"data.mixture and data.evaluation have {count} sources; {SOURCES_MAX} is the limit")
@@ -123,8 +124,8 @@ class DataConfig:
         for part in (*self.parts.values(), *self.evaluation.values()):
             if part.format in PLAIN and self.documents != "joined":
                 raise ValueError(
-                    f"data.documents is {self.documents}, but '{part.path}' of format {part.format} does not say where "
-                    "documents end; make a store of its text (diloco tokenize), or use joined"
+                    f"data.documents is {self.documents}, but format {part.format} of '{part.path}' has no ends of "
+                    "documents; make a store from its text (diloco tokenize), or use joined"
                 )
             if part.format in (*PLAIN, "store"):
                 continue
@@ -136,7 +137,7 @@ class DataConfig:
 
     @property
     def parts(self) -> dict[str, PartConfig]:
-        """Return the sources that are trained on, by name; a single one has none."""
+        """Return the training sources by name; a single source has the name ''."""
         if self.mixture:
             return dict(sorted(self.mixture.items()))
         one = PartConfig(
@@ -146,17 +147,17 @@ class DataConfig:
 
     @property
     def remote(self) -> bool:
-        """Tell if a source has to be fetched over the network, whole, before it can be read."""
+        """Return whether a source must be downloaded as a whole before it can be read."""
         return any("://" in part.path for part in (*self.parts.values(), *self.evaluation.values()))
 
     @property
     def plain(self) -> bool:
-        """Tell whether all is known of the data from the sizes of files: one source of bytes or raw tokens."""
+        """Return whether there is one source of bytes or raw tokens, so that the sizes of files are enough to check."""
         return not (self.module or self.mixture or self.evaluation) and self.format in PLAIN
 
     @property
     def ids(self) -> int:
-        """Return the number below which all ids are; 0 if a store says it, which may be on another machine."""
+        """Return the upper bound of all ids; 0 if only a store, maybe on another machine, knows it."""
         if self.module or any(part.format == "tokens" for part in self.parts.values()):
             return self.vocab_size
         return 256 if all(part.format == "bytes" for part in self.parts.values()) else 0

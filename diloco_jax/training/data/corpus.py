@@ -1,9 +1,9 @@
-"""Text as windows of token ids.
+"""Corpora: they are split into a training part and a held-out part, and cut into windows of token ids.
 
     corpus -> [train | held out] -> windows
 
-Samples of a token store, or of the user's own (own.py), take the place of windows. The held-out part is the tail of
-the corpus; no training window touches it. A corpus may be a mixture of sources (mixture.py).
+The held-out part is the end of the corpus, and no training window overlaps it. Token stores and the user's own sources
+(own.py) may have other samples than windows. A corpus may be a mixture of sources (mixture.py).
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ from diloco_jax.training.data.store import Store, local_store
 from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from diloco_jax.training.data.tokenizing import cached_store
 
-WHOLE_BYTES = 1 << 24  # a corpus up to this size is digested whole, a larger one by samples
+# A corpus up to this size is digested as a whole; of a larger one only samples are digested.
+WHOLE_BYTES = 1 << 24
 SAMPLES, SAMPLE_BYTES = 64, 4096
 STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows of `seq_len` + 1 of the ids start..stop-1; neighbours share one id, the last target of the former.
+    """Windows of `seq_len` + 1 ids from the range start..stop-1.
 
-    With `separate` samples of a store have segments: the number of the document within the window, from 1 on.
+    Neighbours share one id, which is the last target of the first window and the first input of the second. With
+    `separate`, windows of a store have segments: each id's document, counted from 1 within the window.
     """
 
     ids: Integer[np.ndarray, " n"] | Store
     seq_len: int
     start: int = 0
-    stop: int | None = None  # None: the end
+    # None: the end of the ids.
+    stop: int | None = None
     separate: bool = False
 
     def __len__(self) -> int:
@@ -68,9 +71,9 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class PackedDocuments:
-    """Samples of consecutive whole documents, as many as fit; the rest is padding, of segment 0.
+    """Samples of consecutive whole documents, as many as fit; the rest of a sample is padding with segment 0.
 
-    Only a document longer than a sample is cut; its pieces share one id, so that each id but the first is predicted.
+    Only a document longer than a sample is cut. Its pieces share one id, so that each id but the first is predicted.
     """
 
     store: Store
@@ -87,7 +90,8 @@ class PackedDocuments:
         start, size = int(self.starts[index]), self.seq_len + 1
         stop = int(self.starts[index + 1]) if index + 1 < len(self) else self.stop
         if index + 1 < len(self) and stop not in self.store.ends(stop - 1, stop):
-            stop += 1  # the next one goes on with this document
+            # The next sample continues this document, so both share one id.
+            stop += 1
         tokens = np.zeros(size, np.int32)
         tokens[: stop - start] = self.store.read(start, stop)
         return {TOKENS: tokens, SEGMENTS: _segments(self.store, start, stop, size)}
@@ -103,9 +107,10 @@ def _segments(store: Store, start: int, stop: int, size: int) -> np.ndarray:
 
 
 def pack(store: Store, start: int, stop: int, seq_len: int) -> PackedDocuments:
-    """Deal out the documents of a range of tokens in order; a sample ends before the first that does not fit."""
+    """Pack the documents of a range of tokens in order; a sample ends before the first document that does not fit."""
     rows, row, begin = [np.array([start], np.int64)], start, start
-    for _, low, high in store.files(start, stop):  # memory for one file, and 8 bytes a sample
+    # The loop over files bounds the memory: one file, and 8 bytes for each sample.
+    for _, low, high in store.files(start, stop):
         ends = store.ends(low, high)
         if not len(ends) or ends[-1] != high:
             ends = np.append(ends, high)
@@ -140,28 +145,29 @@ class Source:
     held_out: Samples
     vocab_size: int
     corpus: str = ""
-    """Length and digest of all ids, by which islands tell that they read the same; see `described`."""
+    """Length and digest of the corpus (`described`); islands compare them to check that they read the same data."""
     parts: Mapping[str, Source] = field(default_factory=dict)
     """The sources of a mixture, by name."""
     weights: tuple[float, ...] = ()
-    """Their shares of the order, of any sum."""
+    """The shares of these sources in the order, with any sum."""
     evaluation: Mapping[str, Samples] = field(default_factory=dict)
-    """Sets to evaluate on by name: the held-out part of each source of a mixture, and those of data.evaluation."""
+    """Evaluation sets by name: the held-out part of each source of a mixture, and the sets of data.evaluation."""
     tokenizer: Tokenizer | None = None
-    """That made the ids, if it is known."""
+    """Tokenizer that produced the ids; None if unknown."""
     store: Store | None = None
 
 
 def _stdlib_files() -> list[Path]:
     files = []
     for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        inside[:] = [name for name in inside if name not in STDLIB_SKIP]  # installed packages have far more files
+        # Installed packages are skipped, because they have far more files than the library.
+        inside[:] = [name for name in inside if name not in STDLIB_SKIP]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return files
 
 
 def find_files(config: PartConfig) -> tuple[Path, list[Path]]:
-    """Return the files of a corpus of bytes, and what their names begin at."""
+    """Return the root of a corpus of bytes and its files; ValueError if there is none that matches."""
     root = Path(sysconfig.get_paths()["stdlib"]) if config.path == STDLIB else Path(config.path)
     if not root.exists():
         raise ValueError(f"data.path '{config.path}' does not exist; give a file, a folder, or '{STDLIB}'")
@@ -180,9 +186,10 @@ def find_files(config: PartConfig) -> tuple[Path, list[Path]]:
 
 
 def _read_bytes(config: PartConfig) -> Integer[np.ndarray, " n"]:
-    """Read all files, a zero byte after each, in an order that mixes folders but is always the same."""
+    """Read all files, with a zero byte after each, in a fixed order that mixes folders."""
     root, files = find_files(config)
-    # By hash of the name: an alphabetical tail would hold out whole packages, unlike anything trained on.
+    # The order follows a hash of the name. In alphabetical order the held-out tail would be whole packages that differ
+    # from the training data.
     names = {p: p.relative_to(root).as_posix() for p in files}
     files.sort(key=lambda p: (crc32(os.fsencode(names[p])), names[p]))
     return np.frombuffer(b"".join(part for p in files for part in (p.read_bytes(), b"\0")), np.uint8)
@@ -192,7 +199,7 @@ def count_tokens(config: PartConfig) -> int:
     """Return the number of ids in a token file, from its size."""
     path = Path(config.path)
     if not path.is_file():
-        raise ValueError(f"data.path '{config.path}' is no file; give one file of {config.token_dtype} token ids")
+        raise ValueError(f"data.path '{config.path}' is not a file; give one file of {config.token_dtype} token ids")
     dtype = np.dtype(config.token_dtype).newbyteorder("<")
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
@@ -204,10 +211,10 @@ def count_tokens(config: PartConfig) -> int:
 
 
 def described(ids: Integer[np.ndarray, " n"]) -> str:
-    """Return the length of a corpus and a digest of it; of a large one, of its ends and of samples at equal distances.
+    """Return the length and a digest of a corpus.
 
-    What it reads is bounded, so that it takes no longer for terabytes. Two corpora of one length that differ between
-    the samples only are not told apart.
+    For a large corpus the digest covers evenly spaced samples, the first and last bytes included. So it takes bounded
+    time, but it cannot distinguish corpora of equal length that differ only between the samples.
     """
     raw = ids.view(np.uint8)
     hasher = xxhash.xxh3_64()
@@ -224,8 +231,8 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     """Open the corpus and cut it into samples of `seq_len` + 1 token ids.
 
     Raises:
-      ValueError: the path is missing, no file matches, or the corpus is too short for one sample of each part; its
-        sources do not belong together; or the user's own source is none.
+      ValueError: the path is missing; no file matches; the corpus is too short for one sample of each part; the sources
+        have different tokenizers; or the user's own source does not work.
     """
     if seq_len < 1:
         raise ValueError(f"the sequence length is {seq_len}; it must be at least 1")
@@ -255,7 +262,7 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer of a run's data, if it is known."""
+    """Return the tokenizer of a run's data; None if unknown."""
     for part in config.parts.values():
         if part.format == "bytes":
             return open_tokenizer(BYTES)
@@ -276,7 +283,7 @@ def _load_own(config: DataConfig, seq_len: int) -> Source:
 
 
 def _load_part(config: DataConfig, part: PartConfig, seq_len: int, *, whole: bool = False) -> Source:
-    """Open one source; with `whole` all of it is held out."""
+    """Open one source; with `whole`, all of it is held out."""
     if part.format not in PLAIN:
         store = open_store(config, part)
         cut = 0 if whole else store.near(len(store) - round(len(store) * config.held_out_fraction))
@@ -296,7 +303,7 @@ def _load_part(config: DataConfig, part: PartConfig, seq_len: int, *, whole: boo
 
 
 def open_store(config: DataConfig, part: PartConfig) -> Store:
-    """Open the store of a source; text becomes one if it is read for the first time on this machine."""
+    """Open the store of a source; text becomes a store when this machine reads it for the first time."""
     if part.format == "store":
         return Store(local_store(part.path))
     return Store(cached_store(TextSource(part.path, part.format, part.patterns, part.field), config.tokenizer))
@@ -325,7 +332,7 @@ def cut_source(
 
 
 def checked(source: Source, config: DataConfig, part: PartConfig, count: int, seq_len: int, *, whole: bool) -> Source:
-    """Return a source after checking that it has samples of each kind."""
+    """Return a source after a check that it has training samples and held-out samples."""
     if not (whole or len(source.train)) or not len(source.held_out):
         raise ValueError(
             f"data.path '{part.path}' has {count} token{'s' * (count != 1)}: {len(source.train)} training and "

@@ -1,7 +1,8 @@
-"""Documents of a source of text, one after another, in an order that depends on names alone.
+"""Documents of a text source, in an order that depends only on the names of its files.
 
-A source is a file or a folder, on this machine or wherever fsspec reads: text (a file is a document), JSONL, Parquet,
-Arrow as `datasets` saves it, and ArrayRecord. It is listed as pieces, which different processes may read.
+A source is a file or a folder, on this machine or anywhere that fsspec reads. Formats are text (a file is a document),
+JSONL, Parquet, Arrow as `datasets` saves it, and ArrayRecord. A source is listed as pieces, so that several processes
+can read it.
 """
 
 import itertools
@@ -22,9 +23,12 @@ from fsspec.utils import compressions
 from diloco_jax.protocol.releases import install_hint
 
 PIECE_BYTES = 1 << 24
-ROWS = 1024  # read at once
-REPLACEMENT = "\ufffd"  # for what is no UTF-8
-HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON may have
+# Rows that are read at once.
+ROWS = 1024
+# The character that replaces bytes that are not UTF-8.
+REPLACEMENT = "\ufffd"
+# Surrogates, halves of characters, which JSON may contain.
+HALVES = re.compile("[\ud800-\udfff]")
 BLOCK_BYTES = 1 << 22
 SUFFIXES = {
     ".jsonl": "jsonl",
@@ -35,18 +39,22 @@ SUFFIXES = {
     ".arrayrecord": "arrayrecord",
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".zst")  # read as they are they would be garbage
+# Archives and compressed files that would be read as garbage.
+PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".zst")
 EXTRAS = {"gcsfs": "gs", "s3fs": "s3"}
 
 
 class SourcePiece(NamedTuple):
-    """A file of a source, or a range of one: in bytes of JSONL, row groups of Parquet, records of ArrayRecord."""
+    """A file of a source, or a range of it: bytes of JSONL, row groups of Parquet or records of ArrayRecord."""
 
     url: str
-    format: str  # of SUFFIXES, or text
-    field: str  # of a row, that has the text
+    # A format of SUFFIXES, or text.
+    format: str
+    # The field of a row that has the text.
+    field: str
     start: int
-    stop: int  # 0: the end
+    # 0: the end of the file.
+    stop: int
     size: int  # bytes
 
 
@@ -54,13 +62,15 @@ class TextSource(NamedTuple):
     """A place with documents: a file, a folder or a URL."""
 
     path: str
-    format: str = ""  # as the names of the files say
-    patterns: Sequence[str] = ("*",)  # of the files of a folder
+    # Empty: the format follows from the names of the files.
+    format: str = ""
+    # Patterns of the names of a folder's files.
+    patterns: Sequence[str] = ("*",)
     field: str = "text"
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Find the file system of a path or URL, and the path in it; a ValueError says what is missing for that."""
+    """Return the file system of a path or URL and the path in it; ValueError if a package for it is missing."""
     try:
         fs, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
@@ -72,7 +82,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def needs(name: str) -> Any:
-    """Import a module of the extra `data`; a ValueError says if it is missing."""
+    """Import a module of the extra `data`; ValueError if it is missing."""
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
@@ -84,16 +94,21 @@ def _format(name: str) -> str:
 
 
 def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
-    """List what a source has, and a digest of the names, sizes and times of its files."""
+    """List the pieces of a source; return them with a digest of the names, sizes and times of its files.
+
+    Raises:
+      ValueError: the source has no readable file, or files of several formats.
+    """
     fs, root = file_system(source.path)
     found = {}
     for full, info in fs.find(root, detail=True).items():
         name = full[len(root) :].lstrip("/") or PurePosixPath(full).name
-        hidden = "/." in f"/{name}"  # such as .git
+        hidden = "/." in f"/{name}"
         wanted = any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns)
         if info["size"] and wanted and not hidden:
             found[name] = full, info
-    formats = {_format(name) for name in found} - {"text"}  # a README beside Parquet is no document
+    # Text is not counted, because a README beside Parquet files is not a document.
+    formats = {_format(name) for name in found} - {"text"}
     if not source.format and len(formats) > 1:
         raise ValueError(
             f"'{source.path}' has files of several formats ({', '.join(sorted(formats))}); name one folder"
@@ -103,7 +118,8 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
         found = {name: each for name, each in found.items() if _format(name) == format}
     if not found:
         raise ValueError(f"'{source.path}' has no {format} file with content; correct the path, or patterns")
-    readable = tuple(f".{suffix}" for suffix in compressions if suffix != "zip")  # with zstandard .zst too
+    # fsspec reads .zst only if zstandard is installed.
+    readable = tuple(f".{suffix}" for suffix in compressions if suffix != "zip")
     if packed := [name for name in sorted(found) if name.endswith(PACKED) and not name.endswith(readable)]:
         raise ValueError(
             f"'{source.path}' has {len(packed)} packed files that cannot be read, such as {packed[0]}; unpack them, "
@@ -111,7 +127,7 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
         )
     pieces: list[SourcePiece] = []
     hasher = xxhash.xxh3_128(f"{format} {source.field}".encode())
-    # by hash of the name, which mixes folders: the end is held out
+    # The order follows a hash of the name, which mixes folders, because the end of the corpus is held out.
     for name in sorted(found, key=lambda name: (zlib.crc32(os.fsencode(name)), name)):
         full, info = found[name]
         time = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "updated") if key in info), "")
@@ -122,7 +138,7 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
 
 
 def _split(piece: SourcePiece) -> Iterator[SourcePiece]:
-    """Cut a large file into ranges, if its format lets us."""
+    """Cut a large file into ranges if its format allows it."""
     many = -(-piece.size // PIECE_BYTES)
     if piece.format == "parquet" and many > 1:
         with fsspec.open(piece.url) as file:
@@ -138,7 +154,7 @@ def _split(piece: SourcePiece) -> Iterator[SourcePiece]:
 
 
 def read_documents(piece: SourcePiece) -> Iterator[str]:
-    """Yield the documents of a piece, "" for a row without text; bytes that are no UTF-8 become U+FFFD."""
+    """Yield the documents of a piece, "" for a row without text; bytes that are not UTF-8 become U+FFFD."""
     read: Callable[[SourcePiece], Iterator[Any]] = {
         "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow, "arrayrecord": _array_record
     }[piece.format]  # fmt: skip
@@ -149,7 +165,8 @@ def read_documents(piece: SourcePiece) -> Iterator[str]:
             _check_text(text, piece.field)
             yield HALVES.sub(REPLACEMENT, text or "")
     except (EOFError, ValueError, KeyError, OverflowError, OSError, RuntimeError, lzma.LZMAError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno:  # of the disk; those of pyarrow and compression have no number
+        # An error of the disk has a number, unlike errors of pyarrow and of compression.
+        if isinstance(error, OSError) and error.errno:
             raise
         remedy = "" if "(--field" in str(error) else "; correct or remove it"
         raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}{remedy}") from error
@@ -168,7 +185,8 @@ def _text(piece: SourcePiece) -> Iterator[str]:
 
 def _jsonl(piece: SourcePiece) -> Iterator[Any]:
     with fsspec.open(piece.url, "rb", compression="infer") as file:
-        if piece.start:  # the line that begins before belongs to the piece before
+        # The previous piece reads the line that starts before this one.
+        if piece.start:
             file.seek(piece.start - 1)
             file.readline()
         at = file.tell()
@@ -185,17 +203,17 @@ def _jsonl(piece: SourcePiece) -> Iterator[Any]:
 
 
 def _field_of(line: bytes, field: str) -> Any:
-    """Return the field of a line of JSON; a ValueError says what is wrong with the line."""
+    """Return the field of a line of JSON; ValueError names what is wrong with the line."""
     row = json.loads(line.decode("utf-8-sig", "replace"))
     if not isinstance(row, dict) or field not in row:
-        keys = f"it has {', '.join(row)}" if isinstance(row, dict) else "it is no object"
+        keys = f"it has {', '.join(row)}" if isinstance(row, dict) else "it is not an object"
         raise ValueError(f"{keys}; name the field with the text (--field, data.field)")
     _check_text(row[field], field)
     return row[field]
 
 
 def _number_of(url: str, at: int) -> int:
-    """Count the lines before a byte of an unpacked file, and return the number of the line that begins there."""
+    """Return the number of the line that starts at a byte of an uncompressed file, counted from 1."""
     number = 1
     with fsspec.open(url, "rb", compression="infer") as file:
         while at and (block := file.read(min(at, BLOCK_BYTES))):
@@ -211,7 +229,8 @@ def _column(batches: Iterator[Any], field: str, names: Sequence[str]) -> Iterato
         column = batch.column(field)
         try:
             rows = column.to_pylist()
-        except UnicodeDecodeError:  # Arrow does not check what is written
+        except UnicodeDecodeError:
+            # Arrow does not check that written text is UTF-8.
             rows = column.cast("large_binary").to_pylist()
         yield from rows
 
@@ -244,7 +263,7 @@ def _records(url: str) -> Any:
         raise ValueError(f"{url} is not on this machine, where ArrayRecord is read; copy or mount it")
     reader = needs("array_record.python.array_record_module").ArrayRecordReader(url)
     if not reader.ok():
-        raise ValueError(f"{url} is damaged, or no ArrayRecord; copy it again")
+        raise ValueError(f"{url} is damaged, or not an ArrayRecord; copy it again")
     return reader
 
 

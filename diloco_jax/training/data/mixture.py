@@ -1,4 +1,4 @@
-"""Several sources in one order: in proportion to their weights, each shuffled on its own, without end."""
+"""The order of a mixture: several sources in proportion to their weights, each shuffled separately, without end."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ import numpy as np
 
 from diloco_jax.training.data.own import SAMPLES_MAX
 
-PATTERN = 1 << 20  # positions after which the weights repeat: shares are multiples of a millionth
+# The pattern of sources repeats after this many positions, so that shares are multiples of about a millionth.
+PATTERN = 1 << 20
 
 
 @runtime_checkable
@@ -23,7 +24,7 @@ class Samples(Protocol):
 
 
 class Pattern:
-    """Table of which source gives the sample of a position, as evenly as can be: each prefix has nearly its shares."""
+    """A table with the source of each position, spread so evenly that each prefix has nearly the right shares."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         shares = np.asarray(weights, np.float64) / sum(weights)
@@ -42,10 +43,11 @@ class Pattern:
 
 
 class Order:
-    """Numbers of samples in their global order, for every position from 0 on.
+    """The number of the sample at each position of the global order, from 0 on.
 
-    An epoch of a source is that each of its samples came once; each has an order of its own. A small source begins
-    its next epoch while others are in their first. Samples of the second source are numbered after those of the first.
+    An epoch of a source contains each of its samples once, and each epoch is shuffled separately. A small source may
+    start its next epoch while others are still in their first. The samples of the second source are numbered after
+    those of the first.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -62,7 +64,7 @@ class Order:
 
 
 class Chain:
-    """Sources one after another, of each some samples at equal distances."""
+    """A concatenation of sources, with a number of evenly spaced samples from each."""
 
     def __init__(self, sources: Sequence[Samples], counts: Sequence[int]) -> None:
         self._sources, self._counts, self._firsts = sources, counts, [0, *accumulate(counts)]
@@ -79,7 +81,7 @@ class Chain:
 
 
 def mixed(sources: Sequence[Samples], weights: Sequence[float] = ()) -> Chain:
-    """Put sources together: all of their samples, or as many of each as its weight says and all of the scarcest."""
+    """Join sources: all samples; or with weights, numbers in proportion to them, and all of the scarcest source."""
     if not weights:
         return Chain(sources, [len(source) for source in sources])
     scale = min(len(source) / weight for source, weight in zip(sources, weights, strict=True))

@@ -1,9 +1,9 @@
-"""Samples in one global order that every learner can compute.
+"""The global order of samples, which every learner can compute alone.
 
-    samples -> global order (shuffled anew each epoch) -> batches
+    samples -> global order (reshuffled in each epoch) -> batches
 
-The global order (`SampleOrder`) has positions 0, 1, 2, ... without end; a learner reads those that the syncer leased to
-it.
+The global order (`SampleOrder`) has positions 0, 1, 2, ... without end. A learner reads the positions that the syncer
+leases to it.
 """
 
 import itertools
@@ -18,9 +18,10 @@ from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, stack
 
 
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
-    """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: no file is read.
+    """Check that `load_source` and `eval_batches` will work; ValueError if not.
 
-    Of a source of the user's own, or of token stores, some samples are read; a store that is not there is made.
+    For one source of bytes or raw tokens, names and sizes of files are enough, so that no file is read. From other
+    sources some samples are read, and a missing token store is built.
     """
     if not config.plain:
         source = load_source(config, seq_len)
@@ -33,12 +34,13 @@ def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None
         count = sum(path.stat().st_size + 1 for path in files)
     else:
         count = count_tokens(part)
-    ids = np.broadcast_to(np.uint8(0), count)  # as many, in one byte
+    # This array has the right length but takes only one byte of memory.
+    ids = np.broadcast_to(np.uint8(0), count)
     next(eval_batches(cut_source(config, part, ids, seq_len, corpus=""), eval_batch_size, 1))
 
 
 def example(config: DataConfig, seq_len: int) -> Sample:
-    """Return a sample with the names, shapes and types that all have; a source of the user's own is asked for it."""
+    """Return a sample with the names, shapes and dtypes of all samples; from the user's source if there is one."""
     if config.module:
         return load_source(config, seq_len).train[0]
     names = (TOKENS,) if config.documents == "joined" else (TOKENS, SEGMENTS)
@@ -48,13 +50,14 @@ def example(config: DataConfig, seq_len: int) -> Sample:
 def _stack(samples: Sequence[Sample], vocab_size: int) -> Sample:
     batch = stack(samples)
     highest = batch[TOKENS].max() if TOKENS in batch else 0
-    if highest >= vocab_size:  # an embedding look-up would clamp it silently
+    # An embedding look-up would silently clamp an id that is too large.
+    if highest >= vocab_size:
         raise ValueError(f"the data has token id {highest}, data.vocab_size is {vocab_size}; correct one of them")
     return batch
 
 
 class SampleOrder:
-    """The global order of the training windows: the same for everybody who gives the same corpus and seed."""
+    """The global order of the training windows; equal corpora and seeds give equal orders."""
 
     def __init__(self, source: Source, seed: int) -> None:
         self._source = source
@@ -62,14 +65,18 @@ class SampleOrder:
         self._order = Order(lengths, source.weights or (1.0,), seed)
 
     def window_id(self, position: int) -> int:
-        """Return the number of the window of `source.train` that has this position."""
+        """Return the index in `source.train` of the window at a position."""
         return self._order[position]
 
     def batch(self, ranges: Sequence[tuple[int, int]], rows: Sequence[int] | None = None) -> Sample:
-        """Return the samples of positions [start, stop) of every range, or of these `rows` of them, as a batch.
+        """Return the samples at the positions of all ranges as a batch.
+
+        Args:
+          ranges: pairs [start, stop) of positions.
+          rows: the rows of the batch to return; all by default.
 
         Raises:
-          ValueError: there is no position, or the data has a token id that it should not have.
+          ValueError: there is no position, or a token id is not below the vocabulary's size.
         """
         positions = [position for start, stop in ranges for position in range(start, stop)]
         if not positions or min(positions) < 0:
@@ -78,15 +85,15 @@ class SampleOrder:
         return _stack([self._source.train[self.window_id(p)] for p in chosen], self._source.vocab_size)
 
     def batches(self, size: int) -> Iterator[Sample]:
-        """Yield everything in batches of so many samples, without end: the reading of one who trains alone."""
+        """Yield all samples in batches of `size`, without end, for training without other islands."""
         for start in itertools.count(0, size):
             yield self.batch(((start, start + size),))
 
 
 def eval_batches(source: Source, batch_size: int, max_batches: int, name: str = "") -> Iterator[Sample]:
-    """Return up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
+    """Yield up to `max_batches` batches of held-out windows, evenly spaced and always the same.
 
-    With a name they are of that set of `source.evaluation`.
+    With a name, the windows are those of this set in `source.evaluation`.
     """
     held_out = source.evaluation[name] if name else source.held_out
     available = len(held_out) // batch_size

@@ -1,8 +1,8 @@
-"""A source of samples of the user's own (`data.module`): random access, as grain's sources have it.
+"""The user's own source of samples (`data.module`), with random access like the sources of grain.
 
-`len(source)` samples; `source[index]` is a dict of arrays, or an array of train.seq_len + 1 token ids, which counts as
-{"tokens": ...}. It is the same each time that it is asked for: leases, islands that return and replays name a sample by
-nothing but its position.
+The source has `len(source)` samples. `source[index]` is a dict of arrays, or an array of train.seq_len + 1 token ids,
+which counts as {"tokens": ...}. Every read of an index must return the same sample, because leases, returning islands
+and replays name a sample only by its position.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,19 @@ import xxhash
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
 from diloco_jax.training.named import failure, make_named
 
-KINDS = "biuf"  # of numbers that a device can hold: bool, integers, floats
-# NumPy's usual types, which JAX has not
+# The kinds of dtypes that a device can hold: bool, integers, floats.
+KINDS = "biuf"
+# NumPy's dtypes that JAX does not have, with those that replace them.
 NARROWER = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32, "float128": np.float32}
-SAMPLES_MAX = 2**32 - 1  # as many as the shuffle can number
-DESCRIBED = 64  # samples at equal distances that are read before training
+# The most samples that the shuffle can number.
+SAMPLES_MAX = 2**32 - 1
+# The number of evenly spaced samples in the digest of a source.
+DESCRIBED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class OwnSamples:
-    """Samples start..stop-1 of the user's source, each checked when it is read."""
+    """Samples start..stop-1 of the user's source; each is checked when it is read."""
 
     source: Any
     module: str
@@ -33,7 +36,7 @@ class OwnSamples:
     start: int
     stop: int
     like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]] = field(default_factory=dict)
-    """Shape and type of each array of the first sample, which all have."""
+    """Shape and dtype of each array of the first sample; all samples must have the same."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -46,7 +49,8 @@ class OwnSamples:
             given = self.source[number]
             arrays = given if isinstance(given, Mapping) else {TOKENS: given}
             sample = {str(name): np.asarray(arrays[name]) for name in sorted(arrays)}
-        except OSError as error:  # a disk or a network, which an island that starts again may reach
+        except OSError as error:
+            # A disk or a network failed; an island that restarts may reach it again.
             raise ConnectionError(f"data.module '{self.module}' cannot read sample {number}: {error}") from error
         except (Exception, SystemExit) as error:
             raise failure("data.module", self.module, error) from error
@@ -62,7 +66,7 @@ class OwnSamples:
         return sample
 
     def _checked(self, name: str, value: np.ndarray, where: str) -> np.ndarray:
-        """Return an array in a type that devices have."""
+        """Return an array in a dtype that devices have; ValueError if its shape or values do not fit."""
         if name != TOKENS:
             if value.dtype.kind not in KINDS:
                 raise ValueError(f"{where} as '{name}' {_words((value.shape, value.dtype))}; give numbers")
@@ -82,7 +86,7 @@ class OwnSamples:
         return value.astype(np.int32)
 
     def described(self) -> str:
-        """Return the number of the samples, and a digest of a bounded number of them, at equal distances."""
+        """Return the number of samples and a digest of evenly spaced ones, at most `DESCRIBED`."""
         hasher, count = xxhash.xxh3_64(), min(len(self), DESCRIBED)
         for number in range(count):
             for value in self[number * (len(self) - 1) // max(1, count - 1)].values():
@@ -91,7 +95,7 @@ class OwnSamples:
 
 
 def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int) -> OwnSamples:
-    """Make the user's source; a ValueError says why it is none, or why its first sample is none."""
+    """Make the user's source; ValueError if it is not a source, or if its first sample does not fit."""
     source = make_named("data", module, args)
     try:
         count, _ = len(source), source.__getitem__

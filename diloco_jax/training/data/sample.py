@@ -1,4 +1,4 @@
-"""Samples and batches: arrays by name. A batch has one more axis, the first one, along which its samples lie."""
+"""Samples and batches: arrays by name; the first axis of a batch counts its samples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +7,12 @@ import jax
 import numpy as np
 
 Sample = dict[str, np.ndarray]
-Shapes = Mapping[str, jax.ShapeDtypeStruct | np.ndarray]  # what has shapes and types: of the arrays of a batch, by name
-TOKENS = "tokens"  # the ids of a text: int32 [length + 1]
-SEGMENTS = "segments"  # the number of each id's document within the sample, from 1 on; 0 is padding: int32 [length + 1]
+# Anything with the shape and dtype of each array of a batch, by name.
+Shapes = Mapping[str, jax.ShapeDtypeStruct | np.ndarray]
+# The token ids of a text: int32 [length + 1].
+TOKENS = "tokens"
+# For each id the number of its document in the sample, from 1 on; 0 is padding: int32 [length + 1].
+SEGMENTS = "segments"
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
@@ -21,7 +24,7 @@ def batch_shapes(sample: Sample, size: int) -> Shapes:
 
 
 def described(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return shapes and types by name, equal for batches that one program takes."""
+    """Return the shape and dtype of each array by name; one program serves all batches with equal results."""
     return {name: (value.shape, value.dtype) for name, value in batch.items()}
 
 
@@ -30,11 +33,12 @@ def batch_size(batch: Sample) -> int:
 
 
 def count_predicted(batch: Sample) -> int:
-    """Return the number of what is predicted in a batch: all tokens but the first ones; its samples without tokens.
+    """Return the number of predictions in a batch: its tokens but each sample's first; without tokens, its samples.
 
-    Where documents are kept apart, the first ones are those of documents, and padding does not count.
+    With segments, the first token of each segment and padding do not count.
     """
-    if SEGMENTS in batch and TOKENS in batch:  # of images a user may call anything so
+    # Without tokens, an array named "segments" may mean anything.
+    if SEGMENTS in batch and TOKENS in batch:
         now, before = batch[SEGMENTS][:, 1:], batch[SEGMENTS][:, :-1]
         return int(((now == before) & (now > 0)).sum())
     return batch[TOKENS][:, 1:].size if TOKENS in batch else batch_size(batch)

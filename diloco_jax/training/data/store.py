@@ -1,6 +1,9 @@
-"""Token stores: folders of token ids that were made once, with random access to ids and to the ends of documents.
+"""Token stores: folders of token ids with random access to ids and to the ends of documents.
 
-store.json, tokens-00000.bin ..., documents-00000.bin ... (ends of documents in that file, uint64), tokenizer.json
+store.json           counts, dtype, digests
+tokens-00000.bin     ids, in as many files as needed
+documents-00000.bin  the ends of the documents in the file of the same number, uint64
+tokenizer.json       the tokenizer, unless a token is a byte
 """
 
 import fcntl
@@ -22,22 +25,25 @@ from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILE, open_token
 STORE_FILE, VERSION = "store.json", 1
 TOKENS_NAME, DOCUMENTS_NAME = "tokens-{:05d}.bin", "documents-{:05d}.bin"
 DTYPES = ("uint16", "uint32")
-WAIT_S = 12 * 3600.0  # for another process that makes what we need
+# The longest wait for another process that builds the same store.
+WAIT_S = 12 * 3600.0
 POLL_S = 0.5
 
 
 class Store:
-    """A finished token store on this machine, memory-mapped; `facts` is its store.json.
+    """A finished token store on this machine, memory-mapped; `facts` is the content of its store.json.
 
     Raises:
-        ValueError: there is none, or it is unfinished or damaged.
+        ValueError: the folder has no store, or the store is unfinished or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.facts = folder, read_facts(folder)
         self.tokenizer = open_tokenizer(BYTES if self.facts["tokenizer"] == BYTES else folder)
         if self.tokenizer.digest != self.facts["tokenizer"]:
-            raise ValueError(f"{folder / TOKENIZER_FILE} did not make the store beside it; copy the store again")
+            raise ValueError(
+                f"{folder / TOKENIZER_FILE} is not the tokenizer that produced this store's ids; copy the store again"
+            )
         dtype = np.dtype(self.facts["dtype"]).newbyteorder("<")
         self._tokens, self._ends, self._starts = [], [], [0]
         for number, part in enumerate(self.facts["files"]):
@@ -55,12 +61,12 @@ class Store:
         return int(self.facts["vocab_size"])
 
     def described(self) -> str:
-        """Return the number of the tokens and a digest of them, both from store.json."""
+        """Return the number of tokens and their digest, both from store.json."""
         digests = [[part["digest"], part["tokens"], part["documents"]] for part in self.facts["files"]]
         return f"{len(self):,} tokens with digest {xxhash.xxh3_64(json.dumps(digests).encode()).hexdigest()}"
 
     def files(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (number, start, stop) of each file's share of a range of tokens; start and stop of all tokens."""
+        """Yield (number, start, stop) for each file with a part of a range; both count tokens of the whole store."""
         for number in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
             low, high = max(start, self._starts[number]), min(stop, self._starts[number + 1])
             if low < high:
@@ -79,10 +85,11 @@ class Store:
         found = [np.empty(0, np.int64)]
         for number, low, high in self.files(start, stop):
             first, ends = self._starts[number], self._ends[number]
-            # of the array's own type: anything else would copy all of it
+            # The keys have the array's dtype, because with another one searchsorted would copy the whole array.
             begin, end = np.searchsorted(ends, np.array((low - first, high - first), np.uint64), side="right")
             found.append(ends[begin:end].astype(np.int64) + first)
-            edges = np.concatenate(([low], found[-1], [high + 1]))  # else packing would write beyond its memory
+            # Ends must ascend within the range, because packing would write beyond its memory otherwise.
+            edges = np.concatenate(([low], found[-1], [high + 1]))
             if (edges[1:] <= edges[:-1]).any():
                 raise self._damaged(number)
         return np.concatenate(found)
@@ -92,7 +99,7 @@ class Store:
         return ValueError(f"{path} is damaged: its ends of documents do not ascend; make or copy the store again")
 
     def near(self, target: int) -> int:
-        """Return an end of a document next to a token, such that both sides have some; else that token."""
+        """Return an end of a document near `target` that leaves tokens on both sides; `target` if there is none."""
         for number, low, high in self.files(min(target, len(self) - 1), len(self)):
             after = self.ends(low, high)
             if len(after) and after[0] < len(self):
@@ -112,7 +119,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
 
 
 def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
-    """Read store.json; a ValueError says why it is none that this package reads, or that the store is not finished."""
+    """Read store.json; ValueError if it is missing, damaged, of another version, or not finished."""
     path = folder / STORE_FILE
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -120,31 +127,31 @@ def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
         if finished and version == VERSION:
             counts = [file[key] for file in facts["files"] for key in ("tokens", "documents")]
             if not all(isinstance(count, int) and count >= 0 for count in (facts["vocab_size"], *counts)):
-                raise ValueError("a count is no number")
+                raise ValueError("a count is not a number")
             if facts["dtype"] not in DTYPES:
                 raise ValueError(f"dtype is {facts['dtype']}, not {' or '.join(DTYPES)}")
             _ = facts["tokenizer"], [file["digest"] for file in facts["files"]]
     except OSError as error:
         raise ValueError(
-            f"'{folder}' is no token store: no {STORE_FILE} ({error.strerror}); see diloco tokenize"
+            f"'{folder}' is not a token store: it has no {STORE_FILE} ({error.strerror}); see diloco tokenize"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); make or copy the store again") from error
     if version != VERSION:
         raise ValueError(f"{path} has version {version}, this package reads {VERSION}; make the store again")
     if not finished and not unfinished:
-        raise ValueError(f"the store '{folder}' is not finished; give the same diloco tokenize again, it goes on")
+        raise ValueError(f"the store '{folder}' is not finished; run the same diloco tokenize again, it continues")
     return dict(facts)
 
 
 def cache_folder() -> Path:
-    """Return the folder for what is made once on a machine: $DILOCO_CACHE, or one in the home."""
+    """Return the folder of this machine's cache: $DILOCO_CACHE, or ~/.cache/diloco_jax."""
     return Path(os.environ.get("DILOCO_CACHE") or Path.home() / ".cache" / "diloco_jax")
 
 
 @contextmanager
 def locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold a lock that other processes respect, as long as this one lives; ValueError after `wait_s`."""
+    """Hold an exclusive lock on a file until the block ends; ValueError if it is not free within `wait_s`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         end_s = time.monotonic() + wait_s
@@ -162,14 +169,14 @@ def locked(path: Path, wait_s: float) -> Iterator[None]:
 
 
 def local_store(path: str) -> Path:
-    """Return the folder of a store on this machine; of a remote one a copy, made once."""
+    """Return a store's folder on this machine; a remote store is copied at the first call."""
     fs, root = file_system(path)
     if "file" in fs.protocol:
         return Path(root)
     try:
         facts = fs.cat_file(f"{root}/{STORE_FILE}")
     except FileNotFoundError as error:
-        raise ValueError(f"'{path}' is no token store: no {STORE_FILE}; see diloco tokenize") from error
+        raise ValueError(f"'{path}' is not a token store: it has no {STORE_FILE}; see diloco tokenize") from error
     folder = cache_folder() / "copies" / xxhash.xxh3_128(path.encode() + facts).hexdigest()
     with locked(folder.with_suffix(".lock"), WAIT_S):
         if not (folder / STORE_FILE).exists():
@@ -177,5 +184,6 @@ def local_store(path: str) -> Path:
             folder.mkdir(exist_ok=True)
             for name in names:
                 fs.get_file(name, str(folder / name.rpartition("/")[2]))
-            (folder / STORE_FILE).write_bytes(facts)  # last: a copy that was cut off begins again
+            # This file is written last, so that an interrupted copy is made again.
+            (folder / STORE_FILE).write_bytes(facts)
     return folder

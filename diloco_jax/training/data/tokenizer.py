@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, by Hugging Face's tokenizer.json or a byte for a token."""
+"""Tokenizers: they turn text into token ids and back, with Hugging Face's tokenizer.json or one token per byte."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,29 +14,37 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 BYTES = "bytes"
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
-TOKENIZER_FILES = (SETTINGS_FILE, TOKENIZER_FILE)  # the last one says that all are there
+# The files are written in this order, so that the last one marks a complete tokenizer.
+TOKENIZER_FILES = (SETTINGS_FILE, TOKENIZER_FILE)
 END = "<|endoftext|>"
-ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # of documents, where no settings name one
-SIZE_MIN, SIZE_MAX = 257, 1 << 20  # each byte, and the end, are the fewest ids that can be trained
-ENCODED_AT_ONCE = 1 << 20  # characters: an encoding takes about a hundred times as much memory
+# The tokens that may end a document if the settings do not name one.
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+# A trained tokenizer has at least an id for each byte and one for the end of a document.
+SIZE_MIN, SIZE_MAX = 257, 1 << 20
+# Characters of one call, because an encoding takes about a hundred times as much memory.
+ENCODED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A way from text to ids and back."""
+    """A mapping from text to token ids and back."""
 
-    folder: Path | None  # with tokenizer.json; None if a token is a byte
-    vocab_size: int  # all ids are below
-    digest: str  # equal if equal texts have equal ids; "bytes" if a token is a byte
-    end: int | None  # id that ends a document
+    # The folder with tokenizer.json; None if a token is a byte.
+    folder: Path | None
+    # All ids are below this number.
+    vocab_size: int
+    # Tokenizers with equal digests give equal texts equal ids; "bytes" if a token is a byte.
+    digest: str
+    # The id that ends a document.
+    end: int | None
     made: Any = None
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, after the token that begins one where the tokenizer has such a token."""
+        """Return the ids of a text, preceded by the start token if the tokenizer has one."""
         return list(self.made.encode(text).ids) if self.made else list(text.encode())
 
     def encode_document(self, text: str) -> list[int]:
-        """Return the ids of a document, its end included; of a long one from pieces that end with a line."""
+        """Return the ids of a document and its end; a long document is encoded in pieces that end with a line."""
         first, *others = _pieces(text) or [""]
         ids, after = self._begin(first, alone=not others)
         for piece in others:
@@ -47,7 +55,7 @@ class Tokenizer:
         return ids
 
     def _begin(self, piece: str, alone: bool) -> tuple[list[int], list[int]]:
-        """Return the ids of a document's first piece, and those that the tokenizer puts after the whole document."""
+        """Return the ids of a document's first piece, and the ids that the tokenizer puts after the document."""
         if not piece or not self.made:
             return [*piece.encode()], []
         ids = list(self.made.encode(piece).ids)
@@ -63,7 +71,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become replacement characters."""
+        """Return the text of ids; bytes that are not UTF-8 become replacement characters."""
         numbers = [int(number) for number in ids]
         if self.made:
             return str(self.made.decode(numbers, skip_special_tokens=False))
@@ -76,7 +84,8 @@ class Tokenizer:
         by_bytes = '"ByteLevel"' in json.dumps(json.loads(self.made.to_str()).get("decoder"))
         lengths = np.zeros(self.vocab_size, np.int32)
         for text, number in self.made.get_vocab().items():
-            one = text.startswith("<0x") and len(text) == 6  # a byte that no other token has
+            # Such a token is a single byte that has no other token.
+            one = text.startswith("<0x") and len(text) == 6
             lengths[number] = 1 if one else len(text) if by_bytes else len(text.replace("\u2581", " ").encode())
         for number, token in self.made.get_added_tokens_decoder().items():
             lengths[number] = 0 if token.special else len(token.content.encode())
@@ -102,7 +111,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def open_tokenizer(name: str | Path) -> Tokenizer:
-    """Read the tokenizer of a folder, or make that of bytes."""
+    """Open the tokenizer in a folder, or the tokenizer of bytes; ValueError if its file is missing or damaged."""
     if name == BYTES:
         return Tokenizer(None, 256, BYTES, 0)
     folder = Path(name)
@@ -114,15 +123,16 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
             f"'{name}' has no {TOKENIZER_FILE} that can be read ({error.strerror}); name its folder, train:SIZE, "
             f"or {BYTES}"
         ) from error
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ValueError(f"{path} is damaged: {error}; take it again from where it came") from error
+    # The library raises only this general class.
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: {error}; copy it again from its origin") from error
     content = json.loads(made.to_str())
     made.no_padding()
     made.no_truncation()
     size = max(made.get_vocab().values(), default=-1) + 1
     if not 0 < size <= 2**32:
         raise ValueError(f"{path} has ids up to {size - 1}; at most {2**32 - 1} fit a token store")
-    # Other libraries that save a tokenizer change the rest of its file, such as how two texts are joined.
+    # The digest covers only these keys, because other libraries change the rest of the file when they save it.
     decides = [content[key] for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
     decides.append(made.encode("").ids)
     digest = xxhash.xxh3_128(json.dumps(decides, sort_keys=True).encode()).hexdigest()
@@ -130,21 +140,22 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
 
 
 def _end(made: Any, settings: Path) -> int | None:
-    """Find the token that ends a document."""
+    """Return the id of the token that ends a document; None if the tokenizer has none."""
     try:
         said = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
         names = [said["content"] if isinstance(said, dict) else said] if said else ENDS
         found = next((number for name in names if (number := made.token_to_id(name)) is not None), None)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{settings} is damaged: {error!r}; take it again from where it came") from error
-    if said and found is None:  # documents would run into each other
+        raise ValueError(f"{settings} is damaged: {error!r}; copy it again from its origin") from error
+    # Without the end token, documents would run into each other.
+    if said and found is None:
         lost = f"the eos_token {names[0]!r}, which {TOKENIZER_FILE} does not have"
-        raise ValueError(f"{settings} names {lost}; take both from where they came")
+        raise ValueError(f"{settings} names {lost}; copy both again from their origin")
     return found
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Train a byte-level BPE of `size` ids, SIZE_MIN to SIZE_MAX, and write it."""
+    """Train a byte-level BPE tokenizer with `size` ids, from SIZE_MIN to SIZE_MAX, and write it to a folder."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -157,7 +168,7 @@ def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole, or not there."""
+    """Write a file so that readers see either the whole new text or the file as it was."""
     half = path.with_name(f"{path.name}.half")
     half.write_text(text, encoding="utf-8")
     half.replace(path)

@@ -1,4 +1,7 @@
-"""Text to a token store: in parts that processes share, kept when they are interrupted, equal whoever made them."""
+"""Building of token stores from text, in parts that several processes share.
+
+An interrupted build keeps its finished parts. Any number of processes builds the same files.
+"""
 
 import itertools
 import json
@@ -38,14 +41,16 @@ from diloco_jax.training.data.tokenizer import (
 )
 
 TRAIN, PART_NAME, LOCK_NAME = "train:", "part-{:05d}.json", ".lock"
-TRAINING_BYTES = 1 << 27  # of text that a tokenizer is trained on, spread over the source
+# Bytes of text that a tokenizer is trained on, spread over the source.
+TRAINING_BYTES = 1 << 27
 PARTS_MAX = 4096
 
-Tell = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
+# Reports progress: the activity, the bytes done and the bytes in all.
+Tell = Callable[[str, int, int], None]
 
 
 class StorePart(NamedTuple):
-    """A file of a store, to be made from pieces of the source."""
+    """A file of a store that is to be built from pieces of the source."""
 
     number: int
     pieces: tuple[SourcePiece, ...]
@@ -58,14 +63,15 @@ class StorePart(NamedTuple):
 
 
 def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0, tell: Tell | None = None) -> Path:
-    """Make the token store of a source, or go on with it; returns `out`.
+    """Build the token store of a source, or continue an interrupted build; return `out`.
 
     Args:
         tokenizer: a folder with tokenizer.json, train:SIZE, or bytes.
         workers: processes; 0 for one per core.
+        tell: is called with the progress.
 
     Raises:
-        ValueError: nothing can be read, or `out` holds something else.
+        ValueError: the source cannot be read or has no text, or `out` has other files.
     """
     pieces, digest = list_pieces(source)
     if not tokenizer.startswith(TRAIN):
@@ -87,7 +93,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
             raise ValueError(f"'{source.path}' has no text: all its documents are empty; name another source")
         facts = {"vocab_size": made.vocab_size, "dtype": _dtype(made), "tokenizer": made.digest}
         facts |= {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
-        # Parts that an earlier version made have not counted these.
+        # Parts built by an earlier version do not have these counts.
         facts |= {key: sum(file.get(key, 0) for file in files) for key in ("rows_left_out", "documents_replaced")}
         begun = {"version": store.VERSION, "finished": True, "made_from": made_from}
         write_whole(out / STORE_FILE, json.dumps({**begun, **facts, "files": files}, indent=1))
@@ -97,7 +103,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
 
 
 def cached_store(source: TextSource, tokenizer: str) -> Path:
-    """Return the store of a source in the cache of this machine; who comes first makes it, others wait."""
+    """Return the store of a source in this machine's cache; the first process builds it while others wait."""
     _, digest = list_pieces(source)
     which = tokenizer if tokenizer.startswith(TRAIN) else open_tokenizer(tokenizer).digest
     folder = store.cache_folder() / "stores" / xxhash.xxh3_128(f"{digest} {which}".encode()).hexdigest()
@@ -115,13 +121,13 @@ def _begin(out: Path, made_from: dict[str, str]) -> None:
     have = read_facts(out, unfinished=True)["made_from"]
     if different := [key for key in made_from if have.get(key) != made_from[key]]:
         raise ValueError(
-            f"'{out}' is a store of another {' and '.join(different)} (its names, sizes or times have changed, or "
-            "its tokenizer); name a new folder, or remove this one"
+            f"'{out}' is a store of another {' and '.join(different)} (names, sizes or times of the source's files "
+            "have changed, or the tokenizer); name a new folder, or remove this one"
         )
 
 
 def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell | None) -> Tokenizer:
-    """Put the tokenizer into the store."""
+    """Put the tokenizer into the store: copy it, or train it."""
     if word == BYTES:
         return open_tokenizer(word)
     if not (out / TOKENIZER_FILES[-1]).exists():
@@ -136,7 +142,7 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
 
 
 def _sample(pieces: Sequence[SourcePiece], tell: Tell | None) -> Iterator[str]:
-    """Yield text from the beginning of each piece, as much as a tokenizer needs."""
+    """Yield text from the start of each piece, together as much as a tokenizer needs."""
     limit = min(TRAINING_BYTES, sum(piece.size for piece in pieces))
     every = max(1, len(pieces) * 4096 // TRAINING_BYTES)
     chosen = pieces[::every]
@@ -154,7 +160,7 @@ def _sample(pieces: Sequence[SourcePiece], tell: Tell | None) -> Iterator[str]:
 
 
 def _parts(pieces: Sequence[SourcePiece]) -> list[tuple[SourcePiece, ...]]:
-    """Group the pieces by size alone, so that any number of workers makes the same files."""
+    """Group the pieces by size only, so that any number of workers builds the same files."""
     limit = max(PIECE_BYTES, sum(piece.size for piece in pieces) // PARTS_MAX)
     parts: list[list[SourcePiece]] = [[]]
     size = 0
@@ -168,7 +174,7 @@ def _parts(pieces: Sequence[SourcePiece]) -> list[tuple[SourcePiece, ...]]:
 
 
 def _make(parts: Sequence[StorePart], workers: int, tell: Tell | None) -> None:
-    """Make what is not there, in processes."""
+    """Build the missing parts in several processes."""
     total, done, missing = sum(part.size for part in parts), 0, []
     for part in parts:
         if _is_made(part):
@@ -188,12 +194,12 @@ def _make(parts: Sequence[StorePart], workers: int, tell: Tell | None) -> None:
                 if tell:
                     tell("tokens", done, total)
         except BrokenProcessPool as error:
-            message = "a worker was killed, perhaps for want of memory; try fewer --workers, it goes on"
+            message = "a worker was killed, perhaps because memory ran out; run it again with fewer --workers"
             raise ValueError(message) from error
 
 
 def _begin_worker() -> None:
-    """Leave Ctrl-C to who started this process, and end with it."""
+    """Prepare a worker: ignore Ctrl-C, which the parent process handles, and exit when the parent exits."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(mp.parent_process(),), daemon=True).start()
@@ -205,7 +211,7 @@ def _end_with(parent: Any) -> None:
 
 
 def _is_made(part: StorePart) -> bool:
-    """Check a part that an earlier life made against its digest."""
+    """Return whether an earlier process built this part, and its files still have the recorded digest."""
     try:
         facts = json.loads((part.out / PART_NAME.format(part.number)).read_text(encoding="utf-8"))
         hasher = xxhash.xxh3_64()
@@ -223,7 +229,7 @@ def _dtype(tokenizer: Tokenizer) -> str:
 
 
 def _make_part(part: StorePart) -> int:
-    """Write the tokens of a part, the ends of its documents, and last what they are; returns how large it is."""
+    """Write the tokens of a part, the ends of its documents and finally its facts; return its size in bytes."""
     made, hasher = open_tokenizer(part.tokenizer), xxhash.xxh3_64()
     dtype, ends, bytes_, tokens = np.dtype(_dtype(made)).newbyteorder("<"), [], 0, 0
     left_out = replaced = 0
@@ -245,6 +251,7 @@ def _make_part(part: StorePart) -> int:
         facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
         facts |= {"rows_left_out": left_out, "documents_replaced": replaced}
         write_whole(part.out / PART_NAME.format(part.number), json.dumps(facts))
-    except OSError as error:  # such as a full disk, of which Python does not say where
+    except OSError as error:
+        # For a full disk, Python does not name the file.
         raise OSError(error.errno, error.strerror, error.filename or str(part.out)) from error
     return part.size

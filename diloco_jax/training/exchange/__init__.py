@@ -1,1 +1,1 @@
-"""Ways of a fragment between an island's devices and its host."""
+"""The exchange of fragments between an island's devices and its host."""

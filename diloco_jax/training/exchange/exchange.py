@@ -1,11 +1,11 @@
-"""The exchange of fragments: all that an island holds of them, and the programs that take them out and in.
+"""The exchange of fragments: an island's anchors and residuals, and the programs that stage and adopt fragments.
 
-    out  `stage`: an update, anchor - local, encoded on the devices (outgoing.py).
-    in   `adopt`: a new value is laid out like the tensor that it goes into, and blended elementwise, in place.
+    out  `stage`: an update, anchor - local, is encoded on the devices (outgoing.py).
+    in   `adopt`: a new value gets the layout of its tensor and is blended with it elementwise, in place.
 
-Both are one program per fragment, on all devices, each with its own shards: no collective, no step that waits. They are
-compiled once, by `warm_up` or when they are first needed, and cannot be compiled again behind a step; fragments that
-differ only in which tensors of one shape they hold, or where they begin in them, share them.
+Each is one program per fragment that runs on all devices, each device with its own shards. So there is no collective,
+and no step waits. Programs are compiled once, by `warm_up` or when they are first needed. Fragments share a program if
+they have the same shapes, even if their slices are of other tensors or start at other rows.
 """
 
 import threading
@@ -34,31 +34,34 @@ from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
 
 AdoptMode = Literal["overwrite", "blend", "rebase"]
-HostValues = dict[str, Float[np.ndarray, "..."]]  # Slice.key -> float32
+# Float32 arrays by Slice.key.
+HostValues = dict[str, Float[np.ndarray, "..."]]
 
 
 class IncomingProgram:
     """The program that adopts one fragment.
 
     Args:
-      rebase: new + (local - sent); else alpha local + (1 - alpha) new, where alpha = 0 does not look at local.
-      once: returns what a function made for an equal key before, or makes now.
+      on: the fragment's windows.
+      rebase: True: new + (local - sent). False: alpha local + (1 - alpha) new; with alpha = 0 `local` is not read.
+      once: takes a key and a function; calls the function only if it has no result for the key yet.
     """
 
     def __init__(self, on: FragmentWindows, rebase: bool, once: Once) -> None:
         self._on = on
         self._rebase = rebase
         self._everywhere = NamedSharding(on.mesh, PartitionSpec())
-        self._shares: dict[float, Float[Array, ""]] = {}  # on the devices, by alpha: a run has one or two
+        # The values of alpha on the devices; a run has one or two.
+        self._shares: dict[float, Float[Array, ""]] = {}
         self.compiled = once(("in", rebase, on.geometry), self._compile)
 
     def blend(self, params: Params, new: DeviceArrays, sent: DeviceArrays, alpha: float) -> Params:
-        """Return the new tensors of the fragment, in place of those in `params`, which are gone.
+        """Return the fragment's new tensors; the program consumes those in `params`.
 
         Args:
-          new: value of each slice, laid out as its window says (`value_sharding`).
-          sent: windows of the parameters as they were sent; none without `rebase`.
-          alpha: share of the local values, in [0, 1]; without meaning for `rebase`.
+          new: the new value of each slice, in the layout of its window (`value_sharding`).
+          sent: windows of the parameters at the time of staging; empty without `rebase`.
+          alpha: share of the local values, in [0, 1]; ignored with `rebase`.
         """
         if alpha not in self._shares:
             self._shares[alpha] = put_array(np.asarray(alpha, np.float32), self._everywhere)
@@ -98,12 +101,12 @@ class IncomingProgram:
 
 
 def _blended(local: Float[Array, "..."], value: Float32[Array, "..."], alpha: Float[Array, ""]) -> Shaped[Array, "..."]:
-    """Compute alpha local + (1 - alpha) value, in the type of the local one, which is not read if alpha is 0.
+    """Compute alpha local + (1 - alpha) value in the dtype of `local`, which is not read if alpha is 0.
 
-    It is rounded towards the global value. To the nearest, a difference of one unit in the last place would stay for
-    ever: who lags behind by it would pull back in every round what the others had moved.
+    The result is rounded towards the global value. With rounding to the nearest, a difference of one unit in the last
+    place would stay forever. A learner that lags behind by it would undo a part of the others' progress in every round.
     """
-    # Whoever is where the value is stays there: so not as a sum of two products, which rounds.
+    # This form, unlike a sum of two products, is exact where `local` equals the value.
     exact = jnp.where(alpha == 0, value, value + alpha * (local.astype(jnp.float32) - value))
     if local.dtype == jnp.float32:
         return exact
@@ -113,15 +116,16 @@ def _blended(local: Float[Array, "..."], value: Float32[Array, "..."], alpha: Fl
 
 
 class Exchange:
-    """Anchors, residuals and programs of an island's fragments. Only `warm_up` may be called from another thread.
+    """The anchors, residuals and programs of an island's fragments; only `warm_up` may run in another thread.
 
     Args:
-      tensors: shape, dtype and layout of every parameter, by path; they may not change afterwards.
-      rebase: whether `adopt` will be asked to keep what was done since a fragment was staged.
+      tensors: shape, dtype and layout of every parameter, by path; these must not change afterwards.
+      format: format of the updates that the island sends.
+      rebase: whether `adopt` may be called with mode "rebase".
     """
 
     def __init__(self, tensors: Mapping[str, jax.ShapeDtypeStruct], format: Format, rebase: bool) -> None:
-        # by fragment_id, from the first adoption on; the owner may exchange it for that of another life
+        # By fragment_id, from the first adoption on. The owner may replace it with what an earlier process saved.
         self.held: dict[int, HeldFragment] = {}
         self._tensors = tensors
         self._rebase = rebase
@@ -132,27 +136,28 @@ class Exchange:
         self._compiling = threading.Lock()
 
     def warm_up(self, fragments: Iterable[Fragment], told: Callable[[int], object] = lambda done: None) -> None:
-        """Compile what these fragments need; from any thread, at any time.
+        """Compile the programs of fragments; any thread may call this at any time.
 
         Args:
-          told: hears how many programs there are, of `count`.
+          told: is called with the number of compiled programs, out of `count`, after each one.
         """
         for _ in self.programs(fragments):
             told(len(self._compiled))
 
     def count(self, fragments: Iterable[Fragment]) -> int:
-        """Return how many programs these fragments need, where those that share one count once."""
+        """Return the number of programs that fragments need; a shared program counts once."""
         kinds = 3 if self._rebase else 2
         return kinds * len({self._windows_of(fragment).geometry for fragment in fragments})
 
     def programs(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, Fragment, jax.stages.Compiled]]:
-        """Compile what these fragments need, one after the other.
+        """Compile the programs of fragments one after the other.
 
         Yields:
-          (`adopt`, `stage` or `rebase`, fragment, program); fragments that share a program give the same one.
+          (`adopt`, `stage` or `rebase`, fragment, program); fragments may share a program.
         """
         for fragment in fragments:
-            yield "adopt", fragment, self._incoming(fragment, False).compiled  # the first that arrives
+            # `adopt` comes first, because an island adopts each fragment before it stages one.
+            yield "adopt", fragment, self._incoming(fragment, False).compiled
             yield "stage", fragment, self._outgoing(fragment).compiled
             if self._rebase:
                 yield "rebase", fragment, self._incoming(fragment, True).compiled
@@ -179,7 +184,7 @@ class Exchange:
     ) -> Params:
         """Adopt as `ExchangedState.adopt` does; return the new tensors of the fragment, in place of the old ones."""
         if mode == "rebase" and (sent is None or not sent.local):
-            raise ValueError("adopt with mode 'rebase' needs `sent`, of an island that was told to rebase")
+            raise ValueError("adopt with mode 'rebase' needs `sent` from an island built with rebase=True")
         new = self._put(fragment, values)
         base = sent.local if sent is not None and mode == "rebase" else ()
         touched = self._blend(params, fragment, new, base, alpha if mode == "blend" else 0.0)
@@ -191,9 +196,12 @@ class Exchange:
         return touched
 
     def anchors(self, fragments: Iterable[Fragment]) -> Params:
-        """Return the parameters as they would be if these fragments, all of the model's, had been adopted just now.
+        """Return the global model: the parameters that adopting all fragments right now would give.
 
-        On the devices, in the parameters' own types: the global model as it would be trained on.
+        The arrays are on the devices, in the parameters' own dtypes.
+
+        Args:
+          fragments: all fragments of the model.
         """
         params = self._zeros()
         for fragment in fragments:
@@ -210,7 +218,7 @@ class Exchange:
         return self._once("zeros", lambda: jax.jit(zeros, out_shardings=layouts).lower().compile())()
 
     def overwrite(self, params: Params, fragment: Fragment, values: HostValues) -> Params:
-        """Replace a fragment by values that are no anchor; return the new tensors. ValueError as for `adopt`."""
+        """Replace a fragment without making the values its anchor; return its new tensors. ValueError as in `adopt`."""
         return self._blend(params, fragment, self._put(fragment, values), (), 0.0)
 
     def _blend(self, params: Params, fragment: Fragment, new: DeviceArrays, base: DeviceArrays, alpha: float) -> Params:

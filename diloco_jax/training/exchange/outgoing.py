@@ -1,12 +1,13 @@
-"""The way out of a fragment: one program on all devices makes its update, anchor - local, as it goes on the wire.
+"""Staging of a fragment: one program on all devices encodes its update, anchor - local, for the wire.
 
-It runs behind the inner step that is under way and before the next one, which donates the parameters. What goes to host
-memory is the encoded update, for int4 an eighth of the bytes of the parameters; the caller waits for nothing.
-Devices that hold the same encode a share of it each.
+The program runs behind the running inner step and before the next one, which donates the parameters; the caller does
+not wait. Only the encoded update goes to host memory, for int4 an eighth of the bytes of the parameters. Devices that
+hold the same values encode a share of them each.
 
-Error feedback: what rounding takes from an update, its residual, is added to the next one. A staged copy carries the
-residual that there is once this copy was used; the island takes it over when it adopts the version that the copy went
-into. Where shards cut the format's blocks (small or odd tensors), float32 goes to the host, which does the same there.
+Error feedback: the residual is what rounding takes from an update, and it is added to the next update. A staged copy
+has the residual that becomes valid if the copy is merged. The island keeps this residual when it adopts the version
+that the copy was merged into. If shards cut the format's blocks (small or odd tensors), the devices send float32, and
+the host encodes it with the same error feedback.
 """
 
 import math
@@ -40,38 +41,47 @@ Once = Callable[[object, Callable[[], jax.stages.Compiled]], jax.stages.Compiled
 
 
 class Residual(NamedTuple):
-    """The sum of what rounding has kept back of a fragment's updates so far."""
+    """The part of a fragment's updates that rounding has left out so far."""
 
-    # flat, what each device rounds one after the other, for all tensors shared out over the same mesh axes
+    # By mesh axes, one flat array for all tensors that are sharded over these axes; it is the concatenation of what
+    # each device rounds.
     on_devices: Mapping[Axes, Float32[Array, "n"]]
-    on_host: HostArrays  # of tensors that the host encodes, by key
+    # By key, for the tensors that the host encodes.
+    on_host: HostArrays
 
 
-_Encoded = tuple[bytes | list[Buffer], Residual]  # a payload, and what rounding keeps back of it
+# A payload and the residual after it.
+_Encoded = tuple[bytes | list[Buffer], Residual]
 
 
 class HeldFragment(NamedTuple):
-    """An island's data of a fragment beside its parameters."""
+    """The anchor and the residual of a fragment."""
 
-    anchor: DeviceArrays  # the global value that it adopted last, float32 on the devices, in the order of the slices
-    residual: Residual  # of the updates that it sent
+    # The global value that the island adopted last: float32 on the devices, in the order of the slices.
+    anchor: DeviceArrays
+    # The residual of the updates that the island sent.
+    residual: Residual
 
 
 class _Outputs(NamedTuple):
-    """The results of the program."""
+    """The results of the program that stages a fragment."""
 
-    streams: Mapping[Stream, Any]  # flat arrays of what goes to the host, the windows one after the other
-    residual: Mapping[Axes, Any]  # `Residual.on_devices` that there is once this copy was used
-    local: Sequence[Any]  # windows of the parameters, if the island wants them
+    # Flat arrays for the host, each the concatenation of its windows.
+    streams: Mapping[Stream, Any]
+    # `Residual.on_devices` after this copy.
+    residual: Mapping[Axes, Any]
+    # Windows of the parameters; empty if the island does not keep them.
+    local: Sequence[Any]
 
 
 class StagedFragment:
     """A fragment's update as it was after the newest step when it was staged. Any thread may call the methods."""
 
     def __init__(self, bytes_of: OutgoingBytes, copies: Copies, before: Residual, out: _Outputs) -> None:
-        # windows of the parameters at that step, on the devices; empty if the island does not want them
+        # Windows of the parameters at that step, on the devices; empty if the island does not keep them.
         self.local = out.local
-        # waits for what `loose` gave on the other processes, by process; the owner sets it on the first one
+        # This function waits for the results of `loose` on the other processes, and returns them by process. The owner
+        # sets it on the first process.
         self.of_others: Callable[[], Mapping[int, Bytes]] = dict
         self._bytes = bytes_of
         self._copies = copies
@@ -83,11 +93,11 @@ class StagedFragment:
 
     @property
     def has_loose(self) -> bool:
-        """Return whether the first of several processes needs what `loose` gives on the others, as `of_others`."""
+        """Return whether the first process needs the results of `loose` on the other processes."""
         return self._bytes.in_parts and bool(self._bytes.on_host)
 
     def loose(self) -> list[Buffer]:
-        """Wait for the copies; what the first process encodes of what this one has, as pieces."""
+        """Wait for the copies, and return this process's pieces of the tensors that the first process encodes."""
         with self._lock:
             if self._loose is None:
                 self._loose = self._bytes.loose(self._copies)
@@ -96,15 +106,15 @@ class StagedFragment:
     def encode(self) -> bytes | list[Buffer]:
         """Wait for the copies and return the payload: `codec.encode` of anchor - local + residual.
 
-        With devices on several processes: this process's part of it (core/parts.py).
+        If several processes have the island's devices, the result is this process's part of it (core/parts.py).
 
         Raises:
-          NotFinite: the update, or this part of it, is not, and the format cannot say so.
+          NotFinite: the update, or this part of it, has NaN or infinity, and the format is an integer format.
         """
         return self._result()[0]
 
     def residual(self) -> Residual | None:
-        """Return what rounding keeps back once this copy was used; None if it could not be sent."""
+        """Return the residual that becomes valid if this copy is merged; None if the copy could not be encoded."""
         try:
             return self._result()[1]
         except codec.NotFinite:
@@ -135,8 +145,9 @@ class OutgoingProgram:
     """The program that stages one fragment.
 
     Args:
-      keep_local: whether staged copies hold the parameters too, on the devices (for `rebase`).
-      once: returns what a function made for an equal key before, or makes now.
+      on: the fragment's windows.
+      keep_local: whether staged copies also keep the parameters on the devices, for `rebase`.
+      once: takes a key and a function; calls the function only if it has no result for the key yet.
     """
 
     def __init__(self, on: FragmentWindows, format: codec.Format, keep_local: bool, once: Once) -> None:
@@ -152,12 +163,13 @@ class OutgoingProgram:
         tensors = [params[path] for path in self._on.paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._on.starts)
         named = [(stream, number, out.streams[stream].addressable_data(i)) for stream, number, i in self._bytes.local]
-        for _, _, part in named:  # nobody donates these: no copies of them on another kind of memory are needed
+        # No step donates these arrays, so they need no extra copy in pinned memory.
+        for _, _, part in named:
             part.copy_to_host_async()
         return StagedFragment(self._bytes, named, held.residual, out)
 
     def no_residual(self) -> Residual:
-        """Return the residual of a fragment of which nothing was sent."""
+        """Return the zero residual of a fragment that the island has not sent yet."""
         on_devices = {
             axes: put_array(np.zeros(leaf.shape, np.float32), leaf.sharding) for axes, leaf in self._residuals().items()
         }
@@ -178,7 +190,8 @@ class OutgoingProgram:
             mesh=on.mesh,
             in_specs=jax.tree.map(lambda leaf: leaf.sharding.spec, inputs),
             out_specs=outputs,
-            check_vma=False,  # it would refuse outputs that are equal on several devices only because the inputs are
+            # The check would refuse outputs that are replicated only because their inputs are.
+            check_vma=False,
         )
         return jax.jit(program).lower(*inputs).compile()
 
@@ -203,7 +216,7 @@ class OutgoingProgram:
             local = cut.astype(jnp.float32)
             if self._keep_local:
                 kept.append(jnp.copy(local))
-            # Against what these parameters held of the anchor: else rounding it would look like an update.
+            # The anchor is rounded to the parameters' dtype first; otherwise its rounding would look like an update.
             update = (as_held(window.of_value(anchor, start), cut.dtype) - local).reshape(-1)
             if (share := self._bytes.shares.get(key)) is None:
                 plain.setdefault(window.axes, []).append(update)
@@ -214,7 +227,8 @@ class OutgoingProgram:
             rounded.setdefault(window.axes, []).append(part)
         streams: dict[Stream, Array] = {}
         after = {}
-        for axes, parts in rounded.items():  # all tensors together: fewer and larger loops, less to compile
+        # All tensors are rounded together, because fewer and larger loops compile faster.
+        for axes, parts in rounded.items():
             update = _joined(parts) + residuals[axes]
             streams["codes", axes], scales, after[axes] = _round(update, self._format)
             if scales is not None:
@@ -225,29 +239,30 @@ class OutgoingProgram:
 
 
 def as_held(value: Float32[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
-    """Return a global value as parameters of this dtype hold it, in float32; to be called inside of a program."""
+    """Round a global value to the parameters' dtype and return it as float32; call this inside a program."""
     if dtype == jnp.float32:
         return value
-    # Without a barrier XLA may drop a cast and its way back. Its other means, `reduce_precision`, loses subnormals.
+    # Without a barrier XLA may drop a cast and its inverse. The alternative, `reduce_precision`, loses subnormals.
     return jax.lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
 
 
 def _joined(parts: Sequence[Float32[Array, "..."]]) -> Float32[Array, "n"]:
-    """Return arrays one after the other, flat."""
-    # As rows: flat, a loop over everything would mask out what is of another array, which takes CPUs ten times as long.
+    """Concatenate arrays to one flat array."""
+    # The arrays are concatenated as rows. Flat, XLA makes a loop over all elements that masks out other arrays' parts,
+    # which takes ten times as long on CPUs.
     width = math.gcd(*(part.size for part in parts))
     return jnp.concatenate([part.reshape(-1, width) for part in parts]).reshape(-1)
 
 
 def _round(update: Float32[Array, "n"], format: codec.Format) -> tuple[Array, Array | None, Float32[Array, "n"]]:
-    """Return flat codes, scales if the format has them, and what rounding keeps back."""
+    """Return flat codes, scales (None if the format has none), and the residual."""
     if format == "bfloat16":
         rounded = codec.round_elements(jnp, update, format)
-        # XLA may drop a cast to bfloat16 and back; this it may not.
+        # XLA may drop a cast to bfloat16 and back, but not `reduce_precision`.
         decoded = jax.lax.reduce_precision(rounded.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
-        # NaN and infinity are sent as such; nothing is kept back of them.
+        # NaN and infinity are sent unchanged, so their residual is 0.
         return rounded, None, jnp.where(jnp.isfinite(update), update - decoded, 0)
-    # Without barriers XLA computes updates and maxima anew for each element that needs them: several times the work.
+    # Without a barrier XLA recomputes updates and maxima for each element that needs them, several times the work.
     blocks = jax.lax.optimization_barrier(codec.to_blocks(jnp, update))
     numbers, scales = codec.scale_blocks(jnp, blocks, format)
     kept_back = blocks - numbers * scales[:, None]

@@ -1,8 +1,8 @@
-"""The way out of a fragment, on the host: from what each device sent to the payload, or to one host's part of it.
+"""Payloads of staged fragments: the host builds them from what each device sent.
 
-With one process an island's payload is joined here as a whole. With several each process makes its part of it
-(core/parts.py) from what its own devices sent, and nothing is gathered, but for tensors of which shards cut the
-format's blocks (small or odd ones): their float32 goes to the first process, which encodes it in its part.
+With one process, the island's payload is built here as a whole. With several processes, each builds its part of the
+payload (core/parts.py) from its own devices, and nothing is gathered. The exception is tensors whose shards cut the
+format's blocks (small or odd ones): their float32 values go to the first process, which encodes them in its part.
 """
 
 import math
@@ -23,13 +23,16 @@ from diloco_jax.training.exchange.windows import Axes, Index, Shape, Window
 
 HostArrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Kind = Literal["codes", "scales", "floats"]
-Stream = tuple[Kind, Axes]  # what travels in one array: its kind, and over what its tensors are shared out
-Copies = Sequence[tuple[Stream, int, Array]]  # stream, position in the mesh of the device that sent it, flat array
-LEADER = 0  # the process that encodes what the devices cannot
+# One array from the devices has values of one kind, of all tensors that are sharded over the same mesh axes.
+Stream = tuple[Kind, Axes]
+# Stream, position in the mesh of the device that sent it, flat array.
+Copies = Sequence[tuple[Stream, int, Array]]
+# The process that encodes the tensors that the devices cannot encode.
+LEADER = 0
 
 
 class _Item(NamedTuple):
-    """The place of a part of a stream: `stream[start:stop].reshape(grid)[take]` to `result[where]`."""
+    """The place of a part of a stream: `stream[start:stop].reshape(grid)[take]` goes to `result[where]`."""
 
     key: str
     start: int
@@ -40,7 +43,8 @@ class _Item(NamedTuple):
 
     def piece(self, flat: Shaped[np.ndarray, "n"]) -> Shaped[np.ndarray, "..."]:
         """Return this part of a stream."""
-        return np.asarray(flat[self.start : self.stop].reshape(self.grid)[self.take])  # also of an array without axes
+        # asarray, because an index may give a scalar.
+        return np.asarray(flat[self.start : self.stop].reshape(self.grid)[self.take])
 
     @property
     def shape(self) -> Shape:
@@ -49,26 +53,32 @@ class _Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The part of a window that each of the devices that hold it rounds: as many rows each, so the last may overlap."""
+    """The part of a window that each of its holders encodes.
 
-    rows: int  # of the window; blocks, where one device holds the whole slice
-    size: int  # of the share, in rows
-    row_units: int  # blocks in a row, or elements in formats without blocks
+    Holders are the devices that hold the same window. Their shares have equally many rows, so the last may overlap.
+    """
+
+    # Rows of the window; blocks if one device holds the whole slice.
+    rows: int
+    # Rows of a share.
+    size: int
+    # Blocks in a row, or elements in formats without blocks.
+    row_units: int
 
     @property
     def units(self) -> int:
-        """Return how many blocks, or elements in formats without blocks, the share has."""
+        """Return the number of blocks in a share, or of elements in formats without blocks."""
         return self.size * self.row_units
 
     def cut(self, update: Shaped[Array, "..."], holder: Int32[Array, ""] | int) -> Shaped[Array, "..."]:
-        """Return the part of the n-th holder, of the window as an array of units; to be called inside of a program."""
+        """Return the share of the n-th holder from the window as an array of units; call this inside a program."""
         if self.size == self.rows:
             return update
         first = jnp.minimum(holder * self.size, self.rows - self.size) * self.row_units
         return jax.lax.dynamic_slice_in_dim(update, first, self.units)
 
     def place(self, where: Index, take: Index, holder: int) -> tuple[Index, Index] | None:
-        """Return what of a window's place in the slice this holder sends, which nobody else does; None if nothing."""
+        """Return the part of a window's place that only this holder sends; None if there is none."""
         low, high = max(take[0].start, holder * self.size), min(take[0].stop, (holder + 1) * self.size)
         if low >= high:
             return None
@@ -77,23 +87,24 @@ class Share(NamedTuple):
 
 
 class OutgoingBytes:
-    """The contents of one fragment's streams, and the way from them to a payload."""
+    """The contents of one fragment's streams, and the functions that turn them into a payload."""
 
     def __init__(self, windows: Sequence[Window], format: codec.Format) -> None:
-        self.windows = {window.part.key: window for window in windows}  # of its slices, by key
+        # The windows of the fragment's slices, by key.
+        self.windows = {window.part.key: window for window in windows}
         self._format = format
         self._integer = codec.is_integer(format)
-        # keys of the tensors that the host encodes
+        # The keys of the tensors that the host encodes.
         self.on_host = {key for key, window in self.windows.items() if self._integer and window.block_dim is None}
-        # windows of those that the devices round, by key
+        # The windows that the devices encode, by key.
         self.rounded = {key: w for key, w in self.windows.items() if format != "float32" and key not in self.on_host}
-        # what the devices send
+        # The streams that the devices send.
         self.streams = sorted(
             {(kind, window.axes) for key, window in self.windows.items() for kind in self._kinds(key)}
         )
         mesh = windows[0].sharding.mesh
         assert isinstance(mesh, Mesh), "an island has devices"
-        # of these windows, by key: devices that hold the same share the rounding
+        # By key, the share of each holder of a window that the devices encode.
         self.shares = {key: share_of(window, format) for key, window in self.rounded.items()}
         self._items = {
             (stream, number): list(self._items_of(stream, number, device))
@@ -102,17 +113,21 @@ class OutgoingBytes:
         }
         self._process = jax.process_index()
         self._process_of = [device.process_index for device in mesh.devices.flat]
-        # whether other processes have devices of the mesh too
+        # Whether other processes have devices of the mesh too.
         self.in_parts = any(process != self._process for process in self._process_of)
         mine = [number for number, process in enumerate(self._process_of) if process == self._process]
-        # (stream, position in the mesh, position among this process's devices) of what this process gets
+        # The arrays that this process gets: (stream, position in the mesh, position among this process's devices).
         self.local = [(stream, number, mine.index(number)) for stream, number in self._items if number in mine]
 
     def whole(self, copies: Copies, before: HostArrays) -> tuple[bytes, dict[str, Float32[np.ndarray, "..."]]]:
-        """Return what the devices sent with what the host encoded of the rest, and the residuals of that afterwards.
+        """Build the whole payload; return it with the new residuals of the tensors that the host encodes.
+
+        Args:
+          copies: the arrays of one staged fragment.
+          before: the residuals of the tensors that the host encodes, by key.
 
         Raises:
-          NotFinite: the update is not, and the format cannot say so.
+          NotFinite: the update has NaN or infinity, and the format is an integer format.
         """
         offsets = self._offsets()
         payload = bytearray(codec.encoded_size((window.shape for window in self.windows.values()), self._format))
@@ -121,33 +136,34 @@ class OutgoingBytes:
             np.ndarray(grid, piece.dtype, payload, offsets[kind, item.key])[item.where] = piece
         encoded, after = self._encoded(copies, before, {})
         for key, data in encoded.items():
-            start = offsets["scales", key]  # the codes follow
+            # The tensor's codes follow its scales.
+            start = offsets["scales", key]
             payload[start : start + len(data)] = data
         return bytes(payload), after
 
     def part(
         self, copies: Copies, before: HostArrays, others: Mapping[int, Bytes]
     ) -> tuple[list[Buffer], dict[str, Float32[np.ndarray, "..."]]]:
-        """Wait for what this process's devices sent and make its part of the payload, as pieces.
+        """Wait for this process's devices, and build its part of the payload, in pieces.
 
         Args:
-          copies: of one staged fragment, from this process's devices.
-          before: residuals of the tensors that the host encodes; on the first process.
-          others: what `loose` gave on the other processes; on the first process.
+          copies: the arrays of one staged fragment, from this process's devices.
+          before: the residuals of the tensors that the host encodes, by key; read on the first process.
+          others: the results of `loose` on the other processes, by process; read on the first process.
 
         Returns:
-          (part, residuals of these tensors afterwards)
+          The part, and the new residuals of the tensors that the host encodes.
 
         Raises:
-          NotFinite: this part of the update is not, and the format cannot say so.
-          ValueError: `others` do not fit.
+          NotFinite: this part of the update has NaN or infinity, and the format is an integer format.
+          ValueError: `others` have the wrong size.
         """
         data: list[Buffer] = [codec.as_bytes(piece) for _, _, piece in self._pieces(copies)]
         encoded, after = self._encoded(copies, before, others) if self._process == LEADER else ({}, {})
         return pack_part(self._runs, [*data, *encoded.values()]), after
 
     def _pieces(self, copies: Copies) -> Iterator[tuple[Kind, _Item, Shaped[np.ndarray, "..."]]]:
-        """Wait for what the devices sent, and yield what goes into the payload as it is."""
+        """Wait for the devices' arrays, and yield the pieces that go into the payload unchanged."""
         for stream, number, copy in copies:
             flat = np.asarray(copy)
             for item in self._items[stream, number]:
@@ -158,13 +174,13 @@ class OutgoingBytes:
                     yield stream[0], item, piece
 
     def loose(self, copies: Copies) -> list[Buffer]:
-        """Wait for what this process's devices sent of the tensors that the first process encodes; as pieces."""
+        """Wait for this process's devices; return its pieces of the tensors that the first process encodes."""
         arrays = {(stream, number): copy for stream, number, copy in copies}
         items = self._loose_items(self._process)
         return [codec.as_bytes(item.piece(np.asarray(arrays[source]))) for source, item in items]
 
     def _joined(self, copies: Copies, others: Mapping[int, Bytes]) -> dict[str, Float32[np.ndarray, "..."]]:
-        """Join whole tensors that the host encodes, from the pieces of all processes."""
+        """Join the tensors that the host encodes from the pieces of all processes."""
         joined = {key: np.empty(self.windows[key].shape, np.float32) for key in self.windows if key in self.on_host}
         own = b"".join(self.loose(copies))
         for process in sorted(set(self._process_of)):
@@ -182,7 +198,7 @@ class OutgoingBytes:
     def _encoded(
         self, copies: Copies, before: HostArrays, others: Mapping[int, Bytes]
     ) -> tuple[dict[str, bytes], dict[str, Float32[np.ndarray, "..."]]]:
-        """Return scales and codes of the tensors that the host encodes, and what rounding keeps back of them."""
+        """Encode the tensors that the host encodes; return scales and codes by key, and residuals by key."""
         encoded, after = {}, {}
         for key, floats in self._joined(copies, others).items():
             update = (floats + before[key]).reshape(-1)
@@ -199,7 +215,7 @@ class OutgoingBytes:
 
     @cached_property
     def _runs(self) -> Runs:
-        """Return the bytes of the payload that this process's part has."""
+        """Return the places in the payload of this process's part."""
         offsets = self._offsets()
         runs = []
         for stream, number, _ in self.local:
@@ -218,7 +234,7 @@ class OutgoingBytes:
         return concat(*runs)
 
     def _offsets(self) -> dict[tuple[Kind, str], int]:
-        """Return where what a stream holds of each tensor begins in the payload, as `codec.encode` joins them."""
+        """Return the offset in the payload of each tensor's floats, scales and codes, as `codec.encode` places them."""
         offsets: dict[tuple[Kind, str], int] = {}
         start = 0
         for key in sorted(self.windows):
@@ -230,7 +246,7 @@ class OutgoingBytes:
         return offsets
 
     def _loose_items(self, process: int) -> list[tuple[tuple[Stream, int], _Item]]:
-        """Return what a process's devices send of tensors that the host encodes; every process has the same order."""
+        """Return the items of host-encoded tensors from a process's devices, in the same order on every process."""
         return [
             (source, item)
             for source, items in self._items.items()
@@ -240,13 +256,13 @@ class OutgoingBytes:
         ]
 
     def _kinds(self, key: str) -> tuple[Kind, ...]:
-        """Return a tensor's streams: integer formats have codes and scales; the host encodes floats."""
+        """Return the kinds of values that devices send of a tensor: codes, with scales for integers, or floats."""
         if key not in self.rounded:
             return ("floats",)
         return ("codes", "scales") if self._integer else ("codes",)
 
     def _grid(self, kind: str, key: str, shape: Shape) -> Shape:
-        """Return the shape of what a stream holds of a slice or window of this shape."""
+        """Return the shape of a stream's values for a slice or window of this shape."""
         if key not in self.rounded or not self._integer:
             return shape or (1,)
         grid = self.windows[key].block_grid(shape)
@@ -272,24 +288,24 @@ class OutgoingBytes:
 
 
 def flat_spec(axes: Axes) -> PartitionSpec:
-    """Return the spec of a flat array with one part for each place along these axes."""
+    """Return the spec of a flat array that is sharded over these axes."""
     return PartitionSpec(axes) if axes else PartitionSpec()
 
 
 def share_of(window: Window, format: codec.Format) -> Share:
-    """Return the share of each of the devices that hold the same of a window, if devices round it."""
+    """Return the share of a window that each of its holders encodes."""
     grid = window.block_grid(window.local_shape) if codec.is_integer(format) else window.local_shape or (1,)
     holders = math.prod(window.sharding.mesh.shape[axis] for axis in holder_axes(window))
     return Share(grid[0], math.ceil(grid[0] / holders), math.prod(grid[1:]))
 
 
 def holder_axes(window: Window) -> Axes:
-    """Return the mesh axes along which devices hold the same of a window, in the order of the mesh."""
+    """Return the mesh axes along which devices hold the same window, in the order of the mesh."""
     return tuple(axis for axis in window.sharding.mesh.axis_names if axis not in window.axes)
 
 
 def _holder(window: Window, number: int) -> int:
-    """Return which of the devices that hold the same as the mesh's n-th it is, counted along `holder_axes`."""
+    """Return the position of the mesh's n-th device among the holders of its window, along `holder_axes`."""
     shape = window.sharding.mesh.shape
     at = dict(zip(shape, np.unravel_index(number, tuple(shape.values())), strict=True))
     axes = holder_axes(window)
@@ -297,9 +313,9 @@ def _holder(window: Window, number: int) -> int:
 
 
 def _senders(mesh: Mesh, axes: Axes) -> list[tuple[int, jax.Device]]:
-    """Return one holder of each part that is shared out over `axes`, as the device's position in the mesh.
+    """Return one holder of each part of an array sharded over `axes`, as (position in the mesh, device).
 
-    The k-th part is sent by the k-th of its holders, so that hosts which hold the same share the work.
+    The k-th part is sent by the k-th of its holders, so that hosts with the same parts divide the work.
     """
     parts = math.prod(mesh.shape[axis] for axis in axes)
     held = NamedSharding(mesh, flat_spec(axes)).devices_indices_map((parts,))

@@ -1,10 +1,11 @@
-"""Windows: the part of a fragment's slice that one shard of its tensor holds, in the same shape on every device.
+"""Windows: the part of a fragment's slice that one shard of its tensor holds, with the same shape on every device.
 
-Staging and adoption run as one program on all devices (`jax.shard_map`), each on its own shard, so neither can hold a
-collective. Where a slice cuts its tensor along a sharded axis, shards hold different numbers of its rows: their windows
-are then as long as any shard may need, and rows outside of the slice are computed and thrown away.
+Staging and adoption each run as one program on all devices (`jax.shard_map`), each device with its own shard, so
+neither can contain a collective. If a slice cuts its tensor along a sharded axis, shards hold different numbers of the
+slice's rows. Then every window has as many rows as any shard may need, and the results of rows outside the slice are
+dropped.
 
-Where a slice begins in its tensor is an input of the programs, so that slices of one size share them.
+The first row of a slice in its tensor is an input of the programs, so that slices of one size share a program.
 """
 
 import math
@@ -31,27 +32,29 @@ Axes = tuple[str, ...]
 class Window:
     """The part of one slice that each shard of its tensor holds."""
 
-    part: Slice  # the slice
-    shape: Shape  # of the slice
-    tensor: Shape  # shape of the whole tensor
-    dtype: jnp.dtype  # of the tensor
-    sharding: NamedSharding  # of the tensor; every sharded dimension is divided evenly
+    # The slice and its shape.
+    part: Slice
+    shape: Shape
+    # Shape, dtype and sharding of the whole tensor; the mesh divides every sharded dimension evenly.
+    tensor: Shape
+    dtype: jnp.dtype
+    sharding: NamedSharding
 
     @cached_property
     def spec(self) -> PartitionSpec:
-        """Return the spec of the tensor and of arrays of windows, with an entry for every dimension."""
+        """Return the spec of the tensor, which is also that of arrays of windows, with an entry per dimension."""
         entries = tuple(self.sharding.spec)
         return PartitionSpec(*entries, *(None,) * (len(self.tensor) - len(entries)))
 
     @cached_property
     def axes(self) -> Axes:
-        """Return the mesh axes over which shards differ, in the order of the mesh."""
+        """Return the mesh axes that shard the tensor, in the order of the mesh."""
         used = {axis for dim in range(len(self.tensor)) for axis in self._axes_of(dim)}
         return tuple(axis for axis in self.sharding.mesh.axis_names if axis in used)
 
     @cached_property
     def value_sharding(self) -> NamedSharding:
-        """Return the layout of the slice's value on its way in: the tensor's, whole along axes that the slice cuts."""
+        """Return the layout of an incoming value: that of the tensor, but whole along a sharded axis that is cut."""
         spec = list(self.spec)
         if self._split:
             spec[self.part.axis] = None
@@ -68,23 +71,23 @@ class Window:
 
     @cached_property
     def global_shape(self) -> Shape:
-        """Return the shape of an array that holds every device's window, laid out like the tensor."""
+        """Return the shape of an array of all devices' windows in the tensor's layout."""
         return tuple(n * self._parts(dim) for dim, n in enumerate(self.local_shape))
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """Return a key that is equal for windows that may share programs."""
+        """Return a key; windows with equal keys may share programs."""
         return self.tensor, self.dtype, self.shape, self.part.axis, self.spec
 
     def cut(self, tensor: Shaped[Array, "..."], start: Int32[Array, ""]) -> Shaped[Array, "..."]:
-        """Return the window of a device's shard of the tensor, in a program on all devices; `start` is `part.start`."""
+        """Return the window of a device's shard, inside a program on all devices; `start` is `part.start`."""
         if self.part.axis < 0:
             return tensor
         first, rows = self._first(start), self.local_shape[self.part.axis]
         return jax.lax.dynamic_slice_in_dim(tensor, first, rows, self.part.axis)
 
     def of_value(self, value: Shaped[Array, "..."], start: Int32[Array, ""]) -> Shaped[Array, "..."]:
-        """Return the window of a value that lies as `value_sharding` says; rows outside of the slice hold anything."""
+        """Return the window of a value in the layout `value_sharding`; rows outside the slice have any values."""
         if not self._split:
             return value
         rows = jnp.clip(self._rows(start), 0, self.shape[self.part.axis] - 1)
@@ -93,7 +96,7 @@ class Window:
     def paste(
         self, tensor: Shaped[Array, "..."], window: Shaped[Array, "..."], start: Int32[Array, ""]
     ) -> Shaped[Array, "..."]:
-        """Return the shard with its window replaced, where that belongs to the slice."""
+        """Return the shard with the window's rows replaced, except rows outside the slice."""
         if self.part.axis < 0:
             return window
         if self._split:
@@ -104,7 +107,7 @@ class Window:
         return jax.lax.dynamic_update_slice_in_dim(tensor, window, self._first(start), self.part.axis)
 
     def _first(self, start: Int32[Array, ""]) -> Int32[Array, ""]:
-        """Return the shard's row with which the window begins."""
+        """Return the shard's row that is the first of the window."""
         if not self._split:
             return start
         dim = self.part.axis
@@ -113,16 +116,16 @@ class Window:
         return jnp.clip(start - low, 0, rows - self.local_shape[dim])
 
     def _rows(self, start: Int32[Array, ""]) -> Shaped[Array, "rows"]:
-        """Return where the window's rows lie in the slice: some may lie before its first or behind its last."""
+        """Return the window's rows as rows of the slice; rows outside the slice are negative or too large."""
         dim = self.part.axis
         low = jax.lax.axis_index(self._axes_of(dim)) * (self.tensor[dim] // self._parts(dim))
         return jnp.arange(self.local_shape[dim]) + (low + self._first(start) - start)
 
     @cached_property
     def block_dim(self) -> int | None:
-        """Return the last dimension that devices share out, if every window has whole blocks of the flattened slice.
+        """Return the last sharded dimension if every window has whole blocks of the flattened slice.
 
-        -1 if one device holds all of the slice. None if shards cut blocks.
+        -1 means that one device holds the whole slice; None means that shards cut blocks.
         """
         dim = max((d for d in range(len(self.shape)) if self._parts(d) > 1), default=-1)
         if dim < 0:
@@ -132,7 +135,7 @@ class Window:
         return None if run % BLOCK else dim
 
     def block_grid(self, shape: Shape) -> Shape:
-        """Return the shape in which the blocks of the slice, or of a window of it (`local_shape`), are arranged."""
+        """Return the shape of the array of blocks of the slice, or of a window if `shape` is `local_shape`."""
         dim = self.block_dim
         assert dim is not None, "shards cut blocks"
         if dim < 0:
@@ -140,11 +143,13 @@ class Window:
         return (*shape[:dim], math.prod(shape[dim:]) // BLOCK)
 
     def place(self, shard: Index, blocks: bool) -> tuple[Index, Index] | None:
-        """Return where in the slice a shard's window belongs, and the part of it that does; None if nothing does.
+        """Return the place in the slice of a shard's window, and the part of the window that belongs there.
+
+        None means that no part of the window belongs to the slice.
 
         Args:
-            shard: the tensor's elements that the shard holds.
-            blocks: count in blocks (`block_grid`), not in elements.
+            shard: index of the shard in the tensor.
+            blocks: whether to count in blocks (`block_grid`) instead of elements.
         """
         bounds = [s.indices(n)[:2] for s, n in zip(shard, self.tensor, strict=True)]
         where, take = [slice(*b) for b in bounds], [slice(0, n) for n in self.local_shape]
@@ -157,7 +162,8 @@ class Window:
             first = low + max(0, min(self.part.start - low, high - low - self.local_shape[dim]))
             take[dim] = slice(start - first, stop - first)
         if not blocks:
-            whole = (slice(0, 1),)  # a tensor without axes
+            # A tensor without axes counts as one with a single element.
+            whole = (slice(0, 1),)
             return tuple(where) or whole, tuple(take) or whole
         return self._in_blocks(where), self._in_blocks(take)
 
@@ -172,7 +178,7 @@ class Window:
 
     @cached_property
     def _split(self) -> bool:
-        """Return whether the slice cuts its tensor along a dimension that is sharded."""
+        """Return whether the slice cuts its tensor along a sharded dimension."""
         return self.part.axis >= 0 and self._parts(self.part.axis) > 1
 
     def _axes_of(self, dim: int) -> Axes:
@@ -194,16 +200,16 @@ def windows_of(fragment: Fragment, tensors: Mapping[str, jax.ShapeDtypeStruct]) 
 
 
 class FragmentWindows:
-    """The windows of one fragment's slices, and what every program over them is told.
+    """The windows of one fragment's slices, with the inputs that their programs have in common.
 
     Attributes:
-      windows: one for each slice, in their order.
-      mesh: on which they lie.
-      paths: of the slices' tensors, each once.
-      tensors: shape, dtype and layout of these.
-      tensor_of: for each slice the position of its tensor.
+      windows: one for each slice, in the order of the slices.
+      mesh: the island's mesh.
+      paths: paths of the slices' tensors, each once.
+      tensors: shape, dtype and layout of each of these tensors.
+      tensor_of: for each slice the position of its tensor in `paths`.
       starts_described: shape, dtype and layout of `starts`.
-      geometry: a key that is equal for fragments that may share programs.
+      geometry: a key; fragments with equal keys may share programs.
     """
 
     def __init__(self, windows: Sequence[Window]) -> None:
@@ -218,13 +224,13 @@ class FragmentWindows:
 
     @cached_property
     def starts(self) -> Int32[Array, "slices"]:
-        """Return where slices begin in their tensors, on every device; put there when first needed."""
+        """Return the first row of each slice in its tensor, replicated on all devices."""
         starts = np.array([window.part.start for window in self.windows], np.int32)
         return put_array(starts, self.starts_described.sharding)
 
     @property
     def anchors(self) -> list[jax.ShapeDtypeStruct]:
-        """Describe the slices' values as they come in."""
+        """Describe the incoming values of the slices."""
         return [floats(window.shape, window.value_sharding) for window in self.windows]
 
 

@@ -1,4 +1,4 @@
-"""Causal attention, in three ways that give the same numbers.
+"""Causal attention, in three implementations that give the same numbers.
 
 Shapes: B batch, T length, N query heads, K key and value heads (N / K query heads read one), H head width.
 """
@@ -18,20 +18,25 @@ from diloco_jax.training.sharding import current_layout
 
 log = logging.getLogger(__name__)
 Attention = Literal["einsum", "dot_product", "splash"]
-# Tokens of one tile of the kernel. 512 is what was compiled for v5p; recipes (AI-Hypercomputer/tpu-recipes) take
-# 1024 or 2048, with a larger xla_tpu_scoped_vmem_limit_kib.
+# Tokens of one tile of the kernel. We compiled 512 for v5p. Public recipes (AI-Hypercomputer/tpu-recipes) use 1024 or
+# 2048, with a larger xla_tpu_scoped_vmem_limit_kib.
 SPLASH_BLOCKS = (2048, 1024, 512, 256, 128)
 SPLASH_TUNED = 512
-CUDNN_WIDTH_MAX = 128  # of a head, for which cuDNN's flash attention has a backward pass on every GPU since Ampere
+# The largest head width that has a backward pass in cuDNN's flash attention on every GPU since Ampere.
+CUDNN_WIDTH_MAX = 128
 
 
 class Seeing(NamedTuple):
-    """The rules by which queries see keys, beside that none sees a later one."""
+    """The options of attention, in addition to that no query sees a later key."""
 
-    width: int  # scores are divided by its square root
-    cap: float = 0.0  # soft limit of the scores, 0 for none
-    window: int = 0  # tokens that are seen, the query's own counted; 0 for all
-    block: int = 0  # tokens of a tile of the splash kernel; 0: tuned
+    # Scores are divided by the square root of this number.
+    width: int
+    # The soft limit of the scores; 0 for none.
+    cap: float = 0.0
+    # The number of tokens that a query sees, itself included; 0 for all.
+    window: int = 0
+    # The tokens of a tile of the splash kernel; 0 for the tuned size.
+    block: int = 0
 
 
 def attend(
@@ -44,15 +49,17 @@ def attend(
 ) -> Float[Array, "b t n h"]:
     """Compute causal grouped-query attention, softmax(q k^T / sqrt(width)) v; query head i reads key i // (N / K).
 
-    The method is one of `Attention`; where tokens have segments, none sees another's. Where the devices are no TPUs,
-    splash is computed as einsum, with a warning. So is dot_product with a cap.
+    Args:
+      method: one of `Attention`. On devices other than TPUs, splash is computed as einsum, with a warning; dot_product
+        with a cap is computed as einsum too.
+      segments: a token sees only tokens of its segment; None: all tokens belong to one.
     """
     if method == "splash":
         if _platform() == "tpu":
             return splash(q, k, v, rules, segments)
         _warn_of_einsum(_platform())
     if method == "dot_product" and not rules.cap:
-        # the whole width is left to JAX, whose number for it may be another in the last place
+        # If `width` is the head's width, JAX computes the scale, because its number may differ in the last place.
         scale = None if rules.width == q.shape[3] else rules.width**-0.5
         same = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
         local = (rules.window - 1, 0) if rules.window else None
@@ -74,8 +81,8 @@ def attend(
 @cache
 def _warn_of_einsum(platform: str) -> None:
     log.warning(
-        f"attention is splash, a kernel for TPUs, and the devices are {platform}: it is computed as einsum, which "
-        "holds all scores of a layer, length x length; dot_product is faster on GPUs"
+        f"attention is splash, a kernel for TPUs, but the devices are {platform}: it is computed as einsum, which "
+        "keeps all length x length scores of a layer in memory; dot_product is faster on GPUs"
     )
 
 
@@ -91,11 +98,12 @@ def attend_to(
     seen: Bool[Array, "_ t s"],
     rules: Seeing,
 ) -> Float[Array, "b t n h"]:
-    """Compute attention to the keys that each query sees, of every example or the same ones of all."""
+    """Compute attention to the keys that each query sees; the first axis of `seen` is the batch, or 1 for all alike."""
     b, t, n, h = q.shape
     groups = n // k.shape[2]
-    # One matrix product per (example, key head): the G query heads of a group are stacked along time. The softmax is
-    # normalised after the product with v, on T x H instead of T x T numbers. Together 10 % of a training step on CPU.
+    # The G query heads of a group are stacked along time, so that there is one matrix product per example and key head.
+    # The softmax is normalised after the product with v, on T x H instead of T x T numbers. Together these save 10 % of
+    # a training step on CPU.
     q = (q * rules.width**-0.5).reshape(b, t, -1, groups, h).transpose(0, 2, 3, 1, 4).reshape(b, -1, groups * t, h)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
@@ -116,22 +124,22 @@ def splash(
     *,
     interpret: bool = False,
 ) -> Float[Array, "b t n h"]:
-    """Compute attention by JAX's Pallas kernel for TPUs, without a T x T matrix; devices do their own part.
+    """Compute attention with JAX's Pallas kernel for TPUs, without a T x T matrix; each device computes its part.
 
     With `interpret` the kernel is emulated, for tests.
 
     Raises:
-      ValueError: a length that the kernel's tiles do not divide, or heads that the mesh cannot share.
+      ValueError: the kernel's tiles do not divide the length, or the mesh cannot split the heads.
     """
     t = q.shape[1]
     if t % SPLASH_BLOCKS[-1]:
         raise ValueError(
-            f"attention splash: {t} tokens are no multiple of {SPLASH_BLOCKS[-1]}; change train.seq_len, or use "
+            f"attention splash: {t} tokens are not a multiple of {SPLASH_BLOCKS[-1]}; change train.seq_len, or use "
             "dot_product"
         )
     block = next(size for size in SPLASH_BLOCKS if size <= (rules.block or SPLASH_TUNED) and t % size == 0)
 
-    # for both passes; one kernel computes all gradients of the backward pass
+    # The tiles are the same in both passes; one fused kernel computes all gradients of the backward pass.
     tiles = splash_attention_kernel.BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, use_fused_bwd_kernel=True
     )
@@ -162,7 +170,7 @@ def splash(
             f"attention splash: the mesh {dict(layout.mesh.shape)} splits {q.shape[2]} query heads and {k.shape[2]} "
             "key heads differently; make islands.mesh.tensor a divisor of num_kv_heads, or num_kv_heads 1"
         )
-    # The kernel's types do not say over which axes its results vary, hence check_vma.
+    # The kernel's types do not show along which axes its results vary, so check_vma must be off.
     specs = (queries, keys, keys, PartitionSpec(queries[0]))
     spread = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=queries, check_vma=False)
     return spread(q, k, v, segments)

@@ -1,4 +1,4 @@
-"""Settings of the model, apart from what builds it: a syncer whose islands bring the model needs no module library."""
+"""Settings of the model, separate from its code, because a syncer whose islands bring the model needs no Flax."""
 
 import difflib
 from dataclasses import dataclass, field
@@ -13,13 +13,15 @@ from diloco_jax.training.named import check_setting
 DECODER = "diloco_jax.training.models.decoder:Decoder"
 MOE = "diloco_jax.training.models.moe:MoeDecoder"
 IMAGE_TEXT = "diloco_jax.training.models.vision:ImageTextDecoder"
-OF_TOKENS = (DECODER, MOE, IMAGE_TEXT)  # built-in models that read token ids
-OWN = "own"  # the model of a run whose islands bring it
+# The built-in models that read token ids.
+OF_TOKENS = (DECODER, MOE, IMAGE_TEXT)
+# The `module` of a run whose islands bring the model.
+OWN = "own"
 
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """Return the arguments of public models by name, with `module` where it is not the usual one."""
+    """Return the arguments of public models by name, including `module` if it is not the decoder."""
     return yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
 
 
@@ -29,19 +31,19 @@ class ModelConfig:
 
     module: str = DECODER
     """Import path of the model as `package.module:Class`. "own": the islands' own loops bring it (diloco_jax.join); the
-    syncer takes shapes and initial values from the first of them, and evaluates nothing."""
+    syncer takes shapes and initial values from the first island, and evaluates nothing."""
     preset: str = ""
-    """Name of a public model whose module and arguments these are, such as qwen3-0.6b or llama3-tiny (all of them:
-    docs/models.md); `args` replace single ones."""
+    """Name of a public model that provides module and arguments, such as qwen3-0.6b or llama3-tiny (docs/models.md
+    lists all); `args` replace single arguments."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Passed to the class unchanged, for the built-in decoder the fields of DecoderConfig."""
+    """Arguments of the class; for the built-in decoder the fields of DecoderConfig."""
     weights: str = ""
-    """A folder with config.json and safetensors of a public family: the initial values. Only the syncer reads it,
-    whenever it starts. `diloco import` writes module, args and this."""
+    """A folder with config.json and safetensors of a public family, for the initial values. Only the syncer reads it,
+    at every start. `diloco import` writes module, args and weights."""
 
     @property
     def own(self) -> bool:
-        """Tell whether the islands' own loops bring the model."""
+        """Return whether the islands' own loops bring the model."""
         return self.module == OWN
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, small enough to read in one sitting; options make it the public families (options.py).
+"""A decoder-only transformer, small enough to read in one sitting; options turn it into public families (options.py).
 
 Shapes: B batch, T length, D model width, N query heads, K key and value heads, G = N / K queries per key head,
 H head width, F width of the MLP, V vocabulary, L layers.
@@ -25,36 +25,41 @@ from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entr
 from diloco_jax.training.sharding import constrain, gather
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": jax.nn.gelu,  # by tanh
+    "gelu": jax.nn.gelu,
     "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-Local = bool | Bool[Array, ""]  # whether a layer has the window
-Cache = tuple[Float[Array, "b c k h"], Float[Array, "b c k h"]]  # keys and values of a layer's latest C tokens
+# Whether a layer has the window.
+Local = bool | Bool[Array, ""]
+# The keys and values of a layer's latest C tokens.
+Cache = tuple[Float[Array, "b c k h"], Float[Array, "b c k h"]]
 
 
 def draw_token(logits: Float[Array, " v"], key: Key[Array, ""], temperature: float, top_p: float) -> Int32[Array, ""]:
-    """Draw a token; see `Decoder.generate`."""
+    """Draw a token from logits; temperature and top_p as in `Decoder.generate`."""
     if temperature == 0:
         return jnp.argmax(logits).astype(jnp.int32)
     logits = logits / temperature
     if top_p < 1:
         likeliest = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(likeliest)
-        last = jnp.sum(jnp.cumsum(share) - share < top_p) - 1  # the one with which they have top_p
+        # The likeliest tokens up to this one together reach the probability top_p.
+        last = jnp.sum(jnp.cumsum(share) - share < top_p) - 1
         logits = jnp.where(logits >= likeliest[last], logits, -jnp.inf)
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
 class Places(NamedTuple):
-    """The tokens' places in their texts."""
+    """The positions of tokens in their texts."""
 
-    positions: Int32[Array, "b t"] | None = None  # 0, 1, 2, ...
-    segments: Int32[Array, "b t"] | None = None  # the text that each belongs to; None: all to one
+    # None: 0, 1, 2, ...
+    positions: Int32[Array, "b t"] | None = None
+    # The number of each token's text; None: all tokens belong to one text.
+    segments: Int32[Array, "b t"] | None = None
 
 
 def places_of(segments: Int32[Array, "b t"]) -> Places:
-    """Return the places of tokens whose positions begin again in every segment."""
+    """Return the places of tokens whose positions start at 0 in every segment."""
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
     return Places(index - jax.lax.cummax(jnp.where(first, index, 0), axis=1), segments)
@@ -86,22 +91,24 @@ class Block(nnx.Module):
         self.norm_mlp_out = _norm(c, c.dim, rngs) if after else None
 
     def init_mlp(self, rngs: nnx.Rngs) -> None:
+        """Create the parameters of the MLP."""
         c = self.config
         self.gate = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)
         self.up = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)
         self.down = Linear(c.mlp_dim, c.dim, ("mlp", "embed"), c.dtype, rngs=rngs)
 
     def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """Apply the MLP to the normalised stream, and scalars of this layer."""
+        """Apply the MLP to the normalised stream; return the result and the metrics of this layer."""
         gate, up = keep(self.gate(x), "gated"), keep(self.up(x), "gated")
         return keep(self.down(ACTIVATIONS[self.config.activation](gate) * up), "out"), {}
 
     def __call__(
         self, x: Float[Array, "b t d"], places: Places, local: Local = False, cache: Cache | None = None
     ) -> tuple[Float[Array, "b t d"], Metrics, Cache | None]:
-        """Apply the layer to the residual stream; return the stream, the scalars of the MLP, and the cache.
+        """Apply the layer to the residual stream; return the stream, the metrics of the MLP, and the cache.
 
-        The cache is of the tokens before; these are added. Either it is empty, or there is one token.
+        The cache has the earlier tokens, and the layer adds the new ones. Either the cache is empty, or there is only
+        one new token.
         """
         y = x if self.norm_attention is None else self.norm_attention(x)
         mixed, cache = self._attention(y, places, local, cache)
@@ -137,7 +144,7 @@ class Block(nnx.Module):
     def _heads(
         self, y: Float[Array, "b t d"], places: Places, local: Local
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-        """Return queries, keys and values, the first two turned by their positions."""
+        """Return queries, keys and values; queries and keys are rotated by their positions."""
         c = self.config
         q, k, v = (keep(linear(y), "qkv") for linear in (self.q, self.k, self.v))
         if c.qk_norm == "full":
@@ -158,7 +165,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        # Axis names must not ask for a mesh here: the island, or nobody, places the parameters.
+        # Axis names must not require a mesh here, because the island places the parameters later.
         with nnx.use_eager_sharding(False):
             init = nnx.with_partitioning(nnx.initializers.normal(0.02), TABLE_AXES)
             self.embed = nnx.Embed(config.vocab_size, config.dim, dtype=config.dtype, embedding_init=init, rngs=rngs)
@@ -173,9 +180,10 @@ class Decoder(nnx.Module):
             )
 
     def _stacked_blocks(self, rngs: nnx.Rngs) -> Block:
-        """Return blocks as one module whose parameters have a leading `layers` axis."""
+        """Return all blocks as one module, whose parameters have a leading `layers` axis."""
 
-        # One layer after the other: all at once (vmap) is the same numbers, and fifty times the compiler's work on TPU.
+        # The scan creates one layer after the other. vmap gives the same numbers, but fifty times the compiler's work
+        # on TPU.
         @nnx.split_rngs(splits=self.config.num_layers)
         @nnx.scan(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
         def create(layer_rngs: nnx.Rngs) -> Block:
@@ -185,22 +193,22 @@ class Decoder(nnx.Module):
 
     @classmethod
     def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> Decoder:
-        """Build from the fields of the model's configuration; an unknown or ill-typed one is a ValueError."""
+        """Build the model from the fields of its configuration; ValueError for an unknown or ill-typed field."""
         return cls(config_from_args(cls.config_class, args), rngs=rngs)
 
     def __call__(
         self, tokens: Int32[Array, "b t"], segments: Int32[Array, "b t"] | None = None
     ) -> Float[Array, "b t v"]:
-        """Return logits of the next token at every position, float32."""
+        """Return the float32 logits of the next token at every position."""
         table = self._table()
         x, _ = self.hidden(self.embedded(tokens, table), segments)
         return self._logits(x, table)
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Compute the mean cross-entropy in nats per token of tokens[:, 1:], from tokens[:, :-1]; scalars of layers.
+        """Return the mean cross-entropy in nats per token of tokens[:, 1:] given tokens[:, :-1], and layers' metrics.
 
-        With `segments` in the batch a token is predicted from those of its segment only, and the first of a segment not
-        at all; nor are tokens of segment 0. `weight` is the number of those that are predicted.
+        With `segments` in the batch, a token is predicted only from earlier tokens of its segment. The first token of a
+        segment and all tokens of segment 0 are not predicted. The metric `weight` is the number of predicted tokens.
         """
         tokens, segments = batch["tokens"], batch.get("segments")
         table = self._table() if self.config.lookup == "gather" else None
@@ -213,7 +221,7 @@ class Decoder(nnx.Module):
         return self.mean_loss(x, tokens[:, 1:], table, weights), {**metrics, "weight": jnp.sum(weights)}
 
     def embedded(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"] | None = None) -> Float[Array, "b t d"]:
-        """Return what the first layer gets; `table` if the embedding was gathered before."""
+        """Return the embeddings of tokens, the input of the first layer; `table` is the gathered embedding if any."""
         c = self.config
         if c.lookup == "exchange" and table is None:
             x = look_up(self.embed.embedding[...], tokens, c.dtype)
@@ -224,9 +232,9 @@ class Decoder(nnx.Module):
     def hidden(
         self, x: Float[Array, "b t d"], segments: Int32[Array, "b t"] | None = None
     ) -> tuple[Float[Array, "b t d"], Metrics]:
-        """Return what the logits are made of, and the mean over the layers of their scalars.
+        """Apply all layers and the last norm; return the result and the mean of the metrics over the layers.
 
-        No token sees those of another segment, and positions begin again in each.
+        A token sees only tokens of its segment, and positions start at 0 in each segment.
 
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
@@ -242,7 +250,7 @@ class Decoder(nnx.Module):
         table: Float[Array, "v d"] | None = None,
         weights: Float[Array, "b t"] | None = None,
     ) -> Float[Array, ""]:
-        """Compute the mean cross-entropy of `labels` in nats, of the result of `hidden`; weights may be 0."""
+        """Return the mean cross-entropy of `labels` in nats, where x is the result of `hidden`; weights may be 0."""
         c = self.config
         if c.loss_chunk:
             stored = self.embed.embedding if self.head is None else self.head
@@ -261,17 +269,18 @@ class Decoder(nnx.Module):
         top_p: float = 1.0,
         ids: int,
     ) -> Int32[Array, " count"]:
-        """Continue a text token by token; keys and values of earlier ones are kept, not computed again.
+        """Continue a text token by token, with a cache of the keys and values of earlier tokens.
 
         Args:
           prompt: at least one token; only its last `context` tokens are read.
           count: tokens to add.
-          length: tokens of the prompt if more of no meaning follow, so that one program serves many lengths; the prompt
-            has at most `context` tokens then.
+          key: random key of the draws.
+          length: number of real tokens if the prompt is padded, so that one program serves many lengths; the padded
+            prompt then has at most `context` tokens. None: the prompt is not padded.
           context: tokens that each layer sees, at most seq_len_max.
           temperature: divides the logits; at 0 the likeliest token is taken.
-          top_p: probability of the likeliest tokens that are drawn from, together; 1 = of all.
-          ids: tokens of this id and above are never drawn.
+          top_p: tokens are drawn from the likeliest ones that together have this probability; 1 = from all.
+          ids: only tokens with smaller ids are drawn.
         """
         c, table, prompt = self.config, self._table(), prompt[-context:]
         kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
@@ -297,7 +306,7 @@ class Decoder(nnx.Module):
             raise ValueError(f"a sequence of {length} tokens exceeds model.args.seq_len_max {self.config.seq_len_max}")
 
     def _table(self) -> Float[Array, "v d"]:
-        # Whole rows on every device; looking up split rows would move activations.
+        # Every device gets whole rows, because looking up split rows would move activations.
         return gather(self.embed.embedding[...].astype(self.config.dtype), *TABLE_AXES)
 
     def _logits(self, x: Float[Array, "b t d"], table: Float[Array, "v d"] | None) -> Float[Array, "b t v"]:
@@ -308,7 +317,7 @@ class Decoder(nnx.Module):
     def _layers(
         self, x: Float[Array, "b t d"], places: Places, caches: Any
     ) -> tuple[Float[Array, "b t d"], Metrics, Any]:
-        """Apply all blocks; caches are None, or a stack or a list of them as blocks are."""
+        """Apply all blocks; caches are None, or stacked or listed like the blocks."""
         c = self.config
         local = [c.local(layer) for layer in range(c.num_layers)]
         if isinstance(self.blocks, Block):

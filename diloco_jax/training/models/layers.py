@@ -1,4 +1,4 @@
-"""Parts that the built-in models share: a linear map whose weight may be spread over the mesh, and remat."""
+"""Building blocks of the built-in models: linear maps with sharded weights, norms, and rematerialisation."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,7 +15,7 @@ Remat = Literal[
     "none", "full", "attention", "mlp", "minimal", "offload", "dots_saveable", "dots_with_no_batch_dims_saveable"
 ]
 LayerFunction = Callable[..., Any]
-# Results of a layer by the names that `keep` gives them: those that the policies keep, beside what goes into the layer.
+# For each policy, the results of a layer that it keeps in addition to the layer's input. `keep` gives them these names.
 KEPT = {
     "attention": ("attention",),
     "mlp": ("attention", "qkv", "out"),
@@ -24,7 +24,7 @@ KEPT = {
 
 
 class Linear(nnx.Module):
-    """x W, or x W + b. The weight is cast to the type of the computation, then gathered for this one use."""
+    """A linear map x W, or x W + b; the weight is cast to the computation's dtype, then gathered for each use."""
 
     def __init__(
         self, n_in: int, n_out: int, names: tuple[str, str], dtype: str, *, bias: bool = False, rngs: nnx.Rngs
@@ -44,7 +44,7 @@ class Linear(nnx.Module):
 
 
 class OffsetNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) (1 + scale), over the last dimension, in float32."""
+    """A norm, x / sqrt(mean(x^2) + epsilon) (1 + scale), over the last dimension, computed in float32."""
 
     def __init__(self, width: int, epsilon: float, dtype: str, *, rngs: nnx.Rngs) -> None:
         self.scale = _vector(width, nnx.initializers.zeros_init(), rngs)
@@ -59,7 +59,7 @@ class OffsetNorm(nnx.Module):
 
 
 def make_norm(width: int, epsilon: float, dtype: str, *, offset: bool, rngs: nnx.Rngs) -> nnx.RMSNorm | OffsetNorm:
-    """Return a norm whose scale begins at 1, or at 0 if it is an offset to 1."""
+    """Return an RMS norm with an initial scale of 1; with `offset` the parameter is scale - 1, initially 0."""
     if offset:
         return OffsetNorm(width, epsilon, dtype, rngs=rngs)
     init = nnx.with_partitioning(nnx.initializers.ones_init(), (None,))
@@ -67,12 +67,12 @@ def make_norm(width: int, epsilon: float, dtype: str, *, offset: bool, rngs: nnx
 
 
 def _vector(width: int, init: nnx.Initializer, rngs: nnx.Rngs) -> nnx.Param:
-    # Named, though by no mesh axis: only to axes that have names does a scan add that of the layers.
+    # The axis needs a name, even None, because a scan adds the name `layers` only to parameters with named axes.
     return nnx.Param(nnx.with_partitioning(init, (None,))(rngs.params(), (width,)))
 
 
 def soft_limit(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """Return cap tanh(x / cap), which is about x where x is small; x itself if the cap is 0."""
+    """Return cap tanh(x / cap), which is about x for small x; x itself if the cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
@@ -82,17 +82,21 @@ def keep(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
 
 
 def checkpoint(function: LayerFunction, remat: str, *, scanned: bool) -> LayerFunction:
-    """Let the backward pass of a layer compute again what it does not keep.
+    """Return the layer's function with a policy for the activations that its backward pass recomputes.
 
-    `none` keeps every activation; `full` only what goes into the layer; those of KEPT also what they name; `offload`
-    keeps what `minimal` does, with the MLP's part in the memory of the host; others are `jax.checkpoint_policies`.
+    Args:
+      remat: `none` keeps every activation; `full` keeps only the layer's input; the policies of KEPT also keep the
+        results that they list; `offload` keeps the same as `minimal`, with the MLP's results in host memory; other
+        names are those of `jax.checkpoint_policies`.
+      scanned: whether the function is the body of a scan.
     """
     layout = current_layout()
     if remat == "none" and not (layout and layout.gathers):
         return function
     known = jax.checkpoint_policies
     policy: Callable[..., Any]
-    if remat == "offload" and not (layout and layout.platform == "cpu"):  # whose memory is the host's
+    # On CPU there is nothing to offload, because the devices' memory is the host's.
+    if remat == "offload" and not (layout and layout.platform == "cpu"):
         policy = known.save_and_offload_only_these_names(
             names_which_can_be_saved=KEPT["mlp"],
             names_which_can_be_offloaded=["gated"],
@@ -103,10 +107,11 @@ def checkpoint(function: LayerFunction, remat: str, *, scanned: bool) -> LayerFu
         policy = known.save_only_these_names(*KEPT.get(remat, KEPT["minimal"]))
     else:
         policy = {"none": _all_but_weights, "full": known.nothing_saveable}.get(remat) or getattr(known, remat)
-    # In a scan nothing can be merged with the forward pass, and the barriers against that would cost speed.
+    # Barriers keep the compiler from merging recomputation with the forward pass. In a scan it cannot merge them, and
+    # barriers would only cost speed.
     return jax.checkpoint(function, policy=policy, prevent_cse=not scanned)
 
 
 def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keep everything but casts and changes of layout: else the gathered weights of all layers would be kept."""
+    """Keep everything but casts and changes of layout, because otherwise all layers' gathered weights would be kept."""
     return primitive.name not in ("convert_element_type", "sharding_constraint")

@@ -1,13 +1,14 @@
-"""The decoder with a mixture of experts in place of every MLP: each token is computed by a few of many gated MLPs.
+"""The decoder with a mixture of experts instead of every MLP: a few of many gated MLPs compute each token.
 
 Shapes as in decoder.py, and E experts, A experts per token, C slots that an expert has for one sequence.
 
-    p = softmax(x R)              router, float32;  a token takes its A most probable experts, weights that add to 1
+    p = softmax(x R)              router, float32;  a token takes its A most probable experts, with weights of sum 1
     y = sum_a w_a MLP_e(a)(x)     without the choices that found no free slot
 
-With capacity, slots are given to the tokens of a sequence in their order, so no token's result depends on a later one.
-The experts lie on the mesh axis `expert`: tokens travel to them and back (two all-to-alls), weights stay. Without it
-(dropless) each device sorts its own tokens by expert, and one ragged product computes them all.
+With capacity, the tokens of a sequence get slots in their order, so no token's result depends on a later token. The
+experts are sharded over the mesh axis `expert`. Tokens travel to them and back (two all-to-alls), while weights stay.
+
+Without capacity (dropless) each device sorts its tokens by expert, and one ragged product computes all of them.
 """
 
 import math
@@ -26,28 +27,29 @@ from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
 from diloco_jax.training.sharding import constrain, current_layout, gather
 
-ROUTER_AXES = (None, None)  # whole on every device
+# Every device has the whole router.
+ROUTER_AXES = (None, None)
 IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig(DecoderConfig):
-    """Sizes and choices of the mixture; mlp_dim is the width of one expert."""
+    """Sizes and options of the mixture; mlp_dim is the width of one expert."""
 
     num_experts: int = 8
     """E: experts of a layer; a multiple of the mesh axis `expert`."""
     experts_per_token: int = 2
     """A: experts that compute each token."""
     normalize_weights: bool = True
-    """Let the weights of a token's experts add to 1; else they are the router's probabilities."""
+    """Normalise the weights of a token's experts to the sum 1; otherwise they are the router's probabilities."""
     routing: Literal["capacity", "dropless"] = "capacity"
-    """capacity: experts have slots, and drop what finds none; dropless: each computes all that comes (no mesh axis
-    `expert`)."""
+    """capacity: an expert has slots, and tokens without a free slot are dropped; dropless: an expert computes all its
+    tokens (not with the mesh axis `expert`)."""
     capacity_factor: float = 1.25
-    """Slots of an expert as a multiple of its fair share of a sequence's choices; num_experts / experts_per_token = no
-    choice is ever dropped."""
+    """Slots of an expert as a multiple of its fair share of a sequence's choices; with num_experts / experts_per_token
+    no choice is ever dropped."""
     balance_coefficient: float = 0.01
-    """Weight of the load-balancing term in the gradient; the loss that is reported is the cross-entropy alone."""
+    """Weight of the load-balancing term in the gradient; the reported loss is the cross-entropy alone."""
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -62,23 +64,29 @@ class MoeConfig(DecoderConfig):
             )
 
     def capacity(self, length: int) -> int:
-        """Return the number of slots of an expert for a sequence of this many tokens."""
+        """Return the number of slots of an expert for a sequence of `length` tokens."""
         return min(length, math.ceil(self.capacity_factor * self.experts_per_token * length / self.num_experts))
 
 
 class Route(NamedTuple):
-    """The way of one sequence's tokens to experts; dropless there are no slots."""
+    """The assignment of one sequence's tokens to experts; without capacity there are no slots."""
 
-    experts: Int32[Array, "t a"]  # the likeliest first
-    weights: Float[Array, "t a"]  # 0 without a slot
-    balance: Float[Array, ""]  # E sum_e (share of choices for e) (mean probability of e), 1 if all is even
-    slots: Int32[Array, "t a"] | None = None  # `capacity` or more if there was none left
-    tokens: Int32[Array, "e c"] | None = None  # `length` if a slot is empty
-    dropped: Float[Array, ""] | float = 0.0  # share of the choices that found no slot
+    # Each token's experts, the likeliest first.
+    experts: Int32[Array, "t a"]
+    # The weight of each choice; 0 if it has no slot.
+    weights: Float[Array, "t a"]
+    # E sum_e (share of choices for e) (mean probability of e); 1 if the experts are used evenly.
+    balance: Float[Array, ""]
+    # The slot of each choice; `capacity` or more if no slot was free.
+    slots: Int32[Array, "t a"] | None = None
+    # The token in each slot; `length` if the slot is empty.
+    tokens: Int32[Array, "e c"] | None = None
+    # The share of choices without a slot.
+    dropped: Float[Array, ""] | float = 0.0
 
 
 def choose(logits: Float[Array, "t e"], experts_per_token: int, normalize: bool = True) -> Route:
-    """Choose the experts of one sequence's tokens, by the router's logits in float32."""
+    """Choose the experts of one sequence's tokens from the router's float32 logits."""
     num_experts = logits.shape[1]
     probabilities = jax.nn.softmax(logits, axis=-1)
     top, experts = jax.lax.top_k(probabilities, experts_per_token)
@@ -88,7 +96,7 @@ def choose(logits: Float[Array, "t e"], experts_per_token: int, normalize: bool 
 
 
 def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int, normalize: bool = True) -> Route:
-    """Give the choices of one sequence's tokens their slots."""
+    """Choose the experts of one sequence's tokens, and give the choices slots in the order of the tokens."""
     length, num_experts = logits.shape
     choice = choose(logits, experts_per_token, normalize)
     experts = choice.experts
@@ -118,14 +126,14 @@ class MoeBlock(Block):
         self.experts_down = nnx.Param(out(rngs.params(), (c.num_experts, c.mlp_dim, c.dim)))
 
     def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """Apply the mixture to the normalised stream; return `balance` and `dropped` of this layer too."""
+        """Apply the mixture to the normalised stream; return the result, and `balance` and `dropped` of this layer."""
         c = self.config
         logits = x.astype(jnp.float32) @ self.router[...]
         if c.routing == "dropless":
             return self._dropless(x, logits)
         capacity = c.capacity(x.shape[1])
         routes = jax.vmap(lambda one: route(one, c.experts_per_token, capacity, c.normalize_weights))(logits)
-        # An empty slot has an index behind the sequence, which reads as zeros.
+        # The index in an empty slot is beyond the sequence, so it reads as zeros.
         slots = jax.vmap(lambda one, tokens: one.at[tokens].get(mode="fill", fill_value=0))(x, routes.tokens)
         slots = constrain(constrain(slots, "batch", None, None, None), "expert_batch", "expert", None, None)
         results = constrain(self._experts(slots), "expert_batch", "expert", None, None)
@@ -153,19 +161,20 @@ class MoeBlock(Block):
 
         layout, spread, split = current_layout(), local, None
         if layout is not None:
-            assert layout.mesh.shape["expert"] == 1, "RunConfig checks it: each device has all experts"
+            assert layout.mesh.shape["expert"] == 1, "RunConfig refuses dropless routing with the mesh axis expert"
             shape = self.experts_gate[...].shape
             batch = layout.sharding(x.shape, ("batch", None, None)).spec
             into = layout.gathered(shape, IN_AXES).spec
             out = layout.gathered((shape[0], shape[2], shape[1]), OUT_AXES).spec
-            split = into[2]  # each device has a part of the experts' width
+            # The mesh axes that split the experts' width.
+            split = into[2]
             specs = (batch, batch, batch, into, into, out)
             spread = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=batch, check_vma=False)
         y = spread(x, choice.experts, choice.weights, *self._weights(x.dtype))
         return y, {"balance": jnp.mean(choice.balance), "dropped": jnp.zeros(())}
 
     def _weights(self, dtype: jnp.dtype) -> tuple[Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]]:
-        """Return gate, up and down of the experts as they are used."""
+        """Return the experts' gate, up and down weights, cast and gathered."""
         gate, up = (gather(w[...].astype(dtype), *IN_AXES) for w in (self.experts_gate, self.experts_up))
         return gate, up, gather(self.experts_down[...].astype(dtype), *OUT_AXES)
 
@@ -183,9 +192,9 @@ class MoeDecoder(Decoder):
     block_class = MoeBlock
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Compute the mean cross-entropy in nats per token; `balance` and `dropped`, means over the layers.
+        """Return the mean cross-entropy in nats per token, and `balance` and `dropped` as means over the layers.
 
-        The balance is in the gradient only, so that losses of different models can be compared.
+        The balance enters only the gradient, so that losses of different models can be compared.
         """
         loss, metrics = super().loss(batch)
         balance = metrics["balance"]
@@ -193,7 +202,7 @@ class MoeDecoder(Decoder):
 
 
 def decoder_of(model: ModelConfig) -> DecoderConfig | None:
-    """Return the sizes and choices of a built-in decoder, None for other models."""
+    """Return the configuration of a built-in decoder; None for other models."""
     if model.module == DECODER:
         return config_from_args(DecoderConfig, model.args)
     return config_from_args(MoeConfig, model.args) if model.module == MOE else None

@@ -1,4 +1,4 @@
-"""Sizes and choices of the built-in decoder: where the public families differ, and what costs memory or time."""
+"""Options of the built-in decoder: the differences between public families, and trade-offs of memory and time."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from diloco_jax.training.named import check_choices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and choices of the decoder; the defaults make about 1.0M parameters."""
+    """Sizes and options of the decoder; the defaults give about 1.0M parameters."""
 
     vocab_size: int = 256
     """Number of token ids (256 = bytes)."""
@@ -32,22 +32,22 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths; larger reaches further."""
     rope_theta_local: float = 0.0
-    """Base in the layers that have a window, which then are not scaled; 0 = as in the others."""
+    """Base in the layers with a window, which are not scaled then; 0 = the same as in other layers."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Stretching of wavelengths for longer texts: none, linear (all of them), or llama3 or yarn (those that do not turn
-    often enough within rope_length)."""
+    """Scaling of wavelengths for longer texts: none, linear (all wavelengths), llama3 or yarn (only wavelengths with
+    few turns within rope_length)."""
     rope_factor: float = 1.0
-    """How many times longer the wavelengths are after scaling."""
+    """Factor of the wavelengths' scaling."""
     rope_length: int = 8192
-    """Tokens of the texts before scaling, for llama3 and yarn."""
+    """Length in tokens of the texts before scaling, for llama3 and yarn."""
     rope_slow: float = 1.0
     """Turns within rope_length below which a wavelength is stretched in full."""
     rope_fast: float = 4.0
     """Turns within rope_length above which a wavelength stays; in between it is stretched in part."""
     window: int = 0
-    """Tokens that a layer sees, the token itself counted; 0 = all before it."""
+    """Number of tokens that a token sees in a layer, itself included; 0 = all earlier tokens."""
     global_every: int = 0
-    """Each n-th layer sees all tokens, whatever the window (6: five with a window, then one without); 0 = none does."""
+    """Every n-th layer has no window (6: five layers with a window, then one without); 0 = all layers have it."""
     attention_width: int = 0
     """Attention scores are divided by the square root of this; 0 = head_dim."""
     attention_cap: float = 0.0
@@ -55,11 +55,11 @@ class DecoderConfig:
     logit_cap: float = 0.0
     """Soft limit of the logits; 0 = none."""
     norms: Literal["pre", "post", "both"] = "pre"
-    """Norms around attention and MLP: pre (of what goes in), post (of what comes out), or both."""
+    """Norms of attention and MLP: pre (of their input), post (of their output), or both."""
     norm_offset: bool = False
-    """Norms multiply by 1 + scale, and scales begin at 0."""
+    """Norms multiply by 1 + scale, with initial scales of 0."""
     norm_epsilon: float = 1e-6
-    """What norms add to the mean square."""
+    """Number that norms add to the mean square."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """Norms of queries and keys: none, head (each head by itself), or full (all heads together)."""
     qkv_bias: bool = False
@@ -67,26 +67,27 @@ class DecoderConfig:
     embed_scale: bool = True
     """Multiply embeddings by the square root of dim."""
     tie_embeddings: bool = True
-    """Compute logits with the embedding; else with a table of their own, `head`."""
+    """Compute logits with the embedding; otherwise with a separate table, `head`."""
     activation: Literal["gelu", "silu", "relu2"] = "gelu"
     """Gate of the MLP: gelu (Gemma), silu, or relu2 (squared relu, cheapest on CPU)."""
     attention: Attention = "einsum"
     """einsum (fastest on CPU), dot_product (jax.nn.dot_product_attention), or splash (Pallas kernel for TPUs, which
-    keeps no length x length matrix; einsum where the devices are none)."""
+    keeps no length x length matrix; on other devices it is computed as einsum)."""
     scan_layers: bool = False
     """Stack the blocks' parameters and scan over them: compiles in constant time, one tensor per kind of weight."""
     remat: Remat = "none"
-    """What the backward pass computes again, from much to little: full (whole blocks), attention (all but attention
-    itself), mlp (the MLP alone), minimal (no matrix product), offload (as minimal, but the MLP's part waits in the
-    host's memory), none (nothing). Or a policy of jax.checkpoint_policies."""
+    """Computations that the backward pass repeats, from many to few: full (whole blocks), attention (all but attention
+    itself), mlp (only the MLP), minimal (no matrix product), offload (like minimal, but the MLP's results wait in host
+    memory), none (nothing). Or a policy of jax.checkpoint_policies."""
     splash_block: int = 0
-    """Tokens of a tile of the splash kernel, a power of two from 128 to 2048; 0 = tuned. Smaller ones that divide the
-    sequence take its place."""
+    """Tokens of a tile of the splash kernel, a power of two from 128 to 2048; 0 = tuned. If it does not divide the
+    sequence, a smaller one is used."""
     lookup: Literal["gather", "exchange"] = "gather"
-    """How embeddings are looked up where devices share the table: gather (each gathers it, and sums up its gradient),
-    or exchange (each looks up the rows that it holds for all; for large vocabularies)."""
+    """Look-up of embeddings when devices share the table: gather (each device gathers the table and sums its gradient),
+    or exchange (each device looks up its rows for all devices; for large vocabularies)."""
     loss_chunk: int = 0
-    """Token ids whose logits exist at a time, a divisor of vocab_size; 0 = all. Saves memory if there are many."""
+    """Number of token ids whose logits exist at a time, a divisor of vocab_size; 0 = all. Saves memory with large
+    vocabularies."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products, float32 or bfloat16; parameters and the loss are always float32."""
 
@@ -118,7 +119,7 @@ class DecoderConfig:
                 f"model.args.rope_slow {self.rope_slow} must be above 0 and below rope_fast {self.rope_fast}"
             )
         if self.rope_scaling == "yarn" and self.rope_theta_local:
-            raise ValueError("model.args.rope_scaling yarn goes with one base for all layers; set rope_theta_local 0")
+            raise ValueError("model.args.rope_scaling yarn needs one base for all layers; set rope_theta_local to 0")
         if self.splash_block and self.splash_block not in SPLASH_BLOCKS:
             raise ValueError(
                 f"model.args.splash_block is {self.splash_block}; use one of {', '.join(map(str, SPLASH_BLOCKS))}, or 0"
@@ -129,5 +130,5 @@ class DecoderConfig:
             )
 
     def local(self, layer: int) -> bool:
-        """Tell whether a layer, counted from 0, has the window."""
+        """Return whether a layer, counted from 0, has the window."""
         return self.window > 0 and (self.global_every == 0 or (layer + 1) % self.global_every > 0)

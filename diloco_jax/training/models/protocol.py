@@ -1,8 +1,8 @@
-"""Bring your own model: what a module must offer, how it is found, and how its parameters are named.
+"""The interface of a model: the methods that it must have, how it is loaded, and how its parameters are named.
 
-A model is any `flax.nnx.Module` with two methods (`TrainableModel`). Nothing is registered; a configuration names the
-class as `package.module:Class`. Parameters leave the module as a flat dict from path to array, for example
-`blocks/0/down/kernel`, in the order that `flax.nnx` gives them. What else it holds: variables.py.
+A model is any `flax.nnx.Module` with two methods (`TrainableModel`). There is no registry; a configuration names the
+class as `package.module:Class`. Parameters are a flat dict from path to array, for example `blocks/0/down/kernel`, in
+the order of `flax.nnx`. Other variables of a module are described in variables.py.
 """
 
 from collections.abc import Mapping
@@ -19,42 +19,44 @@ from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
 
-Batch = Mapping[str, Shaped[Array, "..."]]  # such as {"tokens": int32 [batch, length + 1]}
+# For example {"tokens": int32 [batch, length + 1]}.
+Batch = Mapping[str, Shaped[Array, "..."]]
 Metrics = dict[str, Float[Array, ""]]
-Params = dict[str, Float[Array, "..."]]  # path -> array
-GraphDef = nnx.GraphDef[Any]  # the static structure of a module
+# Arrays by path.
+Params = dict[str, Float[Array, "..."]]
+# The static structure of a module.
+GraphDef = nnx.GraphDef[Any]
 T = TypeVar("T")
 
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """The interface that an island asks of a module. Derive from `flax.nnx.Module` and implement these two methods.
+    """The interface of a model. Derive from `flax.nnx.Module` and implement these two methods.
 
-    Only variables of type `nnx.Param` are trained and exchanged. Random streams are made anew for every step; other
-    variables, such as batch statistics, stay with the island (variables.py). `loss` is called in the mode in which
-    `from_config` left the module, which is training for Flax's layers, and after `Module.eval` for an evaluation.
-    Variables may carry logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); unnamed ones are
-    replicated.
+    Only variables of type `nnx.Param` are trained and exchanged. Random streams are created again for every step; other
+    variables, such as batch statistics, stay on the island (variables.py). In training, `loss` runs in the mode that
+    `from_config` set, for Flax's layers training mode; in an evaluation it runs after `Module.eval`. Variables may have
+    logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); variables without names are replicated.
     """
 
     @classmethod
     def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> nnx.Module:
-        """Build the module. `args` is what the configuration wrote under `model.args`."""
+        """Build the module; `args` is `model.args` of the configuration."""
         ...
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
         """Return the mean loss per predicted token in nats, and further scalars to log.
 
-        One called `weight` is the number of what was predicted: means over several batches are weighted by it.
+        A scalar named `weight` is the number of predictions; means over several batches are weighted by it.
         """
         ...
 
 
 def config_from_args(config_class: type[T], args: Mapping[str, Any], where: str = "model.args") -> T:
-    """Make a dataclass from untyped arguments, naming an unknown key and the keys that exist.
+    """Make a dataclass from untyped arguments.
 
     Raises:
-      ValueError: an unknown key, or a value whose type is not that of the field's default.
+      ValueError: a key is unknown, or a value's type is not that of the field's default.
     """
     defaults = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
     for key, value in args.items():
@@ -73,12 +75,12 @@ def find_model(module: str) -> type[nnx.Module]:
     """Import `package.module:Class` and check that it can be trained.
 
     Raises:
-      ValueError: it cannot be imported, is no `nnx.Module`, or lacks a method of `TrainableModel`.
+      ValueError: it cannot be imported, is not an `nnx.Module`, or lacks a method of `TrainableModel`.
     """
     if module == OWN:
         raise ValueError(
-            "model.module is own: only the islands' own loops know the model (docs/join.md); name it as "
-            "package.module:Class to have it built here"
+            "model.module is own, so only the islands' own loops know the model (docs/join.md); to build it here, "
+            "name it as package.module:Class"
         )
     found = load_named("model.module", module)
     if not (isinstance(found, type) and issubclass(found, nnx.Module)):
@@ -98,7 +100,7 @@ def load_model(module: str, args: Mapping[str, Any], seed: int) -> nnx.Module:
     Raises:
       ValueError: as `find_model`; or the module has no parameter.
     """
-    # Eager sharding would ask for a mesh while the module is built; the island places parameters itself.
+    # Eager sharding would require a mesh while the module is built, but the island places the parameters later.
     with nnx.use_eager_sharding(False):
         model: nnx.Module = find_model(module).from_config(args, rngs=nnx.Rngs(seed))  # type: ignore[attr-defined]
     if not nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -112,25 +114,25 @@ def _keys(path: str) -> tuple[int | str, ...]:
 
 
 def split_model(model: nnx.Module) -> tuple[GraphDef, Params]:
-    """Take a module apart into structure and parameters {path: array}; ValueError if a name does not fit a path."""
+    """Split a module into its structure and parameters {path: array}; ValueError if a name cannot be part of a path."""
     graphdef, state = nnx.split(model)
     params: Params = {}
     for keys, variable in nnx.to_flat_state(state):
         if _keys(path_of(keys)) != keys:
-            raise ValueError(f"variable {keys} has a key that is a number in quotes or contains '/'; rename it")
+            raise ValueError(f"variable {keys} has a key that is a number as text, or contains '/'; rename it")
         if isinstance(variable, nnx.Param):
             params[path_of(keys)] = variable[...]
     return graphdef, params
 
 
 def join_model(graphdef: GraphDef, params: Params, other: Mapping[str, Array] = MappingProxyType({})) -> nnx.Module:
-    """Put a module together from its structure, its parameters and all other variables (variables.py), by path."""
+    """Join a module from its structure, its parameters and all other variables (variables.py), by path."""
     flat: dict[Any, Any] = {_keys(path): value for path, value in {**params, **other}.items()}
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def logical_axes(model: nnx.Module) -> dict[str, LogicalAxes]:
-    """Return the logical axis names of every variable, None where the module gave none."""
+    """Return the logical axis names of every variable, with None for axes without a name."""
     axes: dict[str, LogicalAxes] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         names = variable.get_metadata().get("out_sharding")

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of numbers turn with the position, and scaling slows down the slow ones for longer texts."""
+"""Rotary positions: they rotate pairs of numbers by their position; scaling stretches wavelengths for longer texts."""
 
 import math
 
@@ -16,7 +16,7 @@ def apply_rope(
 ) -> Float[Array, "b t n h"]:
     """Rotate the pairs (x[i], x[i + H/2]) by the angle position * frequency[i], and multiply them by `size`.
 
-    Positions are 0, 1, 2, ... if none are given.
+    Without `positions` they are 0, 1, 2, ...
     """
     half = x.shape[-1] // 2
     place = jnp.arange(x.shape[1])[None] if positions is None else positions
@@ -27,7 +27,7 @@ def apply_rope(
 
 
 def frequencies(c: DecoderConfig, local: bool | Bool[Array, ""]) -> Float[Array, " half"]:
-    """Return the angles per token of a layer, which is `local` if it has a window."""
+    """Return a layer's frequencies in radians per token; `local` is whether the layer has the window."""
     whole = _scaled(c, _plain(c.rope_theta, c.head_dim // 2))
     if not c.rope_theta_local or local is False:
         return whole
@@ -35,7 +35,7 @@ def frequencies(c: DecoderConfig, local: bool | Bool[Array, ""]) -> Float[Array,
 
 
 def size_of(c: DecoderConfig) -> float:
-    """Return what queries and keys are multiplied by: yarn sharpens attention with the length of the text."""
+    """Return the factor of queries and keys; yarn uses it to sharpen attention for longer texts, others have 1."""
     return 1 + 0.1 * math.log(c.rope_factor) if c.rope_scaling == "yarn" else 1.0
 
 
@@ -51,7 +51,8 @@ def _scaled(c: DecoderConfig, frequency: Float[Array, " half"]) -> Float[Array, 
     if c.rope_scaling == "llama3":
         turns = c.rope_length * frequency / (2 * math.pi)
         kept = (turns - c.rope_slow) / (c.rope_fast - c.rope_slow)
-    else:  # yarn: from pair to pair, not from turn to turn
+    else:
+        # yarn interpolates between indices of pairs, llama3 between numbers of turns.
         half = len(frequency)
         fast, slow = (
             half * math.log(c.rope_length / (2 * math.pi * turns)) / math.log(c.rope_theta)

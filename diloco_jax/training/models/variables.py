@@ -1,15 +1,15 @@
-"""Variables of a module beside its parameters: random streams, and state that its own forward pass changes.
+"""Variables of a module beside its parameters: random streams, and state that its forward pass changes.
 
-Streams (dropout, the carry of an `nnx.RNN`) are made anew for every step, from the run's seed and the position in the
-data at which the step's batch begins:
+Streams (dropout, the carry of an `nnx.RNN`) are created again for every step, from the run's seed and the position in
+the data of the batch's first sample:
 
     key of stream i = fold(fold(fold(fold(key(seed), "draw"), low), high), i)        position = 2^32 high + low
 
-A batch belongs to one learner, so no two islands draw the same, and whoever reads the same batch again draws the same:
-a replay, a returning island, any number of devices. Nothing of a stream has to be kept or sent.
+A batch belongs to one learner, so no two islands draw the same numbers. Reading the same batch again draws the same
+numbers, in a replay, on a returning island, and on any number of devices. So streams need not be saved or sent.
 
-Everything else (batch statistics, counters) is the island's own: it is part of its state and goes where that goes, to
-the disk and to a returning island. It is never merged.
+Other state (batch statistics, counters) belongs to the island's state. It is saved and sent with this state, and is
+never merged.
 """
 
 from collections.abc import Mapping
@@ -22,15 +22,19 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Shaped, UInt32
 
-Variables = dict[str, Shaped[Array, "..."]]  # path -> array
-Draw = UInt32[Array, "2"]  # what a step's random streams are made from: low and high half of a position
+# Arrays by path.
+Variables = dict[str, Shaped[Array, "..."]]
+# The seed of a step's random streams: low and high half of a position.
+Draw = UInt32[Array, "2"]
 
-_TAG = int.from_bytes(b"draw", "little")  # keeps streams apart from the keys that drew the parameters
-_MODES = ("deterministic", "use_running_average")  # what `Module.train` and `Module.eval` set
+# Separates the keys of streams from the keys that drew the parameters.
+_TAG = int.from_bytes(b"draw", "little")
+# The attributes that `Module.train` and `Module.eval` set.
+_MODES = ("deterministic", "use_running_average")
 
 
 def draw_of(position: int) -> UInt32[np.ndarray, "2"]:
-    """Return both halves of a position in the global order of the samples."""
+    """Return the low and the high half of a position in the global order of samples."""
     return np.array([position & 0xFFFFFFFF, position >> 32], np.uint32)
 
 
@@ -40,9 +44,9 @@ def path_of(keys: tuple[Any, ...]) -> str:
 
 
 def prepare(model: nnx.Module) -> None:
-    """Forget what building the module left behind, and train where nobody said whether to.
+    """Remove by-products of building a module, and set training mode where no mode is set.
 
-    Layers such as `nnx.MultiHeadAttention` leave the mode open until `Module.train` or `Module.eval` is called.
+    Layers such as `nnx.MultiHeadAttention` have no mode until `Module.train` or `Module.eval` is called.
     """
     nnx.pop(model, nnx.Intermediate)
     for _, module in nnx.iter_modules(model):
@@ -52,9 +56,10 @@ def prepare(model: nnx.Module) -> None:
 
 
 def other_variables(model: nnx.Module) -> tuple[Variables, Variables]:
-    """Return state and streams of a module, by path: all variables but parameters and by-products of a call.
+    """Return state and streams of a module by path: all variables but parameters and by-products of a call.
 
-    A ValueError names a variable that holds something else than one array.
+    Raises:
+      ValueError: a variable does not hold exactly one array.
     """
     state: Variables = {}
     streams: Variables = {}
@@ -69,12 +74,13 @@ def other_variables(model: nnx.Module) -> tuple[Variables, Variables]:
         if isinstance(variable, nnx.RngState) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             streams[path] = array
         else:
-            state[path] = array.astype(array.dtype)  # a Python number has no dtype of its own until then
+            # astype gives an array from a Python number a fixed dtype.
+            state[path] = array.astype(array.dtype)
     return state, streams
 
 
 def state_after(model: nnx.Module, before: Mapping[str, Shaped[Array, "..."]]) -> Variables:
-    """Return the state of a module after a call, in its dtypes before that; ValueError if names or shapes differ."""
+    """Return the state of a module after a call, in the dtypes from before; ValueError if names or shapes changed."""
     after = other_variables(model)[0]
     if different := sorted(after.keys() ^ before.keys()):
         raise ValueError(
@@ -94,28 +100,31 @@ def state_after(model: nnx.Module, before: Mapping[str, Shaped[Array, "..."]]) -
 class Streams:
     """The random streams of a model."""
 
-    seed: int = 0  # of the run
+    # The seed of the run.
+    seed: int = 0
     kinds: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
-    """Dtype and shape of the streams' variables, by path: keys, and counts of what was drawn."""
+    """Dtype and shape of the streams' variables by path: random keys, and counters of draws."""
 
     def at(self, draw: Draw | None, part: int | Array = 0) -> Variables:
-        """Return the streams of a step, or of its micro-batch `part`; to be called inside of a program.
+        """Return the streams of a step, or of its micro-batch `part`; call this inside a program.
 
-        `draw` is of `draw_of`; only a model without streams needs none.
+        Args:
+          draw: the result of `draw_of`; None only for a model without streams.
 
         Raises:
-          ValueError: a stream has keys of another kind than JAX's usual one.
+          ValueError: a stream's keys are not of JAX's default kind.
         """
         if not self.kinds:
             return {}
-        assert draw is not None, "a model with random streams needs to know what to draw from"
+        assert draw is not None, "a model with random streams needs the position of its batch"
         base = jax.random.key(self.seed)
         for number in (_TAG, draw[0], draw[1], part):
             base = jax.random.fold_in(base, number)
         streams: Variables = {}
         for index, (path, kind) in enumerate(sorted(self.kinds.items())):
             if not jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
-                streams[path] = jnp.zeros(kind.shape, kind.dtype)  # nothing was drawn yet
+                # A counter of draws starts at 0.
+                streams[path] = jnp.zeros(kind.shape, kind.dtype)
                 continue
             if kind.dtype != base.dtype:
                 raise ValueError(

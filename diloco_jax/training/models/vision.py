@@ -1,12 +1,12 @@
-"""The decoder on images: a vision transformer that says what is on one, and a decoder that writes a text about it.
+"""The decoder on images: a vision transformer that classifies an image, and a decoder that writes text about it.
 
-Shapes: B batch, H x W pixels of C channels, P x P pixels of a patch, N patches, D model width. Patches go through the
-layers like tokens, in rows from the upper left one on:
+Shapes: B batch, H x W pixels of C channels, P x P pixels of a patch, N patches, D model width. Patches pass through the
+layers like tokens, row by row from the upper left:
 
-    classes   x = Layers(patches W + positions), in which all patches see each other;   logits = mean_n x E^T
+    classes   x = Layers(patches W + positions), where all patches see each other;   logits = mean_n x E^T
     texts     x = Layers([patches W, E[tokens]]);   each token is predicted from all patches and the tokens before it
 
-Pixels of type uint8 become -1..1; those of other types are taken as they are.
+Pixels of type uint8 are scaled to -1..1; other types are used unchanged.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,10 @@ from diloco_jax.training.sharding import constrain, gather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig(DecoderConfig):
-    """Sizes and choices. A VisionTransformer has vocab_size classes; patches count in seq_len_max, too."""
+    """Sizes and options of models of images; vocab_size is the number of classes of a VisionTransformer.
+
+    Patches count in seq_len_max too.
+    """
 
     image_size: int = 32
     """Height and width of an image, pixels; a multiple of patch_size."""
@@ -47,12 +50,12 @@ class VisionConfig(DecoderConfig):
 
     @property
     def patches(self) -> int:
-        """Return N."""
+        """Return the number of patches, N."""
         return (self.image_size // self.patch_size) ** 2
 
 
 class ImageTextDecoder(Decoder):
-    """A decoder that sees an image before the text, of batches {"image": [B, H, W, C], "tokens": [B, T]}."""
+    """A decoder that sees an image before the text; batches are {"image": [B, H, W, C], "tokens": [B, T]}."""
 
     config: VisionConfig
     config_class = VisionConfig
@@ -69,7 +72,7 @@ class ImageTextDecoder(Decoder):
         if image.shape[1:] != (pixels := (c.image_size, c.image_size, c.channels)):
             have, want = (" x ".join(map(str, shape)) for shape in (image.shape[1:], pixels))
             raise ValueError(
-                f"images are {have}, but the model's are {want}; correct model.args.image_size or channels"
+                f"images are {have}, but the model needs {want}; correct model.args.image_size or channels"
             )
         x = image.astype(c.dtype)
         x = x / 127.5 - 1 if image.dtype == jnp.uint8 else x
@@ -78,9 +81,10 @@ class ImageTextDecoder(Decoder):
         return constrain(self.project(x.reshape(len(x), c.patches, -1)), "batch", None, None)
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Compute the mean cross-entropy in nats per token of the text, the first one included; scalars of layers.
+        """Return the mean cross-entropy in nats per token of the text, its first token included, and layers' metrics.
 
-        With `segments` in the batch, tokens of segment 0 do not count. `weight` is the number of those that do.
+        With `segments` in the batch, tokens of segment 0 do not count. The metric `weight` is the number of tokens that
+        count.
         """
         tokens = batch["tokens"]
         weights = (batch.get("segments", jnp.ones_like(tokens)) != 0).astype(jnp.float32)
@@ -88,23 +92,24 @@ class ImageTextDecoder(Decoder):
         return self.mean_loss(x, tokens, weights=weights), {**metrics, "weight": jnp.sum(weights)}
 
     def caption(self, image: Shaped[Array, "b h w c"], count: int) -> Int32[Array, "b count"]:
-        """Write the likeliest `count` tokens about each image, one after the other."""
+        """Write `count` tokens about each image, always the likeliest next one."""
         patches = self.patches(image)
 
         def add(at: int | Array, tokens: Array) -> Array:
-            x = jax.lax.dynamic_slice_in_dim(self._read(patches, tokens)[0], at, 1, axis=1)  # later ones change nothing
+            # Later tokens, still zeros, do not change the prediction, because attention is causal.
+            x = jax.lax.dynamic_slice_in_dim(self._read(patches, tokens)[0], at, 1, axis=1)
             return tokens.at[:, at].set(jnp.argmax(self._logits(x, None)[:, 0], axis=-1).astype(tokens.dtype))
 
         return jax.lax.fori_loop(0, count, add, jnp.zeros((len(image), count), jnp.int32))
 
     def _read(self, patches: Float[Array, "b n d"], tokens: Int32[Array, "b t"]) -> tuple[Array, Metrics]:
-        """Return what each token and the one after the last are predicted from."""
+        """Return the outputs that predict each token and the token after the last one."""
         x, metrics = self.hidden(jnp.concatenate([patches, self.embedded(tokens)], axis=1))
         return x[:, self.config.patches - 1 :], metrics
 
 
 class VisionBlock(Block):
-    """A layer of the decoder in which all patches see each other."""
+    """A layer of the decoder where all patches see each other."""
 
     def _attention(
         self, y: Float[Array, "b t d"], places: Places, local: Local, cache: Cache | None
@@ -113,7 +118,7 @@ class VisionBlock(Block):
 
 
 class VisionTransformer(ImageTextDecoder):
-    """A classifier of images, of batches {"image": [B, H, W, C], "label": [B]}."""
+    """A classifier of images; batches are {"image": [B, H, W, C], "label": [B]}."""
 
     block_class = VisionBlock
 
@@ -124,10 +129,11 @@ class VisionTransformer(ImageTextDecoder):
             self.positions = nnx.Param(init(rngs.params(), (config.patches, config.dim)))
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Compute the mean cross-entropy in nats per image; `accuracy` is the share of images named rightly."""
+        """Return the mean cross-entropy in nats per image, and `accuracy`, the share of images classified correctly."""
         x = self.patches(batch["image"])
         x, metrics = self.hidden(x + gather(self.positions[...].astype(x.dtype), *TABLE_AXES)[None])
         logits, labels = self._logits(x.mean(axis=1, keepdims=True), None)[:, 0], batch["label"]
-        labels = jnp.where(labels < 0, logits.shape[-1], labels)  # -1 would be the last one
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)  # not a number for an unknown label
+        # A label of -1 would count as the last class. It becomes an unknown label, which gives NaN as the loss.
+        labels = jnp.where(labels < 0, logits.shape[-1], labels)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return loss.mean(), {**metrics, "accuracy": jnp.mean(jnp.argmax(logits, axis=-1) == labels)}

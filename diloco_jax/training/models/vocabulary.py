@@ -1,17 +1,18 @@
-"""The two ends of a language model, whose tables have a row for each token: embeddings and cross-entropy, in parts.
+"""Embeddings and cross-entropy for large vocabularies, computed in parts that fit into memory.
 
-**Cross-entropy of the next token, without all logits at once.** With V = 262,144 words the logits of 8 sequences of
-2048 tokens are 17 GB in float32. So they are made for a chunk of the vocabulary at a time, and again on the way back;
-the table too is gathered by chunks, each of them spread over all devices that hold a part of the table:
+**Cross-entropy of the next token, without all logits at once.** With V = 262,144 tokens, the logits of 8 sequences of
+2048 tokens take 17 GB in float32. So they are computed for a chunk of the vocabulary at a time, and again in the
+backward pass. The table is gathered by chunks too, and each chunk is sharded over all devices that hold a part of the
+table:
 
     loss = mean_i log sum_v exp(E_v x_i) - E_label(i) x_i            the sum grows from chunk to chunk
     d loss / d logit_iv = (exp(logit_iv - lse_i) - [v = label(i)]) / n
 
-**Embeddings looked up where they lie:** no device ever has the whole table, or the whole of its gradient. The table's
-rows are shared out over devices that also share the batch. With V = 262,144 words of width 3840 gathering it takes 2 GB
-on each device, and its gradient as much again, summed over all. Instead the token ids, which are small, are gathered;
-each device looks up the rows that it has, zeros for the others; and a reduce-scatter gives each device the rows of its
-own tokens. The gradient goes the same way back. Sequences are cut, so that what travels at a time is small.
+**Embeddings looked up where they are stored.** No device ever has the whole table or its whole gradient. The table's
+rows are sharded over devices that also split the batch. With V = 262,144 tokens and width 3840, gathering the table
+would take 2 GB on each device, and its gradient another 2 GB. Instead, the token ids, which are small, are gathered.
+Each device looks up the rows that it has, with zeros for the others, and a reduce-scatter gives each device the rows of
+its tokens. The gradient takes the same way back. Sequences are cut so that little data travels at a time.
 """
 
 import math
@@ -27,18 +28,21 @@ from diloco_jax.training.models.layers import soft_limit
 from diloco_jax.training.sharding import constrain, current_layout, gather
 
 TABLE_AXES = ("vocab", "embed")
-SLAB_BYTES = 1 << 27  # of rows that travel at a time, on each device
+# Bytes of rows that travel at a time, on each device.
+SLAB_BYTES = 1 << 27
 
 
 def look_up(table: Float[Array, "v d"], tokens: Int32[Array, "b t"], dtype: str) -> Float[Array, "b t d"]:
-    """Return the rows of the tokens in this type; the table is as it is stored, with the logical axes TABLE_AXES."""
+    """Return the embedding rows of tokens in `dtype`; the stored table has the logical axes TABLE_AXES."""
     layout = current_layout()
     spec = PartitionSpec(None, None) if layout is None else layout.sharding(table.shape, TABLE_AXES).spec
-    if layout is None or not spec[0] or spec[1]:  # whole on each device, or rows in parts
+    # If each device has the whole table, or if rows are split, the table is gathered.
+    if layout is None or not spec[0] or spec[1]:
         return jnp.take(gather(table.astype(dtype), *TABLE_AXES), tokens, axis=0)
     batch = layout.sharding(tokens.shape, ("batch", None))
     sizes, holders = layout.mesh.shape, (spec[0],) if isinstance(spec[0], str) else tuple(spec[0])
-    sharing = tuple(axis for axis in holders if axis in layout.rules["batch"])  # they have other tokens, too
+    # Along the axes `sharing`, devices have different tokens; along `alike`, the same.
+    sharing = tuple(axis for axis in holders if axis in layout.rules["batch"])
     alike = tuple(axis for axis in holders if axis not in sharing)
     own, length = batch.shard_shape(tokens.shape)
     slab = own * math.prod(sizes[axis] for axis in sharing) * table.shape[1] * jnp.dtype(dtype).itemsize
@@ -48,7 +52,8 @@ def look_up(table: Float[Array, "v d"], tokens: Int32[Array, "b t"], dtype: str)
         def piece(ids: Array) -> Array:
             ids = jax.lax.all_gather(ids, sharing, axis=0, tiled=True) if sharing else ids
             rows = ids - jax.lax.axis_index(holders) * len(table)
-            rows = jnp.where((rows >= 0) & (rows < len(table)), rows, len(table))  # behind the last: others have it
+            # A row that another device has gets an index beyond the table, which reads as zeros.
+            rows = jnp.where((rows >= 0) & (rows < len(table)), rows, len(table))
             found: Array = table.at[rows].get(mode="fill", fill_value=0).astype(dtype)
             if sharing:
                 found = jax.lax.psum_scatter(found, sharing, scatter_dimension=0, tiled=True)
@@ -62,7 +67,7 @@ def look_up(table: Float[Array, "v d"], tokens: Int32[Array, "b t"], dtype: str)
 
 
 def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Array, "b t v"]:
-    """Return logits in float32, split over the batch and the vocabulary; the table is gathered."""
+    """Return float32 logits, sharded over batch and vocabulary, from a gathered table."""
     logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
     return constrain(logits, "batch", None, "vocab")
 
@@ -70,8 +75,8 @@ def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Arr
 def cross_entropy(
     logits: Float[Array, "b t v"], labels: Int32[Array, "b t"], weights: Float[Array, "b t"] | None = None
 ) -> Float[Array, ""]:
-    """Compute the mean cross-entropy in nats per token, where a token counts as its weight says."""
-    # A comparison with an iota instead of a gather: it fuses, shards over `vocab`, and has a cheap gradient.
+    """Return the mean cross-entropy in nats per token, weighted by `weights` if given."""
+    # A comparison with an iota replaces a gather, because it fuses, shards over `vocab`, and has a cheap gradient.
     hit = jnp.arange(logits.shape[-1])[None, None, :] == labels[:, :, None]
     label_logits = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
     return _mean(jax.nn.logsumexp(logits, axis=-1) - label_logits, weights)
@@ -91,34 +96,44 @@ def chunked_cross_entropy(
     cap: float = 0.0,
     weights: Float[Array, "b t"] | None = None,
 ) -> Float[Array, ""]:
-    """Compute the mean cross-entropy in nats per token of logits x table^T, `chunk` rows of the table at a time.
+    """Return the mean cross-entropy in nats per token of the logits x table^T, computed in chunks of the table.
 
-    The table is as it is stored (logical axes TABLE_AXES), x in the type of the computation; cap 0 is none.
+    Args:
+      x: in the dtype of the computation.
+      table: the stored table, with the logical axes TABLE_AXES.
+      chunk: rows of a chunk.
+      cap: soft limit of the logits; 0 for none.
 
     Raises:
-      ValueError: the chunks do not divide the vocabulary, or the devices a chunk.
+      ValueError: `chunk` does not divide the vocabulary, or the devices do not divide a chunk.
     """
     layout = current_layout()
     vocab = table.shape[0]
     parts = 1 if layout is None else vocab // layout.sharding(table.shape, TABLE_AXES).shard_shape(table.shape)[0]
     if vocab % chunk or chunk % parts:
         raise ValueError(
-            f"model.args.loss_chunk is {chunk}; it must divide vocab_size ({vocab}) and be a multiple of the {parts} "
-            "parts in which the devices hold the embedding"
+            f"model.args.loss_chunk is {chunk}; it must divide vocab_size ({vocab}) and be a multiple of {parts}, the "
+            "number of parts of the embedding on the devices"
         )
     return _mean(_chunked(x, table, labels, _Chunks(vocab // chunk, parts, chunk // parts, cap)), weights)
 
 
 class _Chunks(NamedTuple):
-    """The cut of a table: each part, the rows of one device, into all chunks; so a chunk is spread like the table."""
+    """The cut of a table into chunks.
 
-    number: int  # of chunks
+    A part is the rows of one device. Each chunk has rows of every part, so that a chunk is sharded like the table.
+    """
+
+    # The number of chunks.
+    number: int
     parts: int
-    rows: int  # of one part in one chunk
-    cap: float  # of the logits
+    # Rows of one part in one chunk.
+    rows: int
+    # The soft limit of the logits.
+    cap: float
 
     def cut(self, table: Float[Array, "v d"]) -> Float[Array, "c p r d"]:
-        """Reshape [vocabulary, width] as [chunk, part, row, width]."""
+        """Reshape [vocabulary, width] to [chunk, part, row, width]."""
         parts = table.reshape(self.parts, self.number, self.rows, -1).swapaxes(0, 1)
         return constrain(parts, None, TABLE_AXES[0], None, TABLE_AXES[1])
 
@@ -130,7 +145,7 @@ class _Chunks(NamedTuple):
         return soft_limit(constrain(logits, "batch", None, "vocab", None), self.cap)
 
     def hits(self, index: Int32[Array, ""], labels: Int32[Array, "b t"]) -> Array:
-        """Return which logit [b, t, part, row] of a chunk is that of the label."""
+        """Return whether each logit [b, t, part, row] of a chunk is that of its label."""
         part, row = jnp.arange(self.parts)[:, None], jnp.arange(self.rows)[None, :]
         ids = (part * self.number + index) * self.rows + row
         return labels[:, :, None, None] == ids[None, None]

@@ -1,10 +1,10 @@
-"""An island's whole state as bytes: parameters and inner optimizer state, in one canonical layout.
+"""The layout of an island's whole state as bytes: parameters, inner optimizer state and other state.
 
     magic (8 bytes) | length of the description (4, little-endian) | description, JSON | the leaves' bytes
 
-The description lists name, dtype and shape of every leaf in ascending order of the names; the leaves follow in that
-order, unsharded, little-endian, without padding. Two islands of one run differ in mesh and devices, not in this
-layout, so a reader never has to trust the description: it must equal the reader's own, byte for byte.
+The description lists name, dtype and shape of every leaf in ascending order of the names. The leaves follow in that
+order, unsharded, little-endian, without padding. Islands of one run may differ in mesh and devices but not in this
+layout. So a reader need not trust the description: it must equal the reader's own byte for byte.
 """
 
 import json
@@ -20,13 +20,14 @@ from jaxtyping import Shaped
 
 from diloco_jax.core.codec import Bytes, as_bytes
 
-HostState = dict[str, Shaped[np.ndarray, "..."]]  # leaf name -> array of its own dtype
+# Arrays by the names of their leaves.
+HostState = dict[str, Shaped[np.ndarray, "..."]]
 
 _MAGIC = b"diloco\0\1"
 _LENGTH_BYTES = 4
 _DESCRIPTION_BYTES_MAX = 1 << 26
 
-assert sys.byteorder == "little", "the bytes of a state are those of memory"
+assert sys.byteorder == "little", "states are copied from memory, so memory must be little-endian"
 
 
 class StateLeaf(NamedTuple):
@@ -42,7 +43,7 @@ class StateLeaf(NamedTuple):
 
 
 class StateLayout:
-    """The layout of an island's state, of arrays or anything else with `dtype` and `shape`, by name."""
+    """The byte layout of an island's state, built from anything with `dtype` and `shape` for each leaf."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self.leaves = tuple(
@@ -52,11 +53,12 @@ class StateLayout:
         description = json.dumps(self.leaves, separators=(",", ":")).encode()
         self.header = _MAGIC + len(description).to_bytes(_LENGTH_BYTES, "little") + description
         ends = accumulate((leaf.num_bytes for leaf in self.leaves), initial=len(self.header))
-        self._starts = list(ends)  # of every leaf, and the end of the last
+        # The offset of every leaf, and the end of the last one.
+        self._starts = list(ends)
         self.num_bytes = self._starts[-1]
 
     def read(self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]]) -> Mapping[str, Shaped[np.ndarray, "..."]]:
-        """Return the arrays of a state, of bytes or by name; a ValueError says what is not of this layout."""
+        """Return the arrays of a state that is given as bytes or by name; ValueError names a difference in layout."""
         if isinstance(state, bytes | bytearray | memoryview):
             return self.decode(state)
         found = [StateLeaf(name, state[name].dtype.name, state[name].shape) for name in sorted(state)]
@@ -65,7 +67,7 @@ class StateLayout:
         return state
 
     def decode(self, buffer: Bytes) -> HostState:
-        """Return the arrays that the bytes hold, as views of them; a ValueError says what is not of this layout."""
+        """Return the arrays in `buffer`, as views of it; ValueError names a difference in layout."""
         view = memoryview(buffer).cast("B")
         if view[: len(self.header)] != self.header:
             raise ValueError(self._difference(_described(view)))
@@ -80,7 +82,7 @@ class StateLayout:
     def slices(self, start: int, stop: int, array: Callable[[str], Shaped[np.ndarray, "..."]]) -> list[memoryview]:
         """Return bytes [start, stop) of the state, in pieces that share the arrays' memory.
 
-        `array` gives the leaf of a name; it is called only for those that lie in the range.
+        `array` returns the leaf of a name; it is called only for leaves in the range.
         """
         assert 0 <= start < stop <= self.num_bytes
         pieces = [memoryview(self.header)[start:stop]] if start < len(self.header) else []
@@ -109,7 +111,7 @@ class StateLayout:
 
 
 def _described(view: memoryview) -> list[StateLeaf]:
-    """Return what a foreign state says of itself, for an error message."""
+    """Return the leaves in the description of a foreign state, for an error message."""
     begin = len(_MAGIC) + _LENGTH_BYTES
     length = int.from_bytes(view[len(_MAGIC) : begin], "little")
     if view[: len(_MAGIC)] != _MAGIC or not 0 < length <= min(_DESCRIPTION_BYTES_MAX, view.nbytes - begin):

@@ -1,16 +1,16 @@
-"""An island's whole state on its way from the devices to the host: to a file of each process, or to another island.
+"""Copies of an island's whole state from the devices to the host, for a file of each process or for another island.
 
-It goes shard by shard in the layout that training uses, so that no collective is ever needed. Copies to pinned host
-memory are queued behind the step that is running and before the next one, which donates the state; the host waits for
-neither. Fragments have a way of their own (exchange.py).
+The copies are made shard by shard in the layout of training, so no collective is needed. Copies to pinned host memory
+are queued behind the running step and before the next one, which donates the state. The host waits for neither.
+Fragments are copied by exchange.py.
 
-To a file of its own (`stage_shards`) every process copies each shard that its devices hold once, also those that other
-processes hold too, so that it never needs them to come back. A leaf is read as far as shards here hold it, which on the
-same mesh is what the devices of this process need; a process that has all of a state may come back on any mesh.
+For its own file (`stage_shards`), every process copies each shard on its devices once, even if other processes hold the
+shard too. So it never needs the other processes to restore it. A leaf can be read as far as the file's shards hold it;
+on the same mesh this is what the process's devices need. A process with a whole state may restore it on any mesh.
 
-To another island (`stage_leaves`) goes the canonical, unsharded content of every leaf in its own dtype, each unique
-shard from one device. With devices on several processes each copies its own; one of them asks the others for theirs,
-leaf by leaf.
+For another island (`stage_leaves`), the copies are the canonical, unsharded content of every leaf in its own dtype; one
+device copies each unique shard. If the devices belong to several processes, each copies its own shards. One process
+then requests the others' shards, leaf by leaf.
 """
 
 import math
@@ -27,21 +27,25 @@ from diloco_jax.core.parts import Buffer
 from diloco_jax.training.whole_state.layout import HostState, StateLayout
 
 Index = tuple[slice, ...]
-Spans = tuple[tuple[int, int], ...]  # along each axis from start up to, but without, stop
-Copies = Sequence[tuple[Spans, Shaped[Array, "..."]]]  # of parts of a leaf, on their way to the host
+# For each axis (start, stop), without stop.
+Spans = tuple[tuple[int, int], ...]
+# Pieces of a leaf that are being copied to the host.
+Copies = Sequence[tuple[Spans, Shaped[Array, "..."]]]
 
 
 class Shard(NamedTuple):
-    """Part of a leaf."""
+    """The description of a shard of a leaf."""
 
-    name: str  # of the leaf
+    # Name, dtype and shape of the leaf.
+    name: str
     dtype: str
-    shape: tuple[int, ...]  # of the leaf
+    shape: tuple[int, ...]
+    # The shard's place in the leaf.
     spans: Spans
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Return its own shape."""
+        """Return the shape of the shard."""
         return lengths(self.spans)
 
     @property
@@ -50,20 +54,20 @@ class Shard(NamedTuple):
 
 
 class StagedShards(NamedTuple):
-    """Copies of this process's shards, on their way to or in host memory."""
+    """This process's shards, which are being copied or have been copied to host memory."""
 
     shards: Sequence[Shard]
     copies: Sequence[Shaped[Array, "..."]]
 
 
 def copy_out(sources: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]:
-    """Queue copies of arrays, each of one device, to pinned host memory."""
+    """Queue copies of arrays to pinned host memory; each array is on one device."""
     hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
     return jax.device_put(sources, hosts, may_alias=False)
 
 
 def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:
-    """Queue copies of what this process's devices hold to pinned host memory, between two steps; returns at once."""
+    """Queue copies of all shards on this process's devices to pinned host memory; call this between two steps."""
     found: dict[Shard, Shaped[Array, "..."]] = {}
     for name, array in arrays.items():
         for shard in array.addressable_shards:
@@ -73,7 +77,7 @@ def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:
 
 
 class PartialLeaf:
-    """A leaf as far as shards hold it; indexed as an array, and an array where they hold all of it."""
+    """The pieces of a leaf that are there; it can be indexed like an array, and is one if no piece is missing."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
         self.dtype = np.dtype(dtype)
@@ -81,11 +85,11 @@ class PartialLeaf:
         self._pieces: list[tuple[Spans, Shaped[np.ndarray, "..."]]] = []
 
     def add(self, spans: Spans, piece: Shaped[np.ndarray, "..."]) -> None:
-        """Hold this piece too; pieces do not overlap."""
+        """Add a piece, which must not overlap another one."""
         self._pieces.append((spans, piece))
 
     def holds(self, index: Index) -> bool:
-        """Tell whether pieces here have all of this part."""
+        """Return whether the pieces cover this part of the leaf."""
         wanted = spans_of(index, self.shape)
         held = sum(math.prod(lengths(_common(wanted, spans))) for spans, _ in self._pieces)
         return held == math.prod(lengths(wanted))
@@ -108,10 +112,10 @@ class PartialLeaf:
 
 
 def read_shards(shards: Iterable[Shard], buffer: Bytes) -> dict[str, PartialLeaf]:
-    """Return leaves by name, views of bytes in which their shards follow each other; ValueError for another size."""
+    """Return leaves by name, as views of a buffer of consecutive shards; ValueError if the size is wrong."""
     shards = list(shards)
     if (expected := sum(shard.num_bytes for shard in shards)) != memoryview(buffer).nbytes:
-        raise ValueError(f"{memoryview(buffer).nbytes} bytes are there instead of {expected}")
+        raise ValueError(f"it has {memoryview(buffer).nbytes} bytes instead of {expected}")
     leaves: dict[str, PartialLeaf] = {}
     offset = 0
     for shard in shards:
@@ -131,7 +135,7 @@ def check_fits(
       described: anything with the `dtype` and `shape` of every leaf, by name.
 
     Raises:
-      ValueError: they are of another model or optimizer, or of another mesh; says which leaf.
+      ValueError: the leaves belong to another model, optimizer or mesh; the message names the leaf.
     """
     for name in sorted(leaves.keys() | layouts.keys()):
         mine, theirs = described.get(name), leaves.get(name)
@@ -139,16 +143,16 @@ def check_fits(
             raise ValueError(f"it is of another model or optimizer, which differs in '{name}'")
         indices = layouts[name].addressable_devices_indices_map(theirs.shape).values()
         if not all(theirs.holds(index) for index in indices if index is not None):
-            raise ValueError(f"it is of another mesh or other hosts: it lacks a part of '{name}' that is needed here")
+            raise ValueError(f"it belongs to another mesh or other hosts: it lacks a part of '{name}' that is needed")
 
 
 def spans_of(index: Index, shape: tuple[int, ...]) -> Spans:
-    """Return an index as a start and a stop along every axis."""
+    """Convert an index of slices to a start and a stop along every axis."""
     return tuple(part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True))
 
 
 def lengths(spans: Spans) -> tuple[int, ...]:
-    """Return the shape of what lies there."""
+    """Return the shape of the part within these spans."""
     return tuple(stop - start for start, stop in spans)
 
 
@@ -158,44 +162,49 @@ def _common(one: Spans, other: Spans) -> Spans:
 
 
 def _within(part: Spans, whole: Spans) -> Index:
-    """Return where a part lies in an array that begins where the whole does."""
+    """Return the index of `part` in an array whose first element is the start of `whole`."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, whole, strict=True))
 
 
 class CopyGone(Exception):
-    """Another process has no copy of this state any more."""
+    """Another process has freed its copy of this state."""
 
 
 class StagedState:
-    """An island's whole state on its way to, or in, host memory, as it was after the step before `stage_state`.
+    """A copy of an island's whole state in host memory, or on the way to it, as of the step before `stage_state`.
 
-    Its methods may be called from any thread, but from one at a time, while the island trains on.
+    Its methods may be called from any thread, by one thread at a time, while the island keeps training.
 
     Args:
-      elsewhere: where the pieces of the other processes belong, by leaf and process.
+      layout: layout of the whole state.
+      copies: the pieces of each leaf that this process copies, by name.
+      elsewhere: the places of the other processes' pieces, by leaf and process.
     """
 
     def __init__(
         self, layout: StateLayout, copies: Mapping[str, Copies], elsewhere: Mapping[str, Mapping[int, Sequence[Spans]]]
     ) -> None:
-        self.layout = layout  # of the whole state
-        # given a leaf's name, waits for what `loose` gives on the other processes, by process; the owner sets it on the
-        # one that wants whole leaves. It may raise CopyGone.
+        self.layout = layout
+        # This function takes a leaf's name, waits for the results of `loose` on the other processes, and returns them
+        # by process. The owner sets it on the process that needs whole leaves. It may raise CopyGone.
         self.of_others: Callable[[str], Mapping[int, Bytes]] = lambda name: {}
         self._elsewhere = elsewhere
         self._copies = copies
         self._assembled: tuple[str, Shaped[np.ndarray, "..."]] | None = None
 
     def value(self) -> HostState:
-        """Wait for the copies and return {leaf name: array of its own dtype}, not to be written to."""
+        """Wait for all copies and return {leaf name: array}; the caller must not change the arrays."""
         return {name: self.leaf(name) for name in self.layout.by_name}
 
     def loose(self, name: str) -> list[Buffer]:
-        """Wait for the copies of a leaf that this process has and return their bytes; nothing if it has none."""
+        """Wait for this process's pieces of a leaf and return their bytes; an empty list if it has none."""
         return [as_bytes(np.asarray(copy)) for _, copy in self._copies.get(name, ())]
 
     def leaf(self, name: str) -> Shaped[np.ndarray, "..."]:
-        """Wait for what a leaf needs and return it, not to be written to; one assembled leaf is held."""
+        """Wait for the pieces of a leaf and return it whole; the caller must not change it.
+
+        The last assembled leaf is kept for further calls.
+        """
         copies, elsewhere = self._copies.get(name, ()), self._elsewhere.get(name, {})
         if len(copies) == 1 and not elsewhere:
             return np.asarray(copies[0][1])
@@ -210,7 +219,8 @@ class StagedState:
                 flat = np.frombuffer(received[process], whole.dtype)
                 if flat.size != sum(sizes):
                     raise ValueError(
-                        f"a host sent {flat.nbytes} bytes of a leaf, which are not its shards of {leaf.shape}"
+                        f"a host sent {flat.nbytes} bytes of '{name}', but its shards of {leaf.shape} have "
+                        f"{sum(sizes)} elements; do all hosts use the same version?"
                     )
                 for spans, part in zip(places, np.split(flat, np.cumsum(sizes)[:-1]), strict=True):
                     whole.add(spans, part.reshape(lengths(spans)))
@@ -219,7 +229,7 @@ class StagedState:
 
 
 def _elsewhere(array: Shaped[Array, "..."]) -> dict[int, list[Spans]]:
-    """Return where the other processes' parts of an array belong, in the order of `StagedState.loose`."""
+    """Return the places of the other processes' pieces of an array, in the order of `StagedState.loose`."""
     found: dict[int, list[Spans]] = {}
     if not array.is_fully_addressable:
         for shard in _in_order(array.global_shards):
@@ -230,16 +240,16 @@ def _elsewhere(array: Shaped[Array, "..."]) -> dict[int, list[Spans]]:
 
 
 def _in_order(shards: Sequence[jax.Shard]) -> list[jax.Shard]:
-    """Sort shards equally on every process; JAX lists its own and all shards in different orders."""
+    """Sort shards in the same order on every process, because JAX's two lists of shards have different orders."""
     return sorted(shards, key=lambda shard: [index.start or 0 for index in shard.index])
 
 
 def stage_leaves(arrays: Mapping[str, Shaped[Array, "..."]], layout: StateLayout) -> StagedState:
-    """Queue copies of whole arrays to pinned host memory; returns at once.
+    """Queue copies of whole arrays to pinned host memory; return at once.
 
-    Must be called between two steps, before the next one donates them.
+    Call this between two steps, before the next step donates the arrays.
     """
-    # each shard once, however many devices hold it
+    # Each shard is copied once, even if several devices hold it.
     found = {
         name: [x for x in _in_order(array.addressable_shards) if x.replica_id == 0] for name, array in arrays.items()
     }

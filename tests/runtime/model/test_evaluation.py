@@ -54,7 +54,7 @@ def test_what_a_syncer_takes_of_it_needs_no_data_of_another_machine(tmp_path: Pa
     config = load(write_config(tmp_path), ["--data.format", "store", "--data.path", "memory://nobody/has/it"])
     syncer = SyncerRun(config, tmp_path / "run", Event(), Evaluator(config))
     assert dict(syncer._fingerprint)["corpus"] == "", "the first learner says it"
-    with pytest.raises(ValueError, match="is no token store"):
+    with pytest.raises(ValueError, match="is not a token store"):
         assert Evaluator(config).corpus
 
 

@@ -222,7 +222,7 @@ def test_close_ends_everything(ends: Ends, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_only_loopback_is_listened_on() -> None:
-    with pytest.raises(ValueError, match="use an address of loopback"):
+    with pytest.raises(ValueError, match="use an address on loopback"):
         Relay("127.0.0.1:1", "0.0.0.0:0")
 
 

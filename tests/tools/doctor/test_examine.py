@@ -117,8 +117,8 @@ def test_silence_is_a_firewall(look: Look, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("island-0", "no-such-host.invalid:7000", "ours", "address", "does not resolve", "correct the name"),
         ("island-0", "127.0.0.1:FREE", "ours", "reach", "nothing listens there", "--listen"),
-        ("island-0", "0.0.0.0:7000", "ours", "address", "nobody can dial it", "--syncer HOST:PORT"),
-        ("island-0", "10.0.0.1:0", "ours", "address", "a port chosen at start", "--syncer HOST:PORT"),
+        ("island-0", "0.0.0.0:7000", "ours", "address", "islands cannot dial it", "--syncer HOST:PORT"),
+        ("island-0", "10.0.0.1:0", "ours", "address", "the port is chosen at start", "--syncer HOST:PORT"),
         ("island-9", "", "ours", "credentials", "expired on 2020-01-02", "make a new one"),
         ("island-5", "", "ours", "credentials", "cannot be read", "diloco certs"),
         ("island-0", "", "token", "syncer", "the token is not the syncer's", "transport.token_file"),

@@ -118,7 +118,7 @@ def test_any_model_goes_to_orbax_and_npz(tmp_path: Path, capsys: pytest.CaptureF
         same(dict(found), values)
     same(ocp.load(tmp_path / "orbax"), values)
     assert export(run, tmp_path / "hf") == 2
-    assert "orbax and npz take any model" in capsys.readouterr().err
+    assert "orbax and npz work for any model" in capsys.readouterr().err
     assert export(run, tmp_path / "x", "--format", "npz", "--dtype", "bfloat16") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["npz", "orbax", "run"]
 
@@ -131,7 +131,7 @@ def test_a_folder_is_whole_or_not_there(
     full.mkdir()
     (full / "mine").touch()
     assert export(run, full) == 2
-    assert "is no empty folder" in capsys.readouterr().err and [p.name for p in full.iterdir()] == ["mine"]
+    assert "is not an empty folder" in capsys.readouterr().err and [p.name for p in full.iterdir()] == ["mine"]
 
     def interrupted(parameters: Any, count: int) -> Iterator[Any]:
         yield next(iter(parameters))

@@ -69,7 +69,7 @@ def test_transformers_opens_an_export_and_a_config_evaluates_it(
     begun, values = run._island.parameters(), drawn(model_of())
     assert [path for path in values if values[path].tobytes() != begun[path].tobytes()] == []
     assert main(["train", str(config), "--model.args.mlp_dim", "64", "--run-dir", str(tmp_path / "run")]) == 2
-    assert "has shape (32, 48), where the model needs (32, 64)" in capsys.readouterr().err
+    assert "has shape (32, 48), but the model needs (32, 64)" in capsys.readouterr().err
 
 
 SINGLE = "model.safetensors"
@@ -130,10 +130,10 @@ def copy_tensor(folder: Path, name: str) -> None:
         (lambda folder: (folder / FIRST).unlink(), ["lacks 1 of 2 files", FIRST]),
         (lambda folder: (folder / weights.INDEX_FILE).unlink(), ["has 2 *.safetensors", "copy the whole model"]),
         (lambda folder: (folder / "config.json").unlink(), ["config.json cannot be read", "No such file"]),
-        (lambda folder: (folder / weights.INDEX_FILE).write_text("[]"), ["a list, no object"]),
+        (lambda folder: (folder / weights.INDEX_FILE).write_text("[]"), ["a list instead of an object"]),
         (described(model_type="bert"), ["model_type is 'bert'", "llama"]),
-        (described(intermediate_size=64), ["has shape (32, 48), where the model needs (32, 64)"]),
-        (described(num_hidden_layers=1), ["model.layers.1", "where the model needs none"]),
+        (described(intermediate_size=64), ["has shape (32, 48), but the model needs (32, 64)"]),
+        (described(num_hidden_layers=1), ["model.layers.1", "but the model needs none"]),
         (tensors_of(dict.popitem), ["has shape none at all", "1 of 20 tensors are missing"]),
         (tensors_of(lambda found: next(iter(found.values())).fill(np.nan)), [SECOND, "holds NaN or infinity"]),
         (tensors_of(lambda found: found.update(x=np.ones(3, np.int64))), ["tensor x", "is I64; only F32"]),
@@ -156,7 +156,7 @@ def copy_tensor(folder: Path, name: str) -> None:
         (described(layer_types=["sliding_attention"] * 2), ["layer_types are sliding_attention", "remove them"]),
         (described(tie_word_embeddings=None), ["config.json of llama lacks 'tie_word_embeddings'"]),
         (only("pytorch_model.bin"), ["has its tensors in pytorch_model.bin", "save it with save_pretrained"]),
-        (only("adapter_model.safetensors"), ["has an adapter only; merge it into its model"]),
+        (only("adapter_model.safetensors"), ["has only an adapter; merge it into its model"]),
         (only(""), ["has 0 *.safetensors", "copy the whole model"]),
         (both(described(model_type="mistral"), only("pytorch_model.bin")), ["model_type is 'mistral'"]),
         (
@@ -214,7 +214,7 @@ def test_a_head_that_differs_is_not_tied_and_comes_out_again(
     assert (weights.HEAD in found) is not tied
     assert [name for name, value in found.items() if value.tobytes() != tensors[name].tobytes()] == []
     weights.Weights(folder).check(model_of())
-    assert ("the head is left out" in caplog.text) is not tied
+    assert ("the head is not read" in caplog.text) is not tied
 
 
 def test_a_folder_without_a_tokenizer_for_text_is_told(

@@ -62,7 +62,7 @@ def test_likelihoods_are_those_of_the_logits(known: Known) -> None:
     np.testing.assert_allclose([value for value, _ in found], [value for value, _ in expected], rtol=1e-4)
     assert [likeliest for _, likeliest in found] == [likeliest for _, likeliest in expected]
     assert found[1][1] and not found[2][1]
-    with pytest.raises(ValueError, match=r"41 tokens are to be judged at once; the model sees 40"):
+    with pytest.raises(ValueError, match=r"a row has 41 tokens to judge, but the model sees 40"):
         known.language.likelihoods([([1], [2] * 41)])
 
 

@@ -39,9 +39,9 @@ def test_out_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("out", "said"),
     [
-        ("config.yaml", "config.yaml is no folder; choose another --out"),
-        ("config.yaml/below", "config.yaml is no folder; choose another --out"),
-        ("", "files that are not of a launch; choose another --out"),
+        ("config.yaml", "config.yaml is not a folder; choose another --out"),
+        ("config.yaml/below", "config.yaml is not a folder; choose another --out"),
+        ("", "files of another origin; choose another --out"),
     ],
 )
 def test_force_overwrites_no_file_of_others(
@@ -116,7 +116,7 @@ ALIKE = ("--islands.each", "{}")
     ("way", "overrides", "said"),
     [
         ("tpu-vm", (*ALIKE, "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-east5-a"), "runtime"),
-        ("sky", (*GPU, "--islands.devices", "auto"), "island-0 does not say how many GPUs it has"),
+        ("sky", (*GPU, "--islands.devices", "auto"), "island-0 has no number of GPUs"),
         ("sky", (*GPU, "--gpu.accelerator", ""), "launch sky needs gpu.accelerator"),
         ("sky", (*GPU, "--gpu.options", "-p"), "gpu.options has '-p'"),
         ("sky", (*GPU, "--gpu.accelerator", "H 100"), "gpu.accelerator is 'H 100'"),

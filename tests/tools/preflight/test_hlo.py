@@ -123,7 +123,7 @@ def test_notes_on_kernels_go_over_several_lines() -> None:
 
 
 def test_text_without_a_program() -> None:
-    with pytest.raises(ValueError, match="no HLO text"):
+    with pytest.raises(ValueError, match="has no entry computation"):
         read_program("HloModule m\n")
 
 

@@ -68,7 +68,7 @@ def test_the_cheapest_that_fits_is_taken_and_nothing_is_compiled_twice(
     there, first, told = searched(monkeypatch, compiler, record, 4)
     # more micro-batches are tried only with policies that compute less than the one that fitted
     assert compiler.asked == [("minimal", 1, 16), ("mlp", 1, 16), ("attention", 1, 16), ("minimal", 2, 16)]
-    assert first["left"] and first["ok"] and "candidates are left: run it again" in searching.describe_search(first)
+    assert first["left"] and first["ok"] and "candidates remain: run it again" in searching.describe_search(first)
     assert "remat minimal, mesh fsdp 16, accumulate_steps 1: program 1 of at most 4" in told
     # a chip of 918 TFLOP/s, links of 400 GB/s
     assert first["best"]["seconds"] == pytest.approx(130 / 918 + 4 / 400)
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.Capt
     path.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
     assert cli.main(["preflight", str(path), "--search", str(path)]) == 2
     said = capsys.readouterr().err.strip()
-    assert "no file of results of a search; name another one" in said and len(said.splitlines()) == 1
+    assert "not a file of a search's results; name another one" in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("topology", "seq_len", "block"), [("v5p:2x2x1", 2048, 1024), ("v6e:2x2", 384, 128)])

@@ -125,6 +125,7 @@ def test_every_sample_has_one_fate(eventful: Path) -> None:
     assert result.returncode == 0 and found["violations"] == 0, found
     assert found["leased"] == sum(found[fate] for fate in ("merged", "overwritten", "released", "out"))
     assert found["released"] > 0 and found["merged"] > 0 and found["learner_tapes"] >= 4
+    assert found["exclusions_repeated"] == (eventful / "tape.jsonl").read_text().count('["merged"')
 
 
 def test_one_wrong_number_is_noticed(eventful: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_splash_is_einsum_where_there_is_no_tpu_and_says_so_once(caplog: pytest.
 
 
 def test_what_the_kernel_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="100 tokens are no multiple of 128"):
+    with pytest.raises(ValueError, match="100 tokens are not a multiple of 128"):
         splash(*inputs(100), Seeing(16))
     layout = MeshLayout(make_mesh(MeshConfig(tensor=4), jax.devices()[:4]))
     with use_layout(layout), pytest.raises(ValueError, match=r"make islands\.mesh\.tensor a divisor of num_kv_heads"):

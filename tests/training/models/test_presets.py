@@ -47,12 +47,12 @@ def test_own_arguments_replace_those_of_a_preset_and_survive_a_file() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the decoder has silu, "),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; the decoder has"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
-        ({"attention_bias": True}, "attention_bias is True, but the decoder can do False only"),
+        ({"attention_bias": True}, "attention_bias is True, but the decoder supports only False"),
         ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
         ({"num_attention_heads": "many"}, "config.json of llama"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; use 1 to"),
         ({"vocab_size": "large"}, "vocab_size is 'large'; it must be a whole number"),
-        (MIXED, "all but each n-th"),
+        (MIXED, "all except every n-th"),
     ],
 )
 def test_a_config_of_another_kind_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -65,7 +65,7 @@ def test_a_config_of_another_kind_is_refused(changes: dict[str, Any], message: s
     [
         ({}, "model.args.embed_scale is True, but models of llama"),
         ({"preset": "gemma3-1b", "args": {"attention_cap": 50.0}}, "model.args.attention_cap is 50.0"),
-        ({"module": "my.models:Net"}, "'my.models:Net', of which no family"),
+        ({"module": "my.models:Net"}, "'my.models:Net', which has no family"),
         ({"preset": "qwen3-06b"}, "did you mean qwen3-0.6b?"),
         ({"preset": "qwen3-0.6b", "module": "own"}, "the islands bring the model"),
     ],

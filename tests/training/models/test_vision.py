@@ -59,7 +59,7 @@ def test_classes_are_read_where_all_patches_see_each_other(monkeypatch: pytest.M
     assert loss_of(model, image=IMAGES, label=np.int32(logits.argmax(1)))[1] == {"accuracy": 1.0}
     for unknown in (labels + 1, labels - 100, -np.ones_like(labels)):
         assert np.isnan(loss_of(model, image=IMAGES, label=unknown)[0]), "a label that the model does not know"
-    with pytest.raises(ValueError, match=r"images are 4 x 4 x 1, but the model's are 4 x 4 x 2"):
+    with pytest.raises(ValueError, match=r"images are 4 x 4 x 1, but the model needs 4 x 4 x 2"):
         loss_of(model, image=IMAGES[..., :1], label=labels)
 
 
