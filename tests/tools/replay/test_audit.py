@@ -45,7 +45,7 @@ def test_quiet_run(tmp_path: Path) -> None:
     result = result_of(pair)
     assert result["violations"] == 0 and result["repeated"] == result["released"] == 0
     assert result["merged"] > 20 and result["rounds"] >= 10 and result["learner_tapes"] == 2
-    assert "every one has one fate" in describe(result)
+    assert "every sample has one fate" in describe(result)
 
 
 def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path
     result = result_of(pair)
     assert result["violations"] == 0
     assert (result["merged"], result["overwritten"]) == (18 + 10, 8), "of a and of b"
-    assert "8 were trained on for nothing" in describe(result)
+    assert "8 were trained on without effect" in describe(result)
 
 
 def test_loss_and_return(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_end_of_a_learners_tape_knows_its_lines(tmp_path: Path) -> None:
     lines = pair.path_of("a").read_text().splitlines(keepends=True)
     at = next(number for number, line in enumerate(lines) if line.startswith('["sent"'))
     pair.path_of("a").write_text("".join([*lines[:at], *lines[at + 1 :]]))
-    with pytest.raises(ValueError, match=rf"a\.1\.jsonl: among its lines before line {len(lines) - 1} one is missing"):
+    with pytest.raises(ValueError, match=rf"a\.1\.jsonl: a line before line {len(lines) - 1} is missing"):
         result_of(pair)
 
 

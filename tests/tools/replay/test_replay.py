@@ -195,7 +195,7 @@ def test_torn_last_line_does_no_harm(tmp_path: Path) -> None:
         (3, '["step","2",1,[[0,1]],2.0]', "line 3 cannot be read"),
         (3, '["walk",2]', "line 3 cannot be read"),
         (3, '["step",3,1,[[0,1]],2.0]', "line 3 is of local step 3, expected 2: steps are missing"),
-        (3, '["state","b",1,1,[0]]', "line 3: a state is taken over before the first step"),
+        (3, '["state","b",1,1,[0]]', "line 3: a state can be loaded only before the first step"),
         (3, '["begin","a",1,1]', "line 3: 'begin' must be the first line"),
         (1, '["step",1,1,[[0,1]],2.0]', "line 1: 'begin' must be the first line"),
     ],
@@ -236,9 +236,9 @@ def test_broken_syncer_tapes_are_named(tmp_path: Path) -> None:
     pair = trained(tmp_path, 3, "a")
     good = list(pair.tape)
     for tape, says in (
-        ([], r"tape\.jsonl holds no step of any learner"),
+        ([], r"tape\.jsonl has no step of any learner"),
         ([*good[:-1], '["merged",1.0,99,1,[]]'], rf"tape\.jsonl: tape line {len(good)} cannot be replayed"),
-        (good[1:], "does not begin with the digests"),
+        (good[1:], "does not start with the digests"),
     ):
         pair.tape = tape
         pair.finish()
