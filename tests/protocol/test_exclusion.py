@@ -230,7 +230,7 @@ def test_evidence_repeats_its_decision_and_the_next_history() -> None:
     parts = [each.contribution for each in values]
     again, after = repeat(evidence, parts, history._replace(elsewhere=0.0))
     assert again == decision and after == next_history(history, decision, values)
-    undecoded = repeat(evidence, [*parts, value("f", 1.0).part], history)[0]
+    undecoded = repeat(evidence, [*parts, value("f", 1.0).contribution], history)[0]
     assert undecoded.excluded.keys() == {"b", "c", "e", "f"}
 
 

@@ -89,8 +89,8 @@ def test_every_fragment_has_one_turn_in_each_of_its_periods(
     periods = [period for period, count in zip(phase.periods, counts, strict=True) for _ in range(count)]
     for fragment_id, period in enumerate(periods):
         if start >= change or start + 2 * period <= change:
-            turns = [s for s in range(start, start + 2 * period) if turns.due(s) == fragment_id]
-            assert len(turns) == 2 and turns[1] - turns[0] == period
+            due = [s for s in range(start, start + 2 * period) if turns.due(s) == fragment_id]
+            assert len(due) == 2 and due[1] - due[0] == period
     assert sum(Fraction(1, period) for period in periods) <= 1
 
 

@@ -154,7 +154,7 @@ def test_donor_is_killed_when_the_first_part_of_its_state_comes(stages: Any) -> 
     stage.driver.poll()
     assert stage.killed == ["a"]
     with (stage.folder / "tape.jsonl").open("a") as tape:
-        tape.write('["StateChunk",1.0,"b",1,"d",7]\n["StateChunk",1.0,"c",1,"a",7]\n["StateChunk",1.0,"d",1,"a",7]\n')
+        tape.write('["StatePart",1.0,"b",1,"d",7]\n["StatePart",1.0,"c",1,"a",7]\n["StatePart",1.0,"d",1,"a",7]\n')
     stage.driver.poll()
     assert stage.killed == ["a", "c"]
     assert stage.driver.ledger.unwell == {"a", "c"}

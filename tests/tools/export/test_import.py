@@ -163,7 +163,10 @@ def copy_tensor(folder: Path, name: str) -> None:
             both(described(model_type="bert"), tensors_of(lambda found: found.update(x=np.ones(3, np.int64)))),
             ["model_type is 'bert'"],
         ),
-        (lambda folder: copy_tensor(folder, "model.norm.weight"), ["tensor model.norm.weight of", "is also in", "remove one of the two files"]),
+        (
+            lambda folder: copy_tensor(folder, "model.norm.weight"),
+            ["tensor model.norm.weight of", "is also in", "remove one of the two files"],
+        ),
     ],
 )
 def test_a_wrong_folder_is_one_error(
