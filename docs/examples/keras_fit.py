@@ -2,7 +2,8 @@
 
     KERAS_BACKEND=jax DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/keras_fit.py
 
-Lines that end with `# island` make the program an island. The model predicts bytes of the source of Python's standard library.
+Lines that end with `# island` make the program an island. The model predicts bytes of the source of
+Python's standard library.
 """
 
 from __future__ import annotations

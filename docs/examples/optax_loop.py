@@ -2,8 +2,9 @@
 
     DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/optax_loop.py
 
-Lines that end with `# island` make the loop an island; the loop is the same without them. The model predicts bytes of the source of
-Python's standard library, read as the built-in learner reads it, so that both can be compared bit for bit.
+Lines that end with `# island` make the loop an island; the loop is the same without them. The model predicts
+bytes of the source of Python's standard library. It reads them as the built-in learner does, so that both can be
+compared bit for bit.
 """
 
 from __future__ import annotations
