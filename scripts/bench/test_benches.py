@@ -36,7 +36,6 @@ ISLAND = "--dim 32 --layers 1 --batch-size 2 --seq-len 16 --pairs 1 --steps 2"
 QUICK = [
     Bench("data", "--pairs 1 --steps 3 --batch-size 2 --seq-len 16 --json"),
     Bench("donor", f"{ISLAND} --json"),
-    Bench("fuzz", "--inputs 100"),
     Bench("join", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("long_run", "--days 0.001 --runs 1 --json"),
     Bench("memory", "--parameters 1e6 --fragments 4 --learners 2 --step-s 0.05 --json"),
@@ -49,11 +48,9 @@ QUICK = [
     Bench("tape", "--seconds 60 --json", results=13),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
 ]
-REALITY = "--seeds 1 --islands 2 --step-s 0.05 --steps 100 --faults 1 --kinds kill --simulations 1 --json"
 SLOW = [
     Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
     Bench("mixed", "--seeds 0 --steps 12 --json", (*SMALL_JOB, "--islands.batch_size", "4")),
-    Bench("reality", REALITY, results=7),
 ]
 LINKS = {  # the learning rate of `slow` warms up for 100 steps
     "transport": "--profiles 100mbit --programs transport --connections 1 --seconds 1 --repeats 1",
