@@ -180,7 +180,7 @@ def round_of(number: int, t: float, sync_s: float) -> list[dict[str, Any]]:
 
 
 def killed(folder: Path) -> Path:
-    """Write a run with steps of half a second, a kill at 30 s, a new process at 34.5 s and the syncer's kill at 40 s."""
+    """Write a run with steps of half a second, kills of the island (30 s) and the syncer (40 s)."""
     records = [joined(4.0, FIRST), *(step(5.5 + 0.5 * n, n + 1) for n in range(22))]
     records += round_of(2, 8.0, 0.0625) + round_of(4, 9.0, 0.125) + round_of(6, 10.0, 0.25)
     records += [joined(36.0, SECOND), step(37.0, 1, SECOND, 0.5), {"kind": "restarted", "t": 42.0, "reason": ""}]
