@@ -4,8 +4,8 @@
     decoupled       learners never wait; a round that takes longer than its overlap delays other rounds
     lockstep        tau = 0: learners wait for every round
 
-Rates are in Gbit/s (1e9 bit) of one direction of a site's link, times are in seconds, and sizes are the encoded bytes of
-the whole model. A utilisation is compute time over wall time.
+Rates are in Gbit/s (1e9 bit) of one direction of a site's link, times are in seconds, and sizes are the encoded bytes
+of the whole model. A utilisation is compute time over wall time.
 """
 
 import math
@@ -91,7 +91,7 @@ class Rounds:
         return min(1.0, in_flight, gbit_per_s / self.planned_gbit_per_s)
 
     def gbit_per_s(self, utilisation: float) -> float:
-        """Return the rate for this utilisation; infinite if no rate is enough, because the waits alone take too long."""
+        """Return the rate for this utilisation; infinite if the waits alone take too long for any rate."""
         _check_share(utilisation)
         if not self.overlap_steps:
             between_s = self.step_s * self.sync_every / self.num_fragments

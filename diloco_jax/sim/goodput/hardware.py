@@ -68,7 +68,7 @@ class Hardware:
         return self.return_scale_s * float((-log1p(-below)) ** (1.0 / self.return_c)) if below < 1.0 else 0.0
 
     def slowdown(self, learner: int, learners: int) -> float:
-        """Return a learner's step time as a multiple of the fastest one; learner 0 is the fastest, the last the slowest."""
+        """Return a learner's step time over that of learner 0, the fastest; the last learner is the slowest."""
         kinds = min(self.generations, learners)
         return 1.0 + self.speed_gap * (learner * kinds // learners) / (kinds - 1) if kinds > 1 else 1.0
 
@@ -195,7 +195,8 @@ def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
     """Refuse, with ValueError, a cluster that has fewer slices than learners, or fewer chips than slices."""
     if not 1 <= learners <= hardware.slices:
         raise ValueError(
-            f"{learners} learners, but there are {hardware.slices} slices; use 1 to {hardware.slices}, or raise --hardware.slices"
+            f"{learners} learners, but there are {hardware.slices} slices; use 1 to {hardware.slices}, "
+            "or raise --hardware.slices"
         )
     if not chips <= CHIPS_MAX:
         raise ValueError(f"{chips:g} chips; simulate at most {CHIPS_MAX:g}")

@@ -1,7 +1,7 @@
 """Goodput and uptime of rigid and elastic data parallel, synchronous and Decoupled DiLoCo on chips that fail.
 
-`simulate` runs the protocol's machines on virtual time for the methods that have a protocol. `expected` assumes only that
-a decoupled learner never waits and a synchronous learner waits for the slowest; it is about thirty times faster.
+`simulate` runs the protocol's machines on virtual time for the methods that have a protocol. `expected` assumes only
+that a decoupled learner never waits and a synchronous learner waits for the slowest; it is about thirty times faster.
 """
 
 import math
@@ -31,7 +31,7 @@ TAPED_MAX = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wan:
-    """Settings of the links between learners and syncer; synchronous learners wait for them, decoupled ones never do."""
+    """Settings of links between learners and syncer; synchronous learners wait for them, decoupled ones never do."""
 
     delay_s: float = setting(0.025, "seconds from a learner to the syncer, one way", "ours: across a continent")
     merge_s: float = setting(0.2, "mean seconds of a merge, drawn from half to 1.5 times the mean", "ours")

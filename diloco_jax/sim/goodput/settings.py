@@ -76,7 +76,7 @@ def compact(value: float) -> str:
 
 
 def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
-    """Read the settings of each section from arguments such as `--hardware.step-s 2.5`; ValueError names a wrong one."""
+    """Read the settings of sections from arguments such as `--hardware.step-s 2.5`; ValueError names a wrong one."""
     known = {
         f"--{name}.{each.name.replace('_', '-')}": (name, each)
         for name, made in sections.items()
