@@ -40,7 +40,7 @@ HARMLESS = 1e-3
 VOTERS_MIN = 3
 # Outliers that a fragment remembers.
 OUTLIERS_KEPT = 16
-# Earlier outliers of about the same size, after which one is merged: honest work is excluded at most twice in a row.
+# A value is merged after so many earlier outliers of about its size, so honest work is excluded at most twice in a row.
 EARLIER_MIN = 2
 # An earlier outlier is about as large if the rate has grown by at most this factor: a ramp grows so from its first
 # round to its third, and a divergence grows more.
@@ -57,7 +57,7 @@ class Outlier(NamedTuple):
     """A value above the limit, kept for the comparison with later values of its learner."""
 
     learner_id: str
-    # Version against which the value was computed.
+    # Base version of the value.
     base: int
     steps: int
     norm: float
@@ -184,7 +184,7 @@ def usual_elsewhere(histories: Sequence[RateHistory], sizes: Sequence[int], frag
     Args:
         histories: of all fragments.
         sizes: parameters of each fragment.
-        fragment_id: the fragment for which the rate is scaled.
+        fragment_id: the fragment whose rate is scaled.
     """
     usual = [
         median(history.rates) / math.sqrt(sizes[number])

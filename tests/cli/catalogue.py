@@ -83,7 +83,9 @@ FOUND_BY_DOCTOR = (
     Wrong({"trackers": ["wandbb"]}, "trackers has 'wandbb'", "wandb, trackio, mlflow", "did you mean wandb?"),
     Wrong({"islands": {"topology": "v5p:2x2x1", "devices": "auto"}}, "v5p:2x2x1", "no TPU", "or run on a host of that"),
     Wrong({"callbacks": ["nowhere:Told"]}, "callbacks 'nowhere:Told'", "cannot be imported", "install or correct it"),
-    Wrong({"islands": {"command": ["nowhere"]}}, "islands.command 'nowhere'", "no program here", "name one, such as"),
+    Wrong(
+        {"islands": {"command": ["nowhere"]}}, "islands.command 'nowhere'", "not a program here", "name one, such as"
+    ),
     Wrong({"optimizer": {"warmup_steps": 100}}, "warmup_steps 100", "80 global steps", "lower warmup_steps"),
     Wrong(
         {"model": {"module": DECODER, "args": {}, "weights": "none"}},

@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 class Joining(NamedTuple):
     """The settings of one process of an island in a run."""
 
-    config: RunConfig  # as it was written; `host` resolves it
+    # As it was written; `host` resolves it.
+    config: RunConfig
     learner_id: str
     incarnation: int
     address: str  # syncer

@@ -1,4 +1,4 @@
-"""The memory that a run takes, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
+"""The memory of a run, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
 
 import math
 from collections.abc import Sequence
@@ -16,55 +16,82 @@ from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
 
-PROCESS_BYTES = 1 << 30  # Python, JAX and its compiler
-SYNCER_PROCESS_BYTES = 450e6  # likewise, without a program of a model
-CONNECTION_BYTES = 16 << 20  # that gRPC and the system hold of each
-DISK_COPIES = 1  # of a fragment: chunks of it, or the slices from which it is put together
-HOST_COPIES = 2  # of a fragment that arrives: its payload decoded, and the sum with the value before
-SHARD_PROCESS_BYTES = 350e6  # of each merge shard beside its share; docs/log.md, 2026-11-21
+# Python, JAX and its compiler take this.
+PROCESS_BYTES = 1 << 30
+# A syncer compiles no program of a model.
+SYNCER_PROCESS_BYTES = 450e6
+# gRPC and the system buffer so much of each connection.
+CONNECTION_BYTES = 16 << 20
+# Copies of a fragment on its way to disk: its chunks, or the slices that form it.
+DISK_COPIES = 1
+# Copies of a fragment that arrives: the decoded payload, and the sum with the value before.
+HOST_COPIES = 2
+# Each merge shard takes this beside its share; measured in docs/log.md, 2026-11-21.
+SHARD_PROCESS_BYTES = 350e6
 
 
 class Hbm(NamedTuple):
     """The parts of a chip's memory while the inner step runs, bytes."""
 
-    parameters: float  # this chip's shards
-    optimizer: float  # state of the inner optimizer
-    anchors: float  # of all fragments, float32
-    residuals: float  # of all fragments, float32
-    staged: float  # copies of fragments on their way out
-    temporaries: float  # activations and what else the step needs while it runs, the batch and the program's code
+    # This chip's shards of them.
+    parameters: float
+    # State of the inner optimizer.
+    optimizer: float
+    # Anchors of all fragments in float32.
+    anchors: float
+    # Rounding errors of all fragments in float32.
+    residuals: float
+    # Copies of fragments on their way out.
+    staged: float
+    # Activations and other values of a running step, the batch, and the program's code.
+    temporaries: float
 
     @property
     def fixed(self) -> float:
-        """Bytes that are held all the time, whatever the batch."""
+        """Return the bytes that are held all the time, independent of the batch."""
         return sum(self) - self.temporaries
 
 
 class HostMemory(NamedTuple):
     """The parts of the memory of each host of an island, bytes."""
 
-    process: float  # Python, JAX and its compiler
-    # the newest global model in float32, whole on every host, and the fragments that a welcome brings
+    # Python, JAX and its compiler.
+    process: float
+    # The whole newest global model in float32, and the fragments that arrive after a hello.
     global_model_and_arriving: float
-    staged_copies: float  # this host's share of encoded fragments on their way out
-    state_while_given_away: float  # this host's share of a state that goes to a neighbour, or comes from one
-    emulated_devices: float  # what chips would hold, where the host's processor stands in for them; without activations
+    # This host's share of encoded fragments on their way out.
+    staged_copies: float
+    # This host's share of a state on its way to or from another island.
+    state_while_given_away: float
+    # The memory of emulated devices, without activations.
+    emulated_devices: float
 
 
 class SyncerMemory(NamedTuple):
     """The parts of the memory of the syncer's host, bytes."""
 
-    process: float  # Python, JAX and its compiler
-    connections: float  # to learners, without the payloads
-    values: float  # newest version of every fragment, float32
-    outer_momentum: float  # or whatever else the outer optimizer keeps
-    left_out_by_rounding: float  # of the steps so far, for the error feedback of wire.down; float32
-    steps: float  # the newest encoded ones: sent to learners, and what late values are set right by
-    older_values: float  # that late values are set right by where no steps travel
-    fragment_in_merge: float  # the next state of one, and what late values of it have missed
-    fragment_on_disk: float  # being written to a snapshot, or read from one
-    payloads: float  # of learners, on their way or waiting to be merged
-    shard_processes: float  # merge shards, beside their shares of all this
+    # Python, JAX and its compiler.
+    process: float
+    # Connections to learners, without payloads.
+    connections: float
+    # Newest version of every fragment in float32.
+    values: float
+    # State of the outer optimizer.
+    outer_momentum: float
+    # Rounding errors for the error feedback of wire.down in float32.
+    left_out_by_rounding: float
+    # Newest encoded differences: learners get them, and late values are corrected by them.
+    steps: float
+    # Older values that correct late ones if whole values travel.
+    older_values: float
+    # Next state of a fragment, and the correction of its late values.
+    fragment_in_merge: float
+    # A fragment on its way to or from a snapshot.
+    fragment_on_disk: float
+    # Learners' payloads that arrive or wait for their merge.
+    payloads: float
+    # Merge shards beside their shares of all this.
+    shard_processes: float
 
 
 def num_parameters(blueprint: Blueprint) -> int:
@@ -88,18 +115,16 @@ def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
-    """Return how much of each chip's memory the anchor of a fragment takes, or a value that arrived."""
+    """Return the bytes of a fragment's anchor, or of an arrived value, on each chip."""
     windows = windows_of(fragment, blueprint.tensors)
     return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
 
 
 def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int) -> HostMemory:
-    """Add up the memory of each host of an island.
-
-    Every host has the whole global model, however many hosts share the chips' copy.
+    """Add up the memory of each host of an island; every host has the whole global model.
 
     Args:
-      emulated: devices of the island that are emulated on its hosts' processors.
+        emulated: number of devices that the island's hosts emulate.
     """
     sizes = [fragment.num_elements for fragment in run.fragments]
     return HostMemory(
@@ -136,14 +161,14 @@ def syncer_memory(run: ResolvedRun) -> SyncerMemory:
 
 
 def outer_arrays(config: OuterConfig) -> int:
-    """Count the numbers that an outer optimizer keeps per parameter; of the user's own as many as of Adam."""
+    """Count the numbers that an outer optimizer keeps per parameter; the user's optimizer counts as Adam."""
     if config.module or config.optimizer == "adam":
         return 2
     return int(config.optimizer == "nesterov" and config.momentum > 0)
 
 
 def _staged_at_once(run: ResolvedRun, sizes: Sequence[float]) -> float:
-    """Add up the copies on their way out at one time: those that become due within the overlap, and one more."""
+    """Add up the copies on their way out at one time: those due within the overlap, and one more."""
     protocol = run.config.protocol
     at_once = 1 + max(
         protocol.overlap_steps * phase.turns(run.plan.counts) // phase.cycle for phase in protocol.groups.phases
@@ -156,19 +181,19 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedShardin
 
 
 def _on_host(window: Window, format: Format) -> bool:
-    """Tell if the host encodes this slice, because shards cut the format's blocks."""
+    """Tell whether the host encodes this slice, because shards cut the blocks of the format."""
     return codec.is_integer(format) and window.block_dim is None
 
 
 def _residual_bytes(window: Window, format: Format) -> float:
-    """Return the size of what rounding keeps back of a slice, on each chip."""
+    """Return the bytes of a slice's rounding error on each chip."""
     if format == "float32" or _on_host(window, format):
         return 0.0
     return 4.0 * share_of(window, format).units * (codec.BLOCK if codec.is_integer(format) else 1)
 
 
 def _staged_bytes(window: Window, format: Format, rebase: bool) -> float:
-    """Add up what a chip holds of a slice on its way: the payload, the next residual, and for `rebase` the value."""
+    """Add up a chip's bytes of a slice on its way: payload, next rounding error, and for `rebase` the value."""
     elements = math.prod(window.local_shape)
     if format == "float32" or _on_host(window, format):
         sent = 4.0 * elements

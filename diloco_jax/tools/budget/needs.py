@@ -1,4 +1,4 @@
-"""The needs of a config, from the shapes of its model alone: one answer for doctor, preflight, plan and launch."""
+"""The needs of a config, from the shapes of its model alone, for doctor, preflight, plan and launch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,18 @@ from diloco_jax.training.sharding import MESH_AXES
 class LinkNeeds(NamedTuple):
     """The bytes that one learner moves, and when."""
 
-    up_bytes: tuple[int, ...]  # outer gradient of each fragment, encoded
-    down_bytes: tuple[int, ...]  # step of each fragment, encoded
-    joining_bytes: int  # whole model, once
-    sync_every: int  # global steps after which turns repeat themselves: the longest period
-    overlap_steps: int  # inner steps that a round may take
-    turns: tuple[int, ...] = ()  # of each fragment in so many steps; nothing where each has one
+    # Encoded outer gradient of each fragment.
+    up_bytes: tuple[int, ...]
+    # Encoded answer for each fragment.
+    down_bytes: tuple[int, ...]
+    # The whole model, once.
+    joining_bytes: int
+    # Turns repeat after so many global steps, the longest period.
+    sync_every: int
+    # Inner steps that a round may take.
+    overlap_steps: int
+    # Turns of each fragment in `sync_every` steps; empty if each has one.
+    turns: tuple[int, ...] = ()
 
     @property
     def per_step(self) -> dict[str, float]:
@@ -46,7 +52,7 @@ class LinkNeeds(NamedTuple):
         }
 
     def _cycle(self, sizes: Sequence[int]) -> int:
-        """Add up the bytes of all turns until they repeat themselves."""
+        """Add up the bytes of all turns until they repeat."""
         return sum(map(mul, sizes, self.turns or repeat(1)))
 
     def rounds(self, step_s: float, round_trip_s: float = 0.0, merge_s: float = 0.0) -> Rounds:
@@ -65,14 +71,14 @@ class LinkNeeds(NamedTuple):
         )
 
     def round_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:
-        """Return the seconds in which the largest fragment goes up and comes back; rates in bytes per second."""
+        """Return the seconds of the largest fragment's way up and back; rates in bytes per second."""
         return max(self.up_bytes) / up_per_s + max(self.down_bytes) / down_per_s + TRIPS * rtt_s
 
     def step_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:
-        """Return the shortest inner step, in seconds, with which the link keeps up.
+        """Return the shortest inner step in seconds that the link can sustain.
 
-        It must carry what a step moves on average, and bring a fragment up and back within `overlap_steps`, less the
-        time until the quorum has reported.
+        The link must carry the bytes of an average step, and bring a fragment up and back within `overlap_steps`, less
+        the time until the quorum has reported.
         """
         carried_s = max(self._cycle(self.up_bytes) / up_per_s, self._cycle(self.down_bytes) / down_per_s)
         carried_s /= self.sync_every
@@ -80,7 +86,7 @@ class LinkNeeds(NamedTuple):
 
 
 def link_needs(run: ResolvedRun, up: Format | None = None, down: Format | None = None) -> LinkNeeds:
-    """Size the payloads of a run, in these formats or the config's, in the phase of periods that moves most."""
+    """Size the payloads of a run in these formats or the config's, for the phase of periods that moves most."""
     config = run.config
     sizes = [fragment.num_elements for fragment in run.fragments]
     cycles = []
@@ -100,10 +106,12 @@ def link_needs(run: ResolvedRun, up: Format | None = None, down: Format | None =
 
 
 class IslandKind(NamedTuple):
-    """Islands that are alike."""
+    """Islands with equal settings."""
 
-    island: IslandConfig  # what they have
-    names: tuple[str, ...]  # of them
+    # Their common settings.
+    island: IslandConfig
+    # Their names.
+    names: tuple[str, ...]
 
     @property
     def topology(self) -> Topology | None:
@@ -112,7 +120,7 @@ class IslandKind(NamedTuple):
 
     @property
     def chips(self) -> int:
-        """Count the devices of each; as few as the mesh takes where the config has no number."""
+        """Count the devices of each; the fewest that the mesh allows if the config has no number."""
         if self.topology or self.island.devices:
             return self.topology.devices if self.topology else self.island.devices
         sizes = [getattr(self.island.mesh, axis) for axis in MESH_AXES]
@@ -123,25 +131,31 @@ class IslandKind(NamedTuple):
 class IslandNeeds(NamedTuple):
     """The needs of each island of a kind."""
 
-    hbm: Hbm  # of each chip; of the temporaries only the gradients, which `diloco preflight` makes exact
-    hbm_limit_bytes: float | None  # memory of each chip, None if no slice is named
-    host: HostMemory  # of each host
-    host_limit_bytes: float | None  # memory of each host, None if no slice is named
-    disk_bytes: int  # of the folder of the run on a host, for the states that are kept there; 0 without snapshots
+    # Memory of each chip. The temporaries are only the gradients; `diloco preflight` computes them exactly.
+    hbm: Hbm
+    # Memory of each chip; None if no slice is named.
+    hbm_limit_bytes: float | None
+    # Memory that each host needs.
+    host: HostMemory
+    # Memory of each host; None if no slice is named.
+    host_limit_bytes: float | None
+    # Saved states in the run's folder on each host; 0 without snapshots.
+    disk_bytes: int
 
 
 class IslandOutline(NamedTuple):
     """A kind of islands with the shapes of its model."""
 
-    kind: IslandKind  # of the islands
-    blueprint: Blueprint  # of each, without devices
+    kind: IslandKind
+    # Shapes and shardings without devices.
+    blueprint: Blueprint
     run: ResolvedRun
-    links: LinkNeeds  # of each learner
-    needs: IslandNeeds  # of each
+    links: LinkNeeds  # per learner
+    needs: IslandNeeds  # per island
 
     @property
     def chips(self) -> int:
-        """Count the chips of all islands of this kind: what is paid for and fails, not what JAX calls a device."""
+        """Count the chips of all islands of this kind, which may each be several devices for JAX."""
         topology = self.kind.topology
         return (topology.chips if topology else self.kind.chips) * len(self.kind.names)
 
@@ -152,7 +166,7 @@ class IslandOutline(NamedTuple):
 
 
 def kinds_of(config: RunConfig) -> list[IslandKind]:
-    """Group the islands that are alike, in the order of their first ones."""
+    """Group islands with equal settings, in the order of their first members."""
     found: dict[str, IslandKind] = {}
     for name in config.islands.names:
         island = config.island(name)
@@ -163,14 +177,14 @@ def kinds_of(config: RunConfig) -> list[IslandKind]:
 
 
 def outline(config: RunConfig, kind: IslandKind) -> IslandOutline:
-    """Work out the needs of a kind of islands from shapes; ValueError if model, mesh or cut do not go together."""
+    """Compute the needs of a kind of islands from shapes; ValueError if model, mesh and fragments do not fit."""
     blueprint = Blueprint(config.model, config.optimizer, kind.island.mesh, kind.chips, seed=config.seed)
     run = resolve(config, blueprint.shapes, blueprint.kinds)
     return IslandOutline(kind, blueprint, run, link_needs(run), island_needs(run, kind, blueprint))
 
 
 def outlines(config: RunConfig) -> Iterator[IslandOutline]:
-    """Work out the needs of all islands, kind by kind. Raises as `outline` does."""
+    """Yield the needs of all islands, kind by kind; raises as `outline`."""
     return (outline(config, kind) for kind in kinds_of(config))
 
 
@@ -178,7 +192,7 @@ def island_needs(run: ResolvedRun, kind: IslandKind, blueprint: Blueprint) -> Is
     """Add up the needs of each island of a kind, on slices of TPUs or on this machine."""
     topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
     hbm = chip_memory(run, blueprint)
-    # a host saves what its own chips hold, once where several hold the same
+    # A host saves the arrays of its chips, and only one copy of replicated arrays.
     saved = min((hbm.parameters + hbm.optimizer) * kind.chips / kind.island.hosts, blueprint.state_layout.num_bytes)
     return IslandNeeds(
         hbm,

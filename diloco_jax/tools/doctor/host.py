@@ -24,18 +24,23 @@ Status = Literal["ok", "warn", "fail"]
 MEMORY = Path("/proc/meminfo")
 TCP = Path("/proc/sys/net/ipv4")
 PCI = Path("/sys/bus/pci/devices")
-FILES_OF_PROCESS = 256  # besides connections
-WINDOW_SHARE = 0.7  # of what the windows allow: a measured rate above it is limited by them
-FAR_S = 0.005  # round trips below it do not limit a connection
+# Open files of a process besides its connections.
+FILES_OF_PROCESS = 256
+# TCP windows limit a link whose measured rate is above this share of what they allow.
+WINDOW_SHARE = 0.7
+# Shorter round trips do not limit a connection.
+FAR_S = 0.005
 
 
 class Check(NamedTuple):
     """The finding of one check."""
 
-    name: str  # of what was looked at
-    status: Status  # fail: a run would not work, or not for long. warn: it would, but somebody should know.
-    found: str  # what is there
-    fix: str = ""  # what to do about it; empty if nothing
+    name: str
+    # fail: a run would not work, or not for long. warn: a run would work, but the user should know.
+    status: Status
+    found: str
+    # The remedy; "" if there is nothing to do.
+    fix: str = ""
 
 
 def of_error(name: str, error: Exception, fix: str = "") -> Check:
@@ -60,7 +65,7 @@ def check_parts(config: RunConfig, island: str) -> Check:
         check_input.check_parts(replace(config, model=replace(config.model, weights="")) if island else config)
     except ValueError as error:
         return of_error("run", error)
-    return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights will do")
+    return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights are usable")
 
 
 def check_data(config: RunConfig) -> Check:
@@ -97,7 +102,7 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
     """Compare the free space below the run's folder with what its snapshots take, one being written included."""
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        wrong = "may not be written" if there.is_dir() else "is no folder"
+        wrong = "may not be written" if there.is_dir() else "is not a folder"
         return Check("disk", "fail", f"{there} {wrong}", "correct its rights, or choose another --run-dir or runs_dir")
     free = shutil.disk_usage(there).free
     found = f"{size(free)} free at {there}, "
@@ -115,7 +120,7 @@ def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Chec
     found = sorted(name for name in environment if name.startswith("MEGASCALE_"))
     if not found:
         return Check("environment", "ok", "no MEGASCALE_* variable")
-    fix = "unset them, and start each island as a slice of its own: an island is never part of a multislice job"
+    fix = "unset them, and start each island as a separate slice: an island is never part of a multislice job"
     return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
 
 
@@ -168,18 +173,24 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
 class ProcessPart(NamedTuple):
     """One process's part in a run."""
 
-    parameters: int  # of the model
-    settings: Mapping[str, str]  # what both sides must agree on, by name
-    links: LinkNeeds  # what one learner moves
-    memory_bytes: float  # of this process on its host, estimated
-    disk_bytes: int  # of the run's folder on this host; 0 without snapshots
+    # Parameters of the model.
+    parameters: int
+    # The settings that learners and syncer must share.
+    settings: Mapping[str, str]
+    # The traffic of one learner.
+    links: LinkNeeds
+    # Estimated memory of this process on its host.
+    memory_bytes: float
+    # Size of the run's folder on this host; 0 without snapshots.
+    disk_bytes: int
 
 
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
-    """Work out the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
+    """Return the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     found = outline(config, IslandKind(config.island(island), (island,)))
     settings = dict(found.run.fingerprint(_corpus(config)))
-    if not island:  # code of the user's own that is the syncer's alone
+    # Only the syncer runs the user's outer optimizer and evaluation.
+    if not island:
         make_setup(found.run)
         Scorer(config.evaluation)
     own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(found.run)
@@ -187,7 +198,7 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
 
 
 def _corpus(config: RunConfig) -> str:
-    """Name the corpus that this machine would read; "" if it cannot, which is a check of its own."""
+    """Name the corpus that this machine would read; "" if it cannot. `check_data` reports that."""
     try:
         return load_source(config.data, config.train.seq_len).corpus
     except (ValueError, OSError):

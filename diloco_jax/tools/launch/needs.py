@@ -1,4 +1,4 @@
-"""The needs of a run's machines, told before anything is paid for, and the smallest machine type for the syncer."""
+"""The needs of a run's machines before anything is paid for, and the smallest machine type for the syncer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,8 +10,10 @@ from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.needs import outlines, syncer_needs
 
 GB, GIB = 1e9, 2.0**30
-Needs: TypeAlias = Mapping[str, Any] | None  # as needs_of returns them; None if the model cannot be loaded here
-MARGIN = 1.1  # the forecast of a process's memory is right to 10 %
+# The result of `needs_of`; None if the model cannot be loaded here.
+Needs: TypeAlias = Mapping[str, Any] | None
+# The forecast of a process's memory is right to 10 %.
+MARGIN = 1.1
 
 # GiB of memory by machine type, ascending: docs.cloud.google.com/compute/docs/general-purpose-machines (N2, C3) and
 # /memory-optimized-machines (M3).
@@ -22,15 +24,18 @@ MACHINE_GIB = {
 }  # fmt: skip
 # Memory that GKE keeps, by steps in GiB: docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes
 _KEPT = ((4, 0.25), (8, 0.20), (16, 0.10), (128, 0.06), (float("inf"), 0.02))
-_OTHERS_GIB = 1.1  # its threshold for evictions, and GKE's own pods
+# The threshold of GKE for evictions, and its own pods.
+_OTHERS_GIB = 1.1
 
 
 class SyncerMachine(NamedTuple):
     """The host of a syncer."""
 
     machine_type: str
-    request_bytes: float  # what its process asks for; 0 if that is not known
-    limit_bytes: float  # what the machine can give it; 0 if the machine is not on the list
+    # Memory that its process requests; 0 if unknown.
+    request_bytes: float
+    # Memory that the machine can give to it; 0 if the machine is not on the list.
+    limit_bytes: float
 
 
 def allocatable(gib: float) -> float:

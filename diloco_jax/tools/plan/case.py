@@ -1,4 +1,4 @@
-"""A config with the assumptions of a forecast, and what follows from the shapes of its model alone.
+"""A config under the assumptions of a forecast, with everything that follows from the shapes of its model.
 
 Nothing is compiled and no parameter allocated.
 """
@@ -18,27 +18,34 @@ from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
 
-PAYLOAD_SHARE = 0.92  # of a link's rate: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21
-WINDOW_SHARE = 2 / 3  # of a window per round trip that one connection moves in practice; docs/benchmarks.md
-ASSUMED_STEP_S = 1.0  # where nothing is known of the chips; the paper's Table 13
+# Share of a link's rate that payloads reach: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21.
+PAYLOAD_SHARE = 0.92
+# Share of a window per round trip that one connection moves in practice; docs/benchmarks.md.
+WINDOW_SHARE = 2 / 3
+# Inner step for unknown chips, from the paper's Table 13.
+ASSUMED_STEP_S = 1.0
 
 
 class TimedKind(NamedTuple):
-    """Islands that are alike, with the time of their inner step."""
+    """Islands with equal settings, and the time of their inner step."""
 
     outline: IslandOutline
-    step_s: float  # of an inner step
-    step_from: str  # where that time comes from
+    step_s: float
+    # The origin of `step_s`, in words.
+    step_from: str
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config under assumptions, with what follows from shapes alone."""
+    """A config under assumptions, with everything that follows from shapes alone."""
 
-    config: RunConfig  # as it was written, which advice varies
+    # As it was written; advice varies it.
+    config: RunConfig
     given: Assumptions
-    kinds: tuple[TimedKind, ...]  # of islands, in the order of their first ones
-    run: ResolvedRun  # this config, resolved
+    # Kinds of islands, in the order of their first members.
+    kinds: tuple[TimedKind, ...]
+    # `config`, resolved.
+    run: ResolvedRun
 
     @property
     def learners(self) -> int:
@@ -74,7 +81,7 @@ class Case:
 
     @property
     def stripe_gbit_per_s(self) -> float:
-        """Return what one connection moves: most of a window per round trip."""
+        """Return the rate of one connection: most of a window per round trip."""
         round_trip_s = self.given.round_trip_ms * 1e-3
         return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
@@ -96,7 +103,7 @@ class Case:
 
 
 def case_of(config: RunConfig, given: Assumptions) -> Case:
-    """Look at a config's islands; ValueError if it has none, or model, sites or mesh do not fit."""
+    """Outline a config's islands; ValueError if it has none, or if model, sites or mesh do not fit."""
     if config.algorithm != "decoupled":
         raise ValueError(
             f"algorithm is {config.algorithm!r}, which sends nothing between islands; plan a decoupled run, with data "

@@ -61,7 +61,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, st
 def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     found = doctor_host.check_disk(0, tmp_path / "file" / "run")
-    assert found.status == "fail" and "file is no folder" in found.found and "--run-dir" in found.fix
+    assert found.status == "fail" and "file is not a folder" in found.found and "--run-dir" in found.fix
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     found = doctor_host.check_disk(0, tmp_path / "run")
     assert found.status == "fail" and f"{tmp_path} may not be written" in found.found
