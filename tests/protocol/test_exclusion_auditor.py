@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import RATES_MIN
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
@@ -18,7 +18,7 @@ class Tape:
 
     def round(self, norm: float | None, excluded: bool = False, recorded: bool = True) -> None:
         self._step += 1
-        order = Merge(self._step, 0, (Part("a", self._step, 1, 64, self._step - 1, 4),))
+        order = Merge(self._step, 0, (Contribution("a", self._step, 1, 64, self._step - 1, 4),))
         self.auditor.take(["tick", 1.0], [order])
         evidence = {"norms": {"a": norm}, "length": 1.0, "elsewhere": 0.0, "outlier_factor": 100.0}
         evidence |= {"overflows": 0, "reasons": {"a": "why"} if excluded else {}}
