@@ -269,7 +269,7 @@ BAD = {
     "protocol opens a file": ("protocol.tape", "with open('tape') as file: pass"),
     "protocol uses a library": ("protocol.tape", "import numpy as np"),
     "protocol uses core": ("protocol.syncer", "from diloco_jax.core import merge"),
-    "core uses protocol": ("core.merge", "from diloco_jax.protocol.messages import Part"),
+    "core uses protocol": ("core.merge", "from diloco_jax.protocol.messages import Contribution"),
     "core uses protocol, relatively": ("core.merge", "from ..protocol import messages"),
     "core does I/O": ("core.codec", "import socket"),
     "core uses another library": ("core.codec", "import flax"),

@@ -107,7 +107,7 @@ def test_2_bulk_on_a_10_mbit_link_does_not_starve_heartbeats(listener: GrpcListe
 
 
 def test_2_a_learner_whose_value_takes_longer_than_the_lease_stays_alive() -> None:
-    pair = Pair(quorum=2, lease_s=20.0, heartbeat_s=5.0, pull_timeout_s=1000.0)
+    pair = Pair(quorum=2, silence_s=20.0, heartbeat_s=5.0, pull_timeout_s=1000.0)
     pair.join("a", "slow")
     pair.wait(1.0)
     pair.held = {"slow:FragmentValue"}
@@ -128,10 +128,10 @@ def test_3_donor_dies_while_a_learner_recovers(arrived: int) -> None:
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, sync_every=4, num_fragments=2)
     pair.join("a", "b", "c")
     pair.rounds(2, "a", "b", "c")
-    pair.held = {"a:StatePart"}
+    pair.held = {"a:StateChunk"}
     pair.join("new")
     for _ in range(min(arrived, PARTS)):
-        pair.let_pass("a:StatePart")
+        pair.let_pass("a:StateChunk")
     assert (pair.learners["new"].state == TRAINING) == (arrived == PARTS)
     pair.crash("a")
     pair.step("new")
@@ -145,10 +145,10 @@ def test_3_every_donor_dies_in_turn_and_the_last_one_left_goes_on_from_the_synce
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, recovery_attempts=10)
     pair.join("a", "b")
     pair.rounds(3, "a", "b")
-    pair.held = {"a:StatePart", "b:StatePart"}
+    pair.held = {"a:StateChunk", "b:StateChunk"}
     pair.join("new")
     for donor in ("a", "b"):
-        pair.let_pass(f"{donor}:StatePart")
+        pair.let_pass(f"{donor}:StateChunk")
         assert pair.learners["new"].state == RECOVERING
         pair.crash(donor)
         pair.wait(30.0)
@@ -183,7 +183,7 @@ def test_4_a_merge_without_a_usable_value_leaves_model_and_momentum_alone() -> N
         merge(one, 1, {"a": gradient(one, 0, 1)})
     broken = np.full(len(gradient(model, 0, 2)) // 4, np.nan, np.float32).tobytes()
     failed = merge(model, 2, {"a": broken, "b": b"torn"})
-    assert failed.state is None and failed.left_out.keys() == {"a", "b"}
+    assert failed.state is None and failed.excluded.keys() == {"a", "b"}
     assert model.payload(0) == calm.payload(0)
     for one in (model, calm):
         merge(one, 3, {"a": gradient(one, 0, 3)})
@@ -243,12 +243,12 @@ def late(pair: Pair, round_: int, fragment_id: int, incarnation: int = 1) -> str
 
 def test_7_late_report_after_its_round_closed() -> None:
     """Elsewhere: a worker that came back wrote into a generation that was closed already."""
-    pair = Pair(quorum=2, pull_timeout_s=8.0, lease_s=1000.0)
+    pair = Pair(quorum=2, pull_timeout_s=8.0, silence_s=1000.0)
     pair.join("a", "b")
     pair.rounds(1, "a", "b")
     pair.held = {"b:FragmentValue"}
     pair.rounds(1, "a", "b")
-    round_, fragment_id = pair.syncer.global_step, pair.syncer.rounds.schedule.due(pair.syncer.global_step)
+    round_, fragment_id = pair.syncer.global_step, pair.syncer.rounds.turns.due(pair.syncer.global_step)
     pair.wait(8.0)  # given up without b
     assert pair.contributors()[-1] == ("a",)
     words = f"value for round {round_} came late or was not asked for"
@@ -302,7 +302,7 @@ def test_8_no_island_advertises_an_address(listener: GrpcListener) -> None:
 
 def test_9_first_compile_takes_longer_than_the_lease() -> None:
     """Elsewhere: a worker that compiled for minutes was declared dead, restarted, and compiled again."""
-    pair = Pair(quorum=1, total_steps=1000, lease_s=20.0, heartbeat_s=5.0, release_s=30.0)
+    pair = Pair(quorum=1, total_steps=1000, silence_s=20.0, heartbeat_s=5.0, release_s=30.0)
     pair.join("a")
     pair.rounds(3, "a")
     pair.join("compiles")
@@ -311,7 +311,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
         pair.step("a")
     assert pair.notes("silent") == [] and pair.notes("left") == [] and pair.notes("released") == []
     (condition,) = [c for c in conditions(pair.syncer, pair.now_s) if c.learner_id == "compiles"]
-    assert condition.condition == "joining" and pair.now_s - condition.since_s > 10 * pair.config.lease_s
+    assert condition.condition == "joining" and pair.now_s - condition.since_s > 10 * pair.config.silence_s
     assert len(pair.merges()) > 100, "nobody waited for it"
     pair.step("compiles", step_s=600.0)
     assert pair.syncer.membership.members["compiles"].state == "active"
@@ -321,7 +321,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
 
 def test_10_an_island_that_is_alive_but_never_merged_raises_an_alarm() -> None:
     """Elsewhere: half of the islands were alive, and none of their work was in the model; nobody noticed."""
-    pair = Pair(quorum=1, unmerged_rounds_max=10, pull_timeout_s=2.0, lease_s=20.0, heartbeat_s=5.0)
+    pair = Pair(quorum=1, unmerged_rounds_max=10, pull_timeout_s=2.0, silence_s=20.0, heartbeat_s=5.0)
     pair.join("a", "b")
     pair.held = {"b:FragmentValue"}  # b steps, reports and beats its heart; its values never arrive
     for _ in range(40):

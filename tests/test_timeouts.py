@@ -63,7 +63,9 @@ def test_the_order_holds() -> None:
     rules = [re.findall(r"`([^`]+)`", row)[0] for row in table("Their order")]
     assert len(rules) > 15
     assert not [rule for rule in rules if not holds(rule)]
-    assert not holds("protocol.release_s < protocol.lease_s") and not holds("2 * protocol.lease_s <= protocol.lease_s")
+    assert not holds("protocol.release_s < protocol.silence_s") and not holds(
+        "2 * protocol.silence_s <= protocol.silence_s"
+    )
 
 
 def test_the_pause_between_calls_is_that_of_the_program() -> None:

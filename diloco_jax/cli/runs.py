@@ -354,7 +354,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         config.islands.names,
         faults=arguments.faults,
         steps=config.planned_steps,
-        lease_s=config.protocol.lease_s,
+        silence_s=config.protocol.silence_s,
         kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
     )
     if arguments.dry_run:

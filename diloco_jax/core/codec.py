@@ -25,7 +25,7 @@ each from the lowest. So each half or quarter of a block is contiguous, as vecto
 A block becomes all zero when its absmax (int2: its mean magnitude) is below 1e-30, and bfloat16 flushes subnormal
 numbers to zero. XLA may flush them anyway, and the host must produce the same bytes.
 
-The payload of a fragment is the tensors' bytes in ascending order of their keys, little-endian, without a header,
+The payload of a fragment is the tensors' bytes in ascending order of their keys, little-endian. It has no header,
 because sender and receiver know the layout from the same plan.
 """
 

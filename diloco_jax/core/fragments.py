@@ -34,7 +34,7 @@ Groups = Sequence[tuple[Collection[str], int]]
 WHOLE = -1
 # The search for even fragments stops at this ratio of the largest to the mean: more would need smaller pieces.
 EVEN = 1.15
-# The search cuts tensors into pieces of a fair share, then of a half, and so on, down to this part of a share.
+# The search cuts tensors into pieces of a fair share, then of a half, a third and so on, down to this part of a share.
 FINEST = 16
 
 
@@ -132,9 +132,9 @@ def plan_fragments(
     A tensor without elements is in none of the fragments, because it has nothing to send.
 
     Pieces are dealt in descending size, each into the fragment that is smallest so far (LPT; Graham 1969: the largest
-    fragment is at most 4/3 of the best possible). The first attempt has pieces of at most a fair share, the next of
-    half a share, and so on, until the largest fragment is at most `EVEN` times the mean. The order of `shapes` does not
-    matter.
+    fragment is at most 4/3 of the best possible). The first attempt has pieces of at most a fair share, and the next
+    attempts of a half, a third and so on. They end when the largest fragment is at most `EVEN` times the mean. The
+    order of `shapes` does not matter.
 
     Args:
       num_fragments: P, from 1 to the number of pieces that the tensors can be cut into.

@@ -5,9 +5,9 @@
 
 The next version is its value, the encoded step that leads to it, and the outer optimizer's state.
 
-The coefficients c_m follow from the weights and, for radial-directional averaging, from the products alone, because the
-length of a weighted mean of directions is a quadratic form of the products (paper, D.2). So neither the mean nor a
-learner's decoded values are ever in memory as a whole. A piece of a stack has coefficients for each of its units, which
+The coefficients c_m follow from the weights and the products alone. For radial-directional averaging, the length of a
+weighted mean of directions is a quadratic form of the products (paper, D.2). So neither the mean nor a learner's
+decoded values are ever in memory as a whole. A piece of a stack has coefficients for each of its units, which
 are merged as separate tensors (merge.py).
 
 Threads and processes may work on the leaves in any order, because sums over leaves are exact (math.fsum).

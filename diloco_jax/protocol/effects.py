@@ -52,15 +52,15 @@ class UnstageState(NamedTuple):
     local_step: int
 
 
-class KeepPart(NamedTuple):
-    """Keep the payload of the StatePart that just arrived (receiver)."""
+class KeepChunk(NamedTuple):
+    """Keep the payload of the StateChunk that just arrived (receiver)."""
 
     # Number of the part, from 0, and the number of all parts.
     part: int
     parts: int
 
 
-class DropParts(NamedTuple):
+class DropChunks(NamedTuple):
     """Free all kept parts of a state that will never be complete (receiver)."""
 
 
@@ -90,7 +90,7 @@ class EvaluateModel(NamedTuple):
     final: bool
 
 
-class Part(NamedTuple):
+class Contribution(NamedTuple):
     """Contribution of one learner to a merge; its weight follows from tokens and steps (core/merge.py)."""
 
     learner_id: str
@@ -109,7 +109,7 @@ class Merge(NamedTuple):
     global_step: int
     fragment_id: int
     # Sorted by learner_id, so that equal inputs give equal bits.
-    parts: tuple[Part, ...]
+    contributions: tuple[Contribution, ...]
 
 
 class Restore(NamedTuple):
@@ -163,7 +163,7 @@ class Finish(NamedTuple):
     reason: str
 
 
-StateEffect = StageState | UnstageState | KeepPart | DropParts | AdoptState | SaveState
+StateEffect = StageState | UnstageState | KeepChunk | DropChunks | AdoptState | SaveState
 LearnerEffect = Stage | Unstage | Adopt | StateEffect | EvaluateModel
 SyncerEffect = Merge | Restore | SaveSnapshot | Evaluated | Discard
 Effect = Send | LearnerEffect | SyncerEffect | Drop | Note | Finish

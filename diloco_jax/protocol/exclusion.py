@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diloco_jax.protocol.effects import Part
+from diloco_jax.protocol.effects import Contribution
 
 # Accepted rates that a fragment remembers.
 RATES_KEPT = 32
@@ -82,14 +82,14 @@ class RateHistory(NamedTuple):
 
 
 class MeasuredValue(NamedTuple):
-    """One learner's part of a round, and the norm of its value: NaN if the value is not finite."""
+    """One learner's contribution to a round, and the norm of its value: NaN if the value is not finite."""
 
-    part: Part
+    contribution: Contribution
     norm: float
 
     @property
     def rate(self) -> float:
-        return self.norm / self.part.steps
+        return self.norm / self.contribution.steps
 
 
 class Decision(NamedTuple):
@@ -128,7 +128,9 @@ def decide(values: Sequence[MeasuredValue], history: RateHistory, length: float,
     """
     finite = [i for i, value in enumerate(values) if math.isfinite(value.norm)]
     excluded = {
-        value.part.learner_id: "NaN or infinity in its value" for value in values if not math.isfinite(value.norm)
+        value.contribution.learner_id: "NaN or infinity in its value"
+        for value in values
+        if not math.isfinite(value.norm)
     }
     moving = [values[i].rate for i in finite if values[i].rate > 0]
     voted = len(moving) >= VOTERS_MIN
@@ -136,7 +138,7 @@ def decide(values: Sequence[MeasuredValue], history: RateHistory, length: float,
     limit = _limit(history, usual, length, outlier_factor)
     merged, outliers = [], list(history.outliers)
     for i in finite:
-        value, name = values[i], values[i].part.learner_id
+        value, name = values[i], values[i].contribution.learner_id
         if value.rate <= limit:
             merged.append(i)
             continue
@@ -157,8 +159,8 @@ def decide(values: Sequence[MeasuredValue], history: RateHistory, length: float,
 
 def exclude_largest(decision: Decision, values: Sequence[MeasuredValue]) -> Decision:
     """Exclude the merged value with the highest rate as well, because the merge of finite values overflowed."""
-    worst = max(decision.merged, key=lambda i: (values[i].rate, values[i].part.learner_id))
-    name = values[worst].part.learner_id
+    worst = max(decision.merged, key=lambda i: (values[i].rate, values[i].contribution.learner_id))
+    name = values[worst].contribution.learner_id
     return Decision(
         tuple(i for i in decision.merged if i != worst),
         decision.excluded | {name: "its value is so large that the result is not finite"},
@@ -203,28 +205,30 @@ def evidence_of(
     reasons: dict[str, str],
 ) -> Evidence:
     """Return the tape's record of a round; arguments as of `decide` and `Evidence`."""
-    norms = {value.part.learner_id: value.norm if math.isfinite(value.norm) else None for value in values}
+    norms = {value.contribution.learner_id: value.norm if math.isfinite(value.norm) else None for value in values}
     return Evidence(norms, length, history.elsewhere, outlier_factor, overflows, dict(sorted(reasons.items())))
 
 
-def repeat(evidence: Evidence, parts: Sequence[Part], history: RateHistory) -> tuple[Decision, RateHistory]:
+def repeat(
+    evidence: Evidence, contributions: Sequence[Contribution], history: RateHistory
+) -> tuple[Decision, RateHistory]:
     """Repeat a recorded decision; returns it with the fragment's next history.
 
     Args:
         evidence: the record of the round.
-        parts: of all learners in the round, whose payloads could be decoded or not.
+        contributions: of all learners in the round, whose payloads could be decoded or not.
         history: of the fragment before the round.
     """
     values = [
-        MeasuredValue(part, math.nan if (norm := evidence.norms[part.learner_id]) is None else norm)
-        for part in parts
-        if part.learner_id in evidence.norms
+        MeasuredValue(contribution, math.nan if (norm := evidence.norms[contribution.learner_id]) is None else norm)
+        for contribution in contributions
+        if contribution.learner_id in evidence.norms
     ]
     history = history._replace(elsewhere=evidence.elsewhere)
     decision = decide(values, history, evidence.length, evidence.outlier_factor)
     for _ in range(min(evidence.overflows, len(decision.merged))):
         decision = exclude_largest(decision, values)
-    undecoded = {part.learner_id: "its payload cannot be decoded" for part in parts}
+    undecoded = {contribution.learner_id: "its payload cannot be decoded" for contribution in contributions}
     undecoded = {name: reason for name, reason in undecoded.items() if name not in evidence.norms}
     return decision._replace(excluded=decision.excluded | undecoded), next_history(history, decision, values)
 
@@ -271,12 +275,12 @@ def _limit(history: RateHistory, usual: float, length: float, outlier_factor: fl
 
 def _compare(value: MeasuredValue, earlier: Sequence[Outlier], length: float) -> Outlier:
     """Compare an outlier with earlier ones of its learner, oldest first; the result names whether it is merged."""
-    part, norm, rate = value.part, value.norm, value.rate
+    contribution, norm, rate = value.contribution, value.norm, value.rate
     last = earlier[-1] if earlier else None
     # True if nothing of the fragment was merged since the last outlier, so that this value holds it.
-    again = last is not None and last.base == part.base_version and last.steps < part.steps
+    again = last is not None and last.base == contribution.base_version and last.steps < contribution.steps
     if last is not None and again and norm > FAR * length:
-        rate = (norm - last.norm) / (part.steps - last.steps)
+        rate = (norm - last.norm) / (contribution.steps - last.steps)
         lasts = rate >= MOVED_ON * value.rate
     else:
         # No learner moves a fragment by its own length in one step.
@@ -284,4 +288,4 @@ def _compare(value: MeasuredValue, earlier: Sequence[Outlier], length: float) ->
     as_large = [each for each in earlier if each.lasts and GROWTH * each.rate >= rate]
     # An accident leaves only one earlier outlier that lasts, so a value that holds the last outlier may be merged too.
     merged = (lasts or again) and len(as_large) >= EARLIER_MIN
-    return Outlier(part.learner_id, part.base_version, part.steps, norm, rate, lasts, merged)
+    return Outlier(contribution.learner_id, contribution.base_version, contribution.steps, norm, rate, lasts, merged)

@@ -200,7 +200,7 @@ class StateRequest(NamedTuple):
     part: int
 
 
-class StatePart(NamedTuple):
+class StateChunk(NamedTuple):
     """One part of a donor's inner optimizer state; the syncer forwards it to the receiver."""
 
     # The donor.
@@ -371,9 +371,9 @@ class Stop(NamedTuple):
     reason: str
 
 
-StateMessage = StateRequest | StatePart | StateRefused | StateDone
+StateMessage = StateRequest | StateChunk | StateRefused | StateDone
 LearnerMessage = Hello | StepReport | FragmentValue | AnchorValue | Score | StateMessage | Heartbeat | Leave
-StateAnswer = StatePull | StatePart | StateEnd | StateUnavailable
+StateAnswer = StatePull | StateChunk | StateEnd | StateUnavailable
 SyncerAnswer = Welcome | Refuse | Expel | Lease | GlobalFragment | Advance | Stop
 SyncerMessage = SyncerAnswer | PullRequest | AnchorRequest | Evaluate | StateAnswer
 Message = LearnerMessage | SyncerMessage | MetricsReport

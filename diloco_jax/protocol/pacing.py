@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from diloco_jax.protocol.turns import Groups, Periods, Schedule, fits, groups_of
+from diloco_jax.protocol.turns import Groups, Periods, Turns, fits, groups_of
 
 LEARNERS_MAX_LIMIT = 4096
 # Learners look so many global steps ahead after every step.
@@ -63,12 +63,12 @@ class ProtocolConfig:
     ema_decay: float = 0.9
     """Decay of the averages of step, quorum and sync time, in [0, 1). Low: 0, only the last sample counts. High:
     the averages follow late."""
-    lease_s: float = 15.0
+    silence_s: float = 15.0
     """A connected learner without a sign of life for so many seconds counts as lost. Heartbeats continue while a step
     compiles. Low: working islands count as lost. High: rounds wait longer for an island that hangs."""
     heartbeat_s: float = 2.0
-    """Seconds between two heartbeats of a learner, at most half of lease_s. Low: more messages. High: lease_s must be
-    longer."""
+    """Seconds between two heartbeats of a learner, at most half of silence_s. Low: more messages. High: silence_s must
+    be longer."""
     resend_s: float = 2.0
     """Seconds until a request without an answer (hello, pull) is repeated. Low: requests are repeated too early. High:
     a lost request waits longer."""
@@ -127,7 +127,7 @@ class ProtocolConfig:
             ("quorum", 1 <= self.quorum <= self.learners_max, f"1 to learners_max = {self.learners_max}"),
             ("grace_safety", 0 < self.grace_safety <= 1, "above 0 and at most 1"),
             ("ema_decay", 0 <= self.ema_decay < 1, "at least 0 and below 1"),
-            ("lease_s", self.lease_s >= 2 * self.heartbeat_s, f"at least 2 heartbeats, {2 * self.heartbeat_s}"),
+            ("silence_s", self.silence_s >= 2 * self.heartbeat_s, f"at least 2 heartbeats, {2 * self.heartbeat_s}"),
             ("anchor_history", 1 <= self.anchor_history <= 16, "1 to 16"),
             ("learners_max", 1 <= self.learners_max <= LEARNERS_MAX_LIMIT, f"1 to {LEARNERS_MAX_LIMIT}"),
             ("recovery_attempts", 1 <= self.recovery_attempts <= 100, "1 to 100"),
@@ -165,9 +165,9 @@ class ProtocolConfig:
         return groups_of(self.sync_every, self.sync_later)
 
     @property
-    def schedule(self) -> Schedule:
+    def turns(self) -> Turns:
         """Return the table of turns, if the fragments of each class are known."""
-        return Schedule(self.sync_every, self.num_fragments, self.sync_later, self.class_fragments)
+        return Turns(self.sync_every, self.num_fragments, self.sync_later, self.class_fragments)
 
     def with_fragments(self, counts: tuple[int, ...]) -> ProtocolConfig:
         """Return these settings for a model whose classes of tensors have `counts` fragments."""

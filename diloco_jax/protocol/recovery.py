@@ -6,7 +6,7 @@ The state of a peer travels through the syncer (paper, App. E.3):
     StateRequest(clock)  ----->  chooses a donor
                                  StatePull(clock)  --------->  waits until it has seen `clock` itself, then copies its
                                                                inner optimizer state between two steps
-    KeepPart  <----------------  forwards   <----------------  StatePart 0
+    KeepChunk  <----------------  forwards   <----------------  StateChunk 0
     StateRequest(1, 2, ...)      ...                           a window of parts is in transit at a time
     AdoptState; StateDone  --->  StateEnd  ----------------->  frees the copy
 
@@ -28,21 +28,21 @@ from diloco_jax.protocol.bounds import PARTS_MAX
 from diloco_jax.protocol.effects import (
     AdoptState,
     Drop,
-    DropParts,
+    DropChunks,
     Effects,
-    KeepPart,
+    KeepChunk,
     Note,
     Send,
     StageState,
     UnstageState,
 )
-from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, Member
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     SYNCER,
+    StateChunk,
     StateDone,
     StateEnd,
-    StatePart,
     StatePull,
     StateRefused,
     StateRequest,
@@ -52,7 +52,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 
 PARTS_IN_FLIGHT = 4
 # A receiver waits for this many times the longest wait so far before it repeats a request. A part that a narrow link
-# still carries is then not requested twice. The second number limits the wait, in multiples of lease_s.
+# still carries is then not requested twice. The second number limits the wait, in multiples of silence_s.
 PATIENCE = 2.0
 PATIENCE_LEASES = 4.0
 # Copies that a donor keeps at a time.
@@ -175,7 +175,7 @@ class Receiver:
 
     def _forget(self) -> None:
         if self._kept:
-            self._effects.append(DropParts())
+            self._effects.append(DropChunks())
         self.donor, self.donor_step = "", 0
         self._count, self._asked, self._kept, self.complete = 0, 0, set(), False
 
@@ -186,7 +186,7 @@ class Receiver:
     def _wait(self, now_s: float) -> None:
         self.resend_s = now_s + self._resend_wait_s
 
-    def on_part(self, message: StatePart, clock: int, now_s: float) -> None:
+    def on_part(self, message: StateChunk, clock: int, now_s: float) -> None:
         """Keep a part that arrived, and request the parts after it."""
         if self.over or self.complete or self._asked == 0 or message.receiver != self._who[0]:
             return
@@ -210,10 +210,10 @@ class Receiver:
             return
         self._kept.add(message.part)
         self._longest_s, self._heard_s = max(self._longest_s, now_s - self._heard_s), now_s
-        patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.lease_s)
+        patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.silence_s)
         self._resend_wait_s = max(self._config.resend_s, patience_s)
         self._wait(now_s)
-        self._effects.append(KeepPart(message.part, message.parts))
+        self._effects.append(KeepChunk(message.part, message.parts))
         while self._asked < min(self._count, len(self._kept) + PARTS_IN_FLIGHT):
             self._request(self._asked)
             self._asked += 1
@@ -236,7 +236,7 @@ class Receiver:
         if self._attempts >= self._config.recovery_attempts:
             self.give_up()
             return
-        self._resend_wait_s = min(self._config.resend_s * 2 ** (self._attempts - 1), self._config.lease_s)
+        self._resend_wait_s = min(self._config.resend_s * 2 ** (self._attempts - 1), self._config.silence_s)
         if at_once:
             self._ask_anybody(clock, now_s)
             return
@@ -252,7 +252,7 @@ class Receiver:
     def give_up(self) -> None:
         """Start without a state."""
         if self._kept:
-            self._effects.append(DropParts())
+            self._effects.append(DropChunks())
         self.stop()
 
     def stop(self) -> None:
@@ -286,7 +286,7 @@ class Receiver:
         if clock - self._clock > self._config.transfer_steps_max:
             self._abandon(clock, now_s)
             return
-        self._resend_wait_s = max(self._resend_wait_s, min(2 * self._resend_wait_s, self._config.lease_s))
+        self._resend_wait_s = max(self._resend_wait_s, min(2 * self._resend_wait_s, self._config.silence_s))
         self._repeat(now_s)
 
     def _repeat(self, now_s: float) -> None:
@@ -357,7 +357,7 @@ class Donor:
 
     def _part(self, receiver: str, local_step: int, index: int) -> None:
         # The driver fills in count, digest and size: only it has the bytes.
-        part = StatePart(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step])
+        part = StateChunk(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step])
         self._effects.append(Send(SYNCER, part))
 
     def on_end(self, receiver: str) -> None:
@@ -421,7 +421,7 @@ class Matchmaker:
             self._effects.append(note)
         self._send(donor.learner_id, StatePull(receiver, message.clock, 0, 0))
 
-    def _send(self, peer: str, message: StatePull | StateEnd | StatePart | StateUnavailable) -> None:
+    def _send(self, peer: str, message: StatePull | StateEnd | StateChunk | StateUnavailable) -> None:
         self._effects.append(Send(peer, message))
 
     def _unavailable(self, receiver: str, donor: str, reason: str) -> None:
@@ -444,18 +444,18 @@ class Matchmaker:
         trained = [m for m in self._membership.members.values() if m.local_step > 0 and m.learner_id != receiver]
         return any(m.state == JOINING or m.learner_id in awaited for m in trained)
 
-    def on_part(self, part: StatePart) -> None:
+    def on_part(self, part: StateChunk) -> None:
         """Forward a part to its receiver."""
         if not part.part < part.parts:
             self._drop(part, f"part {part.part} of {part.parts} of a state is impossible")
         elif self._donors.get(part.receiver) != (part.learner_id, part.incarnation):
             self._drop(part, f"a part of its state for {part.receiver[:64]!r}, who asked for none")
-        elif self._membership.members[part.receiver].state == GONE:
+        elif self._membership.members[part.receiver].state == DISCONNECTED:
             self._drop(part, f"a part of its state for {part.receiver}, who is away")
         else:
             self._send(part.receiver, part)
 
-    def _drop(self, part: StatePart, reason: str) -> None:
+    def _drop(self, part: StateChunk, reason: str) -> None:
         self._effects.append(Drop(part.learner_id, reason))
 
     def on_refused(self, message: StateRefused) -> None:

@@ -137,7 +137,7 @@ def fits(counts: Sequence[int], groups: Groups, at_most: int) -> bool:
     return sum(counts) <= at_most and all(phase.turns(counts) <= phase.cycle for phase in groups.phases)
 
 
-class Schedule:
+class Turns:
     """The table of turns; `class_fragments` has the number of each group, and is empty for a single group."""
 
     def __init__(

@@ -6,6 +6,7 @@ config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
 import copy
 import dataclasses
 import difflib
+import logging
 import os
 import re
 import reprlib
@@ -22,12 +23,16 @@ from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
 
+log = logging.getLogger(__name__)
+
 CONFIG_BYTES_MAX = 1 << 20
 # The first line of the config in a run's folder has these words and a release.
 WRITTEN_BY = "# diloco-jax"
 # The config in a run's folder lists all settings of its release. Configs of older releases lack the settings of this
 # table. With the values here, such a run decides as its release did.
 BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0}
+# Old names of settings, which this release still accepts.
+RENAMED: Mapping[str, str] = {"protocol.lease_s": "protocol.silence_s"}
 # Pydantic's words for the type of a value, and the words of this project.
 PLAINER = {
     "Input should be": "it must be",
@@ -54,7 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ValueError: the file is missing or not a YAML mapping, or a key or value is wrong; it names the remedy.
     """
-    values = read_values(Path(path))
+    values = with_new_names(read_values(Path(path)), str(path), warn=True)
     first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
     if first.startswith(WRITTEN_BY):
         values = _as_it_was(values)
@@ -68,6 +73,38 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"{error}. diloco-jax {wrote} wrote it, this is {RELEASE}: use {wrote} for this run"
         ) from error
     return parse(_overridden(values, overrides), "command line") if overrides else config
+
+
+def with_new_names(values: Mapping[str, Any], source: str, *, warn: bool = False) -> Mapping[str, Any]:
+    """Replace the old names of settings in `RENAMED` by the new ones.
+
+    Args:
+        source: origin of the values, for messages.
+        warn: whether to log a warning for each old name.
+
+    Raises:
+        ValueError: a section has both names of a setting.
+    """
+    for old, new in RENAMED.items():
+        section, _, old_key = old.partition(".")
+        new_key, here = new.rpartition(".")[2], values.get(section)
+        if not isinstance(here, Mapping) or old_key not in here:
+            continue
+        if new_key in here:
+            raise ValueError(f"{source}: {old} is the old name of {new}, and both are set; write {new} alone")
+        if warn:
+            log.warning(f"{source}: {old} is now {new}; the next release does not accept the old name")
+        values = {**values, section: {new_key if key == old_key else key: value for key, value in here.items()}}
+    return values
+
+
+def _with_old_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace new names of settings by the old ones in `RENAMED`, for readers of the release before."""
+    for old, new in RENAMED.items():
+        section, _, new_key = new.partition(".")
+        if new_key in (here := values.get(section, {})):
+            here[old.rpartition(".")[2]] = here.pop(new_key)
+    return values
 
 
 def _as_it_was(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +142,10 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
         given = [first] if equals else []
         while not equals and left and not left[0].startswith("--"):
             given.append(left.pop(0))
-        *sections, name = word.removeprefix("--").split(".")
+        dotted = word.removeprefix("--").replace("-", "_")
+        if dotted in RENAMED:
+            log.warning(f"--{dotted} is now --{RENAMED[dotted]}; the next release does not accept the old name")
+        *sections, name = RENAMED.get(dotted, word.removeprefix("--")).split(".")
         here, hint = result, RunConfig
         for part in sections:
             part, hint = _step(hint, part)
@@ -152,6 +192,7 @@ def _value(word: str, given: list[str], hint: Any) -> Any:
 
 def parse(values: Mapping[str, Any], source: str) -> RunConfig:
     """Check plain values and build the RunConfig; `source` names their origin in errors."""
+    values = with_new_names(values, source)
     unknown = _first_unknown_key(RunConfig, values, "")
     if unknown:
         raise ValueError(f"{source}: {unknown}")
@@ -192,9 +233,10 @@ def dump(config: RunConfig) -> str:
 def dump_chosen(config: RunConfig) -> str:
     """Return as YAML only the settings that differ from their defaults; `parse` turns them into an equal RunConfig.
 
-    A reader of another release then needs to know only the settings that were changed.
+    A reader of another release then needs to know only the settings that were changed. Renamed settings have their old
+    names, so that an island of the release before can read the text.
     """
-    chosen = _differences(as_plain(config), as_plain(RunConfig()))
+    chosen = _with_old_names(_differences(as_plain(config), as_plain(RunConfig())))
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 

@@ -6,13 +6,13 @@ A whole fragment carries its own digest. A step gives the right digest only when
 from hashlib import blake2b
 from typing import NamedTuple
 
-from diloco_jax.protocol.effects import Adopt, DropParts, Effect, KeepPart, StageState, UnstageState
-from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Message, StatePart, SyncerMessage
+from diloco_jax.protocol.effects import Adopt, DropChunks, Effect, KeepChunk, StageState, UnstageState
+from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Message, StateChunk, SyncerMessage
 from diloco_jax.sim.scenario import Scenario
 
 # A fragment's version, and the digest of its bytes.
 Value = tuple[int, int]
-HELD = frozenset((Adopt, StageState, UnstageState, KeepPart, DropParts))
+HELD = frozenset((Adopt, StageState, UnstageState, KeepChunk, DropChunks))
 
 
 def digest_of(*what: object) -> int:
@@ -46,7 +46,7 @@ class Holdings:
     def __init__(self, name: str, incarnation: int, scenario: Scenario, steps: Steps) -> None:
         self.anchors: dict[int, Value] = {}
         self.copies: set[int] = set()
-        self.kept: dict[int, StatePart] = {}
+        self.kept: dict[int, StateChunk] = {}
         self.heads: dict[int, Value] = {}
         self._name = name
         self._incarnation = incarnation
@@ -63,7 +63,7 @@ class Holdings:
         self.heads[fragment_id] = (message.version, message.digest)
         return True
 
-    def fill(self, message: AnchorValue | StatePart) -> Message | None:
+    def fill(self, message: AnchorValue | StateChunk) -> Message | None:
         """Complete a message of the machine with the bytes that only the driver has; None if there is no such part."""
         scenario = self._scenario
         if isinstance(message, AnchorValue):
@@ -86,8 +86,8 @@ class Holdings:
             self.copies.add(effect.local_step)
         elif isinstance(effect, UnstageState):
             self.copies.remove(effect.local_step)
-        elif isinstance(effect, KeepPart):
-            assert isinstance(message, StatePart), f"{effect} without a part that arrived"
+        elif isinstance(effect, KeepChunk):
+            assert isinstance(message, StateChunk), f"{effect} without a part that arrived"
             self.kept[effect.part] = message
-        elif isinstance(effect, DropParts):
+        elif isinstance(effect, DropChunks):
             self.kept = {}

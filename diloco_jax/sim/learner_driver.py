@@ -18,7 +18,7 @@ from diloco_jax.protocol.messages import (
     Message,
     PullRequest,
     Score,
-    StatePart,
+    StateChunk,
     SyncerMessage,
 )
 from diloco_jax.protocol.recovery import Saved
@@ -33,7 +33,7 @@ DIAL_S = 0.01
 SUPERVISOR_S = 1.0
 SAVED_KEPT = 2
 # The machine leaves it to the driver to fill in the payload of these.
-FILLED = frozenset((StatePart, AnchorValue))
+FILLED = frozenset((StateChunk, AnchorValue))
 # The simulator copies no arrays, so these need no action.
 IGNORED = frozenset((Stage, Unstage, Drop))
 

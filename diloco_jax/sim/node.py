@@ -142,7 +142,7 @@ class Node:
         pace: pace of its steps.
         step_samples: samples in an inner step.
         factor: how many times longer its steps take in the current slow phases.
-        poisoned: number of current phases in which its values are unusable.
+        poisoned: number of current phases that make its values unusable.
         incarnation: number of its newest process.
         process: the running process.
         gone: the learner left or was stopped, for good.
@@ -174,7 +174,7 @@ class Observer:
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
         """See that a learner has decoded a global fragment that its machine wants; ok: its digest is right."""
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         """See the end of a merge, before the syncer's machine gets it."""
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple
 
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
     Evidence,
     MeasuredValue,
@@ -86,8 +86,8 @@ class DrawnNorms:
     def measure(self, order: Merge, useless: Collection[str], now_s: float) -> list[MeasuredValue]:
         """Return the values of a round with their norms; the values of `useless` learners are not finite."""
         return [
-            MeasuredValue(part, math.nan if part.learner_id in useless else self._norm(part, order.global_step, now_s))
-            for part in order.parts
+            MeasuredValue(each, math.nan if each.learner_id in useless else self._norm(each, order.global_step, now_s))
+            for each in order.contributions
         ]
 
     def merge(self, order: Merge, useless: Collection[str], now_s: float) -> tuple[tuple[str, ...], Evidence]:
@@ -107,7 +107,7 @@ class DrawnNorms:
     def events_of(self, learner_id: str) -> tuple[NormEvent, ...]:
         return tuple(event for event in self.settings.events if event.learner_id == learner_id)
 
-    def _norm(self, part: Part, global_step: int, now_s: float) -> float:
+    def _norm(self, part: Contribution, global_step: int, now_s: float) -> float:
         events = self.events_of(part.learner_id) if now_s < self.settings.ends_s else ()
         if any(event.kind == "hostile" for event in events):
             return self._arbitrary(part, global_step)
@@ -119,7 +119,7 @@ class DrawnNorms:
         return norm if math.isfinite(norm) else math.nan
 
     def _move(self, learner_id: str, local_step: int, events: tuple[NormEvent, ...]) -> float:
-        """Return the norm by which one inner step moves the fragment."""
+        """Return the norm of the fragment's change in one inner step."""
         move = self.settings.rate * self._spread(learner_id, local_step)
         for event in events:
             if not event.covers(local_step):
@@ -137,7 +137,7 @@ class DrawnNorms:
             drawn.append(math.pow(SPREAD, random.uniform(-1.0, 1.0)))
         return drawn[local_step - 1]
 
-    def _arbitrary(self, part: Part, global_step: int) -> float:
+    def _arbitrary(self, part: Contribution, global_step: int) -> float:
         random = Random(f"norm of {part.learner_id} in {global_step} of {self._seed}")
         usual = self.settings.rate * part.steps
         if random.random() < 0.5:

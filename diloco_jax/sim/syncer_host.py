@@ -49,7 +49,7 @@ class SyncerHost:
         self.process.execute(self.process.inputs.on_begin(digests, 0.0))
 
     def new_syncer(self) -> Syncer:
-        """Build a machine equal to the one with which this run started."""
+        """Build a machine equal to the first one of this run."""
         scenario = self._world.scenario
         fragments = range(scenario.config.num_fragments)
         return self._make_syncer(
@@ -58,7 +58,7 @@ class SyncerHost:
             FINGERPRINT,
             dict.fromkeys(fragments, scenario.payload_bytes),
             budget=scenario.budget,
-            step_bytes={} if scenario.step_bytes is None else dict.fromkeys(fragments, scenario.step_bytes),
+            delta_bytes={} if scenario.delta_bytes is None else dict.fromkeys(fragments, scenario.delta_bytes),
             plan=scenario.plan,
         )
 

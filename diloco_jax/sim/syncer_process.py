@@ -1,6 +1,6 @@
 """The driver of the syncer's machine, for one process: the counterpart of runtime/syncer/run.py.
 
-Messages to a learner take the link on which it was last heard. A merge takes time and reports its end. Every input is
+Messages to a learner take the link of its newest message. A merge takes time and reports its end. Every input is
 on the tape before its effects are executed. Snapshots are captured at once and written in the background.
 """
 
@@ -37,9 +37,9 @@ class SyncerProcess:
         die: is called when the process ends in the middle of an input.
 
     Attributes:
-        heard: the link on which each learner was last heard.
-        steps: fragment -> the value from which there is an encoded step to its newest value.
-        dies_after: number of effects of the next input after which the process ends; None: it does not end.
+        heard: the link of each learner's newest message.
+        steps: fragment -> the base of the encoded delta to its newest value.
+        dies_after: number of effects of the next input until the process ends; None: it does not end.
     """
 
     def __init__(
@@ -134,23 +134,23 @@ class SyncerProcess:
         if not self.alive:
             return
         useless, fragment_id, now_s = self._world.useless, merge.fragment_id, self._engine.now_s
-        names = tuple([part.learner_id for part in merge.parts])
-        left_out: tuple[str, ...] = ()
+        names = tuple([each.learner_id for each in merge.contributions])
+        excluded: tuple[str, ...] = ()
         if useless:
-            left_out = tuple(name for name in names if (name, merge.global_step) in useless)
+            excluded = tuple(name for name in names if (name, merge.global_step) in useless)
         evidence: Evidence | None = None
         if self._world.norms is not None:
-            left_out, evidence = self._world.norms.merge(merge, left_out, now_s)
-        if len(left_out) < len(names):
+            excluded, evidence = self._world.norms.merge(merge, excluded, now_s)
+        if len(excluded) < len(names):
             before, epoch, version = self.values[fragment_id], self.machine.epoch, merge.global_step
-            digest = digest_of(before, epoch, fragment_id, version, names, left_out)
-            if self._world.scenario.step_bytes is not None:
+            digest = digest_of(before, epoch, fragment_id, version, names, excluded)
+            if self._world.scenario.delta_bytes is not None:
                 self.steps[fragment_id] = before
                 self._world.steps[epoch, fragment_id, version] = Step(before[1], digest)
             self.values[fragment_id] = (version, digest)
         for observer in self._observers:
-            observer.on_merged(merge.global_step, left_out, now_s)
-        outcome = (merge.global_step, self.values[fragment_id][1], left_out, now_s)
+            observer.on_merged(merge.global_step, excluded, now_s)
+        outcome = (merge.global_step, self.values[fragment_id][1], excluded, now_s)
         taped = self.inputs is self.taped
         self.execute(self.taped.on_merged(*outcome, evidence) if taped else self.machine.on_merged(*outcome))
 

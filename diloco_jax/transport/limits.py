@@ -48,8 +48,8 @@ def check_body(body: Any) -> None:
         for each in value if repeated else (value,):
             if wrong := check(each):
                 raise ValueError(f"{cls}.{name} {wrong}")
-    if cls == "StatePart" and not 0 <= body.part < body.parts <= PARTS_MAX:
-        raise ValueError(f"StatePart.part is {body.part} of {body.parts}, the limit is {PARTS_MAX} parts")
+    if cls == "StateChunk" and not 0 <= body.part < body.parts <= PARTS_MAX:
+        raise ValueError(f"StateChunk.part is {body.part} of {body.parts}, the limit is {PARTS_MAX} parts")
     if cls == "Hello" and len(body.versions) != len(body.digests):
         raise ValueError(f"Hello has {len(body.versions)} versions but {len(body.digests)} digests")
 

@@ -23,7 +23,7 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
     Message,
     MetricsReport,
-    StatePart,
+    StateChunk,
     SyncerMessage,
 )
 from diloco_jax.transport.commands import COMMANDS, REPLIES, Command, Reply
@@ -32,7 +32,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]
 
 # Messages that may have a payload, and all messages between the hosts of an island.
-BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StatePart, *COMMANDS, *REPLIES)
+BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StateChunk, *COMMANDS, *REPLIES)
 LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport)
 # A learner's hosts send these types, except for its leader.
 HOST_TYPES: tuple[type, ...] = (FragmentValue,)

@@ -249,7 +249,7 @@ class StubLearner:
         elif isinstance(message, m.AnchorValue):
             payload = codec.encode(self._values[message.fragment_id], "float32")
             message = message._replace(payload_bytes=len(payload))
-        elif isinstance(message, m.StatePart):
+        elif isinstance(message, m.StateChunk):
             return
         sent = [(message, payload)] if self._tamper is None else self._tamper(message, payload)
         # The checks on this side refuse some of the changed messages.

@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
         "num_fragments": 2,
         "snapshot_every": 10,
         "recover_from_peers": False,
-        "lease_s": 6.0,
+        "silence_s": 6.0,
         "heartbeat_s": 1.0,
         "resend_s": 1.0,
         "pull_timeout_s": 10.0,

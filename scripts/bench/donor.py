@@ -54,7 +54,7 @@ def main() -> None:
 def receive(pipe: Connection, cores: list[int]) -> None:
     """Run as syncer and receiver in one process, and request one part after another, forever."""
     os.sched_setaffinity(0, cores)
-    from diloco_jax.protocol.messages import StatePart, StatePull
+    from diloco_jax.protocol.messages import StateChunk, StatePull
     from diloco_jax.transport.endpoints.grpc_link import listen
     from diloco_jax.transport.link import TransportConfig
 
@@ -63,7 +63,7 @@ def receive(pipe: Connection, cores: list[int]) -> None:
     # The pipe becomes readable after any end of the donor's process.
     while not pipe.poll():
         delivery = listener.receive(1.0)
-        if delivery is None or not isinstance(delivery.message, StatePart):
+        if delivery is None or not isinstance(delivery.message, StateChunk):
             # A heartbeat means that the donor has a new state.
             if delivery is not None and delivery.message is not None:
                 for part in range(PARTS_IN_FLIGHT):
@@ -110,7 +110,7 @@ class Donor:
         threading.Thread(target=self._answer, daemon=True).start()
 
     def _answer(self) -> None:
-        from diloco_jax.protocol.messages import StatePart, StatePull
+        from diloco_jax.protocol.messages import StateChunk, StatePull
 
         while True:
             delivery = self._link.receive(1.0)
@@ -119,7 +119,7 @@ class Donor:
             if not delivery.message.donor_step:
                 self.wanted.set()
             elif self._staged:
-                part = StatePart(DONOR, 1, RECEIVER, 1, delivery.message.part, 0, 0, 0)
+                part = StateChunk(DONOR, 1, RECEIVER, 1, delivery.message.part, 0, 0, 0)
                 self.sent_bytes += min(1 << 20, self._layout.bytes.num_bytes - (part.part << 20))
                 self._sender.part(self._link, part, self._staged[0])
 

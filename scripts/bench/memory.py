@@ -223,7 +223,7 @@ class Bench:
                 "args": {"tensors": count, "rows": rows, "columns": COLUMNS},
             },
             "protocol": {"sync_every": count, "num_fragments": count, "overlap_steps": 2, "quorum": 1}
-            | {"snapshot_every": 2 * count, "recover_from_peers": False, "lease_s": 120.0, "pull_timeout_s": 120.0},
+            | {"snapshot_every": 2 * count, "recover_from_peers": False, "silence_s": 120.0, "pull_timeout_s": 120.0},
             "syncer": {"shards": arguments.shards},
             "outer": {"learning_rate": 0.7, "momentum": 0.9},
             "trackers": [],

@@ -32,14 +32,14 @@ from _control import Loop, cpu_of, measure_loop
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, PullRequest
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.model_share import make_setup, make_shares
-from diloco_jax.runtime.syncer.parts import Results
+from diloco_jax.runtime.syncer.context import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig, SyncerConfig
@@ -242,9 +242,9 @@ def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener
     for name in names:
         listener.send(name, PullRequest(step, fragment_id, step))
     values = receive(listener, FragmentValue, len(names))
-    parts = tuple(Part(name, step, 1, 1, base, 1) for name in sorted(names))
+    parts = tuple(Contribution(name, step, 1, 1, base, 1) for name in sorted(names))
     merged = model.merge(Merge(step, fragment_id, parts), values)
-    assert merged.state is not None, merged.left_out
+    assert merged.state is not None, merged.excluded
     model.publish(merged)
     message = GlobalFragment(step, fragment_id, step, 1, merged.state.digest, 0, base)
     for name in names:

@@ -125,6 +125,6 @@ def test_the_kill_of_one_of_three_beside_torchft_runs() -> None:
     assert len(results_of("vs_torchft", ["--repeats", "1"], 880)) > 4
 
 
-def test_no_bench_is_left_out() -> None:
+def test_no_bench_is_excluded() -> None:
     programs = {path.name for path in BENCHES.iterdir() if path.is_file() and not path.suffix}
     assert programs == {bench.program for bench in QUICK + SLOW} | {"wan", "vs_torchft"}

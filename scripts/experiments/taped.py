@@ -151,8 +151,8 @@ class Training(Replay):
 
     def count(self, event: MergedRound) -> None:
         """Count the values of a round."""
-        self.parts += len(event.order.parts)
-        self.up_bytes += len(event.order.parts) * self._sizes["up"][event.order.fragment_id]
+        self.parts += len(event.order.contributions)
+        self.up_bytes += len(event.order.contributions) * self._sizes["up"][event.order.fragment_id]
 
 
 def main() -> None:

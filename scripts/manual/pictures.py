@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from diloco_jax.core.codec import encoded_size
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
-from diloco_jax.protocol.turns import Schedule
+from diloco_jax.protocol.turns import Turns
 
 # The picture has its own background, because the page may be dark while the system is light.
 STYLE = """
@@ -47,7 +47,7 @@ def turns() -> str:
     body, cell, steps = [words(16, 26, "fragment that is due at each global step, H = 6")], 34, 18
     rows = ((1, "P = 1: DiLoCo"), (3, "P = 3: Streaming DiLoCo"), (6, "P = H = 6: one in every step"))
     for row, (fragments, about) in enumerate(rows):
-        table, y = Schedule(6, fragments), 44 + row * 58
+        table, y = Turns(6, fragments), 44 + row * 58
         body.append(words(16, y + 21, about))
         for step in range(steps):
             due, x = table.due(step), 210 + step * cell

@@ -36,5 +36,5 @@ def test_every_setting_has_its_row_once() -> None:
 
 def test_a_row_is_readable() -> None:
     assert cell("a | b\n  <c> *d*. Low: e. High: f.") == r"a \| b &lt;c> \*d\*. <br>**Low:** e. <br>**High:** f."
-    assert kind_of("lease_s", {"type": "number"}) == "seconds"
+    assert kind_of("silence_s", {"type": "number"}) == "seconds"
     assert kind_of("devices", {"anyOf": [{"type": "integer"}, {"const": "auto"}]}) == "whole number or `auto`"

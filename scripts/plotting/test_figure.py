@@ -20,7 +20,7 @@ def test_a_figure_names_its_curves_and_axes() -> None:
     assert {"Title", "one", "two", "chips", "goodput", "1k", "2k", "1M", "0%", "100%"} <= set(found)
 
 
-def test_ticks_that_would_touch_are_left_out() -> None:
+def test_ticks_that_would_touch_are_excluded() -> None:
     found = texts(line_figure("", LINES, "", "", settings=True))
     assert "1k" in found and "1.01k" not in found
 

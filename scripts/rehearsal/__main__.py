@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began_s, run_dir = time.monotonic(), root / "run"
         with closing(Cluster(config, root, say, stop, found | kept)) as cluster:
             calamity = Calamity(config, run_dir, cluster, renewer)
-            steps, lease_s = config.planned_steps, config.protocol.lease_s
-            driver = Driver(schedule, config.islands.names, steps, lease_s, run_dir, cluster, calamity, say)
+            steps, silence_s = config.planned_steps, config.protocol.silence_s
+            driver = Driver(schedule, config.islands.names, steps, silence_s, run_dir, cluster, calamity, say)
             result = run_under(driver, cluster, config, run_dir, say, stop)
     result |= {"minutes": round((time.monotonic() - began_s) / 60, 1), "seed": options.seed, "folder": str(root)}
     summary = root / "run" / SUMMARY_FILE

@@ -63,7 +63,7 @@ def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) 
     for index in range(faults):
         kind = next(deal)
         target = SYNCER if kind in AT_SYNCER else next(islands)
-        details = draw_details(random, kind, config.protocol.lease_s)
+        details = draw_details(random, kind, config.protocol.silence_s)
         details |= {"duration_s": lasts[kind]} if kind in lasts else {}
         at_step = int(FIRST * steps + (index + random.random()) * width)
         schedule.append(ChaosFault(number=index + 1, kind=kind, target=target, at_step=at_step, **details))

@@ -31,7 +31,7 @@ class ScheduleDriver(Observer):
         self._run = run
         self._cluster = run.cluster
         self._waiting = [(fault, fault.scheduled()) for fault in schedule]
-        self._ledger = Ledger(run.settings.protocol.lease_s)
+        self._ledger = Ledger(run.settings.protocol.silence_s)
         run.cluster.engine.at(LOOK_S, self._look)
 
     @property

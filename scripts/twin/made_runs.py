@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The folder of `_paced_model`, the model whose steps sleep.
 BENCH = ROOT / "scripts" / "bench"
 MODEL = {"vocab_size": 256, "dim": 64, "mlp_dim": 256}
-LEASE_S = 3.0
+SILENCE_S = 3.0
 # A restart has to cost more than the differences that the comparison looks for.
 RESTART_S = 10.0
 # Kills in a run of the calibration.
@@ -92,7 +92,7 @@ def config_of(job: Job, corpus: Path) -> dict[str, Any]:
         "optimizer": {"name": "adamw", "learning_rate": 0.001, "warmup_steps": 10},
         "data": {"path": str(corpus)},
         "protocol": {"sync_every": 8, "num_fragments": 4, "overlap_steps": 2, "snapshot_every": 50}
-        | {"lease_s": LEASE_S, "heartbeat_s": 0.5, "resend_s": 0.5, "pull_timeout_s": 2, "release_s": 20},
+        | {"silence_s": SILENCE_S, "heartbeat_s": 0.5, "resend_s": 0.5, "pull_timeout_s": 2, "release_s": 20},
         "transport": {"connect_timeout_s": 5, "keepalive_s": 2, "keepalive_timeout_s": 2},
         "trackers": [],
     }

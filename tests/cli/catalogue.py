@@ -91,7 +91,7 @@ FOUND_BY_DOCTOR = (
         {"model": {"module": DECODER, "args": {}, "weights": "none"}},
         "none/config.json",
         "cannot be read",
-        "name the folder of a pub",
+        "name the whole folder of a public model",
     ),
 )
 
@@ -341,8 +341,8 @@ COMMAND_LINES = (
     Wrong("profile damaged --island island-0", "'island-0'", "there are: none yet", "name one, and the run's folder"),
     Wrong("profile damaged --island island-0 --steps 0", "--steps is 0", "1 to 1000", "use"),
     Wrong("audit none", "none", "is not the folder of a run: it has no config.yaml", "give one, such as runs/NAME"),
-    Wrong("audit damaged", "damaged/tape.jsonl", "holds no step of any learner", "give the folder of another run"),
-    Wrong("audit cut", "cut/tape.jsonl: tape line 1", "less than 5 fields", '["Hello"]'),
+    Wrong("audit damaged", "damaged/tape.jsonl", "has no step of any learner", "give the folder of another run"),
+    Wrong("audit cut", "cut/tape.jsonl: tape line 1", "fewer than 5 fields", '["Hello"]'),
     Wrong(
         "audit changed",
         "changed/tape.jsonl: between its lines 0 and 1",
@@ -353,7 +353,7 @@ COMMAND_LINES = (
     Wrong("replay none", "none", "is not the folder of a run: it has no config.yaml", "give one, such as runs/NAME"),
     Wrong("report none", "none/metrics.jsonl", "does not exist", "give the folder of a run"),
     Wrong("report damaged", "damaged/metrics.jsonl", "no step of any learner yet", "wait until the run has begun"),
-    Wrong("report damaged --perfetto", "damaged/tape.jsonl", "holds no step of any learner", "of another run"),
+    Wrong("report damaged --perfetto", "damaged/tape.jsonl", "has no step of any learner", "of another run"),
     Wrong("view none", "none is not the folder", "of a run: it has no config.yaml", "give one, such as runs/NAME"),
     Wrong("view damaged --listen 0.0.0.0:0", "0.0.0.0:0", "is not loopback", "or --allow-plaintext"),
     Wrong("view damaged --listen nonsense", "--listen is 'nonsense'", "a port up to 65535", "write host:port"),
@@ -369,7 +369,7 @@ COMMAND_LINES = (
     Wrong("export none --out new", "none is not the folder", "of a run: it has no config.yaml", "give one, such as"),
     Wrong("export damaged --out file", "file exists", "is not an empty folder", "choose another --out"),
     Wrong("export damaged --out new --format npy", "'npy'", "choose from 'hf', 'orbax', 'npz'", "did you mean npz?"),
-    Wrong("import empty", "empty/config.json", "cannot be read: No such file", "name the folder of a public model"),
+    Wrong("import empty", "empty/config.json", "cannot be read: No such file", "name the whole folder of a public"),
     Wrong("import public", "lacks 'num_attention_heads'", "config.json of llama", "copy it again"),
     Wrong("tokenize none --tokenizer bytes --out new", "'none'", "no text file with content", "correct the path, or"),
     Wrong("tokenize file --tokenizer bites --out new", "'bites'", "no tokenizer.json", "train:SIZE, or bytes"),

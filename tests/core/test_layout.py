@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from diloco_jax.core import parts as parts_module
+from diloco_jax.core import host_bytes as parts_module
 from diloco_jax.core.codec import Format, encode, encoded_size
+from diloco_jax.core.host_bytes import (
+    RUNS_MAX,
+    Runs,
+    concat,
+    cut_host_bytes,
+    join_host_bytes,
+    pack_host_bytes,
+    runs_of_box,
+)
 from diloco_jax.core.layout import LEAF, Leaf, Piece, combined, make_layout, value_digest
-from diloco_jax.core.parts import RUNS_MAX, Runs, concat, cut_part, join_parts, pack_part, runs_of_box
 from tests.core.merging import FORMATS, SHAPES, layout_of, random_values
 
 
@@ -102,7 +110,7 @@ def places(runs: Runs) -> list[int]:
 
 
 def part_of(runs: Runs, whole: bytes) -> bytes:
-    return b"".join(pack_part(runs, [bytes(whole[place] for place in places(runs))]))
+    return b"".join(pack_host_bytes(runs, [bytes(whole[place] for place in places(runs))]))
 
 
 def entries(*rows: tuple[int, int, int, int], data: bytes = b"") -> bytes:
@@ -158,7 +166,7 @@ def test_box_has_the_bytes_that_indexing_has(shape: list[int], item: int, offset
 def test_parts_join_to_the_payload_in_any_order(boxes: list[Box], data: st.DataObject) -> None:
     runs, whole = dealt(boxes)
     found = data.draw(st.permutations([part_of(each, whole) for each in runs]))
-    assert join_parts(found, len(whole)) == whole
+    assert join_host_bytes(found, len(whole)) == whole
 
 
 @given(dealt_boxes(), st.lists(st.integers(0, 400), max_size=6), st.integers(1, 3))
@@ -168,8 +176,8 @@ def test_cut_parts_join_to_the_ranges(boxes: list[Box], edges: list[int], shards
     ranges = list(itertools.pairwise(inner))
     for shard in range(shards):
         own = ranges[shard::shards]
-        cut = [cut_part([part_of(each, whole)[:11], part_of(each, whole)[11:]], own) for each in runs]
-        assert join_parts(cut, LIMIT) == b"".join(whole[start:stop] for start, stop in own)
+        cut = [cut_host_bytes([part_of(each, whole)[:11], part_of(each, whole)[11:]], own) for each in runs]
+        assert join_host_bytes(cut, LIMIT) == b"".join(whole[start:stop] for start, stop in own)
 
 
 @given(dealt_boxes(), st.integers(0, 2), st.integers(-1, 1), st.data())
@@ -188,7 +196,7 @@ def test_changed_head_is_refused_or_joins_to_other_places(
     ]
     covered = sorted(place for table in tables for place in places(Runs(table)))
     try:
-        joined = join_parts(found, len(whole))
+        joined = join_host_bytes(found, len(whole))
     except ValueError:
         assert [table.tolist() for table in tables] != [each.table.tolist() for each in runs]
         return
@@ -207,19 +215,19 @@ def test_rows_of_a_table_are_one_entry() -> None:
 
 def test_data_is_not_copied() -> None:
     data = np.arange(64, dtype=np.uint8)
-    part = pack_part(runs_of_box(0, (2, 64), (slice(0, 1), slice(None)), 1), [data.data])
-    cut = cut_part(part, [(8, 16), (32, 40)])
+    part = pack_host_bytes(runs_of_box(0, (2, 64), (slice(0, 1), slice(None)), 1), [data.data])
+    cut = cut_host_bytes(part, [(8, 16), (32, 40)])
     data[10], data[33] = 200, 201
     assert bytes(cut[1])[2] == 200 and bytes(cut[2])[1] == 201
 
 
 def test_empty_part_makes_the_whole_empty_and_a_host_without_bytes_does_not() -> None:
     whole, nothing = part_of(runs_of_box(0, (3,), (slice(None),), 1), b"abc"), entries()
-    assert join_parts([whole, nothing], 3) == b"abc"
-    assert join_parts([whole, b""], 3) == join_parts([[], whole], 3) == b""
-    assert cut_part(b"", [(0, 3)]) == []
-    assert b"".join(cut_part(nothing, [(0, 3)])) == nothing
-    assert join_parts([nothing, nothing], 3) == b""
+    assert join_host_bytes([whole, nothing], 3) == b"abc"
+    assert join_host_bytes([whole, b""], 3) == join_host_bytes([[], whole], 3) == b""
+    assert cut_host_bytes(b"", [(0, 3)]) == []
+    assert b"".join(cut_host_bytes(nothing, [(0, 3)])) == nothing
+    assert join_host_bytes([nothing, nothing], 3) == b""
 
 
 BIG = 1 << 62
@@ -248,16 +256,16 @@ WRONG = {
 def test_nonsense_is_refused(name: str) -> None:
     part, words = WRONG[name]
     with pytest.raises(ValueError, match=words):
-        join_parts([part], 100)
+        join_host_bytes([part], 100)
 
 
 def test_more_than_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     part = entries((0, 60, 60, 1), data=bytes(60))
     with pytest.raises(ValueError, match="have 120 bytes in 2 entries, the limits are 100"):
-        join_parts([part, part], 100)
+        join_host_bytes([part, part], 100)
     monkeypatch.setattr(parts_module, "JOINED_RUNS_MAX", 1)
     with pytest.raises(ValueError, match="in 2 entries"):
-        join_parts([part, part], 200)
+        join_host_bytes([part, part], 200)
 
 
 def test_own_mistakes_are_named() -> None:
@@ -267,4 +275,4 @@ def test_own_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="is not within an array of shape"):
         runs_of_box(0, (3,), (slice(0, 4),), 1)
     with pytest.raises(ValueError, match="have 2 bytes, but its runs 3"):
-        pack_part(runs_of_box(0, (3,), (slice(0, 3),), 1), [b"ab"])
+        pack_host_bytes(runs_of_box(0, (3,), (slice(0, 3),), 1), [b"ab"])

@@ -261,7 +261,7 @@ def test_scores_that_hang_are_left_behind() -> None:
     scorer = Scorer(EvaluationConfig(module=f"{HERE}:Scores", args={"result": "hang"}, timeout_s=0.01))
     assert scorer.scores(nnx.Module, 1) == scorer.scores(nnx.Module, 2) == {}
     (alarm,) = scorer.alarms
-    assert "took more than evaluation.timeout_s = 0.01 s; the run goes on without" in alarm
+    assert "took more than evaluation.timeout_s = 0.01 s; the run continues without" in alarm
 
 
 def test_scores_are_numbers_or_null() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from diloco_jax.core.parts import concat, pack_part, runs_of_box
+from diloco_jax.core.host_bytes import concat, pack_host_bytes, runs_of_box
 
 PAYLOAD_BYTES_MAX = 1000
 
@@ -75,5 +75,5 @@ def parts_of(whole: bytes, hosts: int = 3) -> list[bytes]:
         rest = whole[rows * 30 :] if host == hosts - 1 else b""
         tail = runs_of_box(rows * 30, (len(rest),), (slice(None),), 1)
         runs = concat(runs_of_box(0, (rows, 30), box, 1), tail)
-        found.append(b"".join(pack_part(runs, [grid[box].tobytes(), rest])))
+        found.append(b"".join(pack_host_bytes(runs, [grid[box].tobytes(), rest])))
     return found

@@ -27,7 +27,7 @@ CONFIG = ProtocolConfig(
     sync_every=6,
     num_fragments=FRAGMENTS,
     overlap_steps=2,
-    lease_s=8.0,
+    silence_s=8.0,
     heartbeat_s=2.0,
     snapshot_every=5,
     learners_max=8,
@@ -162,7 +162,7 @@ class Honest:
             versions = tuple(held.version for held in report.adopted)
             return m.Score(name, incarnation, asked.number, 0, versions, 2.0, 3.0, 64, (), 0.5, "")
         if isinstance(asked, m.StatePull):
-            return m.StatePart(name, incarnation, asked.receiver, step, asked.part, 6, 9, 8)
+            return m.StateChunk(name, incarnation, asked.receiver, step, asked.part, 6, 9, 8)
         return m.StateRequest(name, incarnation, report.global_step, "", 0, 0)
 
 
@@ -220,8 +220,8 @@ def syncer_event(
     if event < 200:
         return syncer.on_tick(now_s)
     if event < 230 and merges:
-        left_out = tuple(part.learner_id for part in merges[0].parts[: max(0, source.byte() - 200) % 3])
-        return syncer.on_merged(merges.pop(0).global_step, source.number(), left_out, now_s)
+        excluded = tuple(each.learner_id for each in merges[0].contributions[: max(0, source.byte() - 200) % 3])
+        return syncer.on_merged(merges.pop(0).global_step, source.number(), excluded, now_s)
     if event < 240:
         return syncer.on_disconnect(source.name(), 1 + (source.byte() >= 220), "lost", now_s)
     if event < 250:
@@ -278,7 +278,7 @@ def learner_event(
         said = message_of(SYNCER_TYPES[event % len(SYNCER_TYPES)], source)
     elif event < 180 and wanted:
         ask = wanted.pop(0)
-        said = changed(m.StatePart(ask.donor or "b", 1, "a", ask.donor_step or 9, ask.part, 6, 9, 8), source)
+        said = changed(m.StateChunk(ask.donor or "b", 1, "a", ask.donor_step or 9, ask.part, 6, 9, 8), source)
     if said is not None:
         heard = through_the_wire(said)
         return machine.on_message(typing.cast(m.SyncerMessage, heard), now_s) if heard is not None else []
@@ -296,18 +296,18 @@ def learner_event(
 
 EXAMPLES: tuple[m.Message, ...] = tuple(
     message._replace(learner_id="a", incarnation=1)
-    if hasattr(message, "learner_id") and not isinstance(message, m.StatePart)
+    if hasattr(message, "learner_id") and not isinstance(message, m.StateChunk)
     else message
     for message in (
         m.Heartbeat("a", 1),
         greeting("a"),
-        m.StatePart("a", 1, "b", 3, 0, 2, 99, 10),
+        m.StateChunk("a", 1, "b", 3, 0, 2, 99, 10),
         m.StepReport("a", 1, 1, 64, 0, (m.Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 4, 256),
         *(
             message_of(kind, Source(bytes([step]) * 40))
             for kind in (*LEARNER_TYPES, *SYNCER_TYPES)
             for step in (0, 1, 3)
-            if kind not in (m.Hello, m.StatePart)
+            if kind not in (m.Hello, m.StateChunk)
         ),
     )
 )

@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
-from diloco_jax.core.parts import cut_part, join_parts
+from diloco_jax.core.host_bytes import cut_host_bytes, join_host_bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -293,14 +293,14 @@ def run_parts(data: bytes) -> None:
     """Parts of a payload: each byte of the data once in the whole, or refused; a part that is cut stays within it."""
     parts = list(unframed(data))
     with contextlib.suppress(ValueError):
-        whole = join_parts(parts, PAYLOAD_BYTES_MAX)
+        whole = join_host_bytes(parts, PAYLOAD_BYTES_MAX)
         heads = [8 + 32 * int.from_bytes(part[:8], "little") for part in parts]
         data_bytes = b"".join(part[head:] for part, head in zip(parts, heads, strict=True))
         assert all(parts) or not whole
         assert not all(parts) or sorted(whole) == sorted(data_bytes)
     for part in parts:
         with contextlib.suppress(ValueError):
-            cut = cut_part(part, [(0, 10), (20, 50)])
+            cut = cut_host_bytes(part, [(0, 10), (20, 50)])
             assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
 
 

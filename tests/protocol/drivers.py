@@ -13,9 +13,9 @@ from diloco_jax.protocol.effects import (
     Adopt,
     AdoptState,
     Discard,
-    DropParts,
+    DropChunks,
     Effect,
-    KeepPart,
+    KeepChunk,
     Merge,
     Restore,
     SaveState,
@@ -29,7 +29,7 @@ from diloco_jax.protocol.messages import (
     AnchorValue,
     GlobalFragment,
     Message,
-    StatePart,
+    StateChunk,
     StatePull,
     SyncerMessage,
 )
@@ -79,8 +79,8 @@ class SyncerDriver:
     def execute(self, effect: Effect, handled: Message | None) -> None:
         """Do what the machine asks for; `handled` is the message that it was given."""
         if isinstance(effect, Merge):
-            assert all(part.steps >= 1 and part.tokens >= 1 for part in effect.parts), effect
-            self._free(effect.global_step, {part.learner_id for part in effect.parts})
+            assert all(each.steps >= 1 and each.tokens >= 1 for each in effect.contributions), effect
+            self._free(effect.global_step, {each.learner_id for each in effect.contributions})
             self.orders[effect.global_step] = effect
         elif isinstance(effect, Discard):
             self._free(effect.global_step, set())
@@ -92,13 +92,13 @@ class SyncerDriver:
     def merge(self, global_step: int, epoch: int, poisoned: set[str]) -> tuple[int, tuple[str, ...]]:
         """Finish a merge; returns the digest of the fragment's value and who was left out."""
         order = self.orders.pop(global_step)
-        names = [part.learner_id for part in order.parts]
-        left_out = tuple(name for name in names if name in poisoned)
-        if len(left_out) < len(names):
+        names = [each.learner_id for each in order.contributions]
+        excluded = tuple(name for name in names if name in poisoned)
+        if len(excluded) < len(names):
             before, made = self.values[order.fragment_id], value_of(order.fragment_id, global_step, epoch)
             self.values[order.fragment_id] = made
             self.bases[order.fragment_id, made] = before
-        return self.values[order.fragment_id].digest, left_out
+        return self.values[order.fragment_id].digest, excluded
 
     def check_sent(self, message: Message, handled: Message | None) -> None:
         """A payload that is sent must be there."""
@@ -107,7 +107,7 @@ class SyncerDriver:
             assert held == (message.version, message.digest), f"{message} is to be sent, but the value here is {held}"
             if message.base != NO_VERSION:
                 assert self.bases[message.fragment_id, held].version == message.base, f"no such step: {message}"
-        elif isinstance(message, StatePart):
+        elif isinstance(message, StateChunk):
             assert message is handled, "a part can be passed on only when it comes"
 
     def save(self, global_step: int, machine: Syncer, tape_lines: int) -> None:
@@ -167,12 +167,12 @@ class LearnerDriver:
             assert len(self.states) <= STATES_MAX, f"{self.name} keeps {self.states}"
         elif isinstance(effect, UnstageState):
             self.states.remove(effect.local_step)
-        elif isinstance(effect, KeepPart):
-            assert isinstance(handled, StatePart), f"{effect} in answer to {handled}"
+        elif isinstance(effect, KeepChunk):
+            assert isinstance(handled, StateChunk), f"{effect} in answer to {handled}"
             part = (handled.learner_id, handled.local_step, effect.part)
             assert part not in self._parts and effect.part == handled.part, f"{self.name} keeps {part} twice"
             self._parts.add(part)
-        elif isinstance(effect, DropParts):
+        elif isinstance(effect, DropChunks):
             self._parts.clear()
         elif isinstance(effect, AdoptState):
             self._adopt_state(effect)
@@ -215,7 +215,7 @@ class LearnerDriver:
 
     def fill(self, message: Message) -> Message | None:
         """The message as it is sent, with what only the driver knows; None if there is nothing to send."""
-        if isinstance(message, StatePart):
+        if isinstance(message, StateChunk):
             assert message.local_step in self.states, f"{self.name} gives a state of step {message.local_step}"
             if message.part >= self._num_parts:
                 return None

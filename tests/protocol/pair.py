@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "sync_every": 2,
     "num_fragments": 2,
     "heartbeat_s": 5.0,
-    "lease_s": 20.0,
+    "silence_s": 20.0,
     "resend_s": 10.0,
     "recover_from_peers": False,
 }
@@ -280,7 +280,7 @@ class Pair:
 
     def contributors(self) -> list[tuple[str, ...]]:
         """Name those that were merged, round by round."""
-        return [tuple(part.learner_id for part in merge.parts) for merge in self.merges()]
+        return [tuple(each.learner_id for each in merge.contributions) for merge in self.merges()]
 
     def check_replay(self) -> None:
         """A fresh syncer that is fed the tape asks for the same, input by input."""
@@ -294,8 +294,8 @@ class Pair:
                 assert anchor.version != newest.version or anchor == newest, f"{name}: {anchor}, newest is {newest}"
 
     def _new_syncer(self) -> Syncer:
-        step_bytes = dict.fromkeys(range(self.config.num_fragments) if self._steps else (), STEP_BYTES)
-        return Syncer(self.config, self._total_steps, self._fingerprint, step_bytes=step_bytes)
+        delta_bytes = dict.fromkeys(range(self.config.num_fragments) if self._steps else (), STEP_BYTES)
+        return Syncer(self.config, self._total_steps, self._fingerprint, delta_bytes=delta_bytes)
 
     def _link(self, name: str) -> None:
         assert name not in self.linked, f"{name} is connected"
@@ -359,8 +359,8 @@ class Pair:
             self.driver.save(effect.global_step, self.syncer, len(self.tape))
 
     def _merge(self, global_step: int) -> None:
-        digest, left_out = self.driver.merge(global_step, self.syncer.epoch, self.poisoned)
-        self._run_syncer(self._taped.on_merged(global_step, digest, left_out, self.now_s))
+        digest, excluded = self.driver.merge(global_step, self.syncer.epoch, self.poisoned)
+        self._run_syncer(self._taped.on_merged(global_step, digest, excluded, self.now_s))
 
     def _send(self, sender: str, receiver: str, message: Message) -> None:
         name = receiver if sender == SYNCER else sender

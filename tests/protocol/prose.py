@@ -21,8 +21,8 @@ _WORDS: dict[type, str] = {  # of whatever always reads the same
     m.Stop: "Stop at global step {0.global_step}, {0.reason}",
     m.AnchorRequest: "AnchorRequest {0.fragment_id}, version {0.version}",
     m.AnchorValue: "AnchorValue {0.fragment_id}, version {0.version}",
-    m.StatePart: (
-        "StatePart for {0.receiver}, part {0.part} of {0.parts} of the state of {0.learner_id} as after step "
+    m.StateChunk: (
+        "StateChunk for {0.receiver}, part {0.part} of {0.parts} of the state of {0.learner_id} as after step "
         "{0.local_step}"
     ),
     m.StateRefused: "StateRefused for {0.receiver}, {0.reason}",
@@ -32,8 +32,8 @@ _WORDS: dict[type, str] = {  # of whatever always reads the same
     e.Adopt: "adopts fragment {0.fragment_id}, version {0.version}",
     e.StageState: "copies its state as after step {0.local_step}",
     e.UnstageState: "frees the copy of its state as after step {0.local_step}",
-    e.KeepPart: "keeps part {0.part} of {0.parts}",
-    e.DropParts: "drops the parts that it kept",
+    e.KeepChunk: "keeps part {0.part} of {0.parts}",
+    e.DropChunks: "drops the parts that it kept",
     e.SaveState: "saves its state of global step {0.global_step}",
     e.Restore: "has version {0.version} of fragment {0.fragment_id} again",
     e.SaveSnapshot: "takes a snapshot of global step {0.global_step}",

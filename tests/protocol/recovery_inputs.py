@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Effects
-from diloco_jax.protocol.messages import StatePart
+from diloco_jax.protocol.messages import StateChunk
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Receiver
 
@@ -17,7 +17,7 @@ def config(**settings: Any) -> ProtocolConfig:
             "sync_every": H,
             "num_fragments": 4,
             "resend_s": 2.0,
-            "lease_s": 20.0,
+            "silence_s": 20.0,
             "recovery_attempts": 4,
             "recovery_turns": 1,
         }
@@ -49,11 +49,11 @@ def receiver(**settings: Any) -> Alone:
     return Alone(Receiver, "r", 3, config(**settings))
 
 
-def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **changed: Any) -> StatePart:
-    return StatePart(donor, 1, "r", step, number, parts, 99, 1000, clock=1 << 20)._replace(**changed)
+def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **changed: Any) -> StateChunk:
+    return StateChunk(donor, 1, "r", step, number, parts, 99, 1000, clock=1 << 20)._replace(**changed)
 
 
-def begun(*parts: StatePart, **settings: Any) -> Alone:
+def begun(*parts: StateChunk, **settings: Any) -> Alone:
     """One that has asked at global step 10, and got these parts at once."""
     it = receiver(**settings)
     it.begin(10, 0.0)

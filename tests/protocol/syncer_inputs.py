@@ -27,7 +27,7 @@ def new(total_steps: int = 100, sizes: Sequence[dict[int, int]] = (), **settings
     `sizes` are those of whole values, and of steps.
     """
     small: dict[str, Any] = {"sync_every": 4, "num_fragments": 4, "grace_steps_max": 0.0}
-    small |= {"lease_s": 8.0, "resend_s": 3.0, "lease_ahead_steps": LEASED}
+    small |= {"silence_s": 8.0, "resend_s": 3.0, "lease_ahead_steps": LEASED}
     return Syncer(ProtocolConfig(**small | settings), total_steps, FINGERPRINT, *sizes)
 
 
@@ -42,10 +42,10 @@ def digest(fragment_id: int, version: int) -> int:
     return 1000 * version + fragment_id if version else 0
 
 
-def merged(syncer: Syncer, global_step: int, now_s: float, left_out: tuple[str, ...] = ()) -> list[Effect]:
+def merged(syncer: Syncer, global_step: int, now_s: float, excluded: tuple[str, ...] = ()) -> list[Effect]:
     """The merge of a round is done."""
     return syncer.on_merged(
-        global_step, digest(syncer.rounds.flying[global_step].fragment_id, global_step), left_out, now_s
+        global_step, digest(syncer.rounds.flying[global_step].fragment_id, global_step), excluded, now_s
     )
 
 

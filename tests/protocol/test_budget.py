@@ -14,7 +14,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import Budget
 from tests.protocol.syncer_inputs import FINGERPRINT, hello, merged, only, report, sent, value
 
-CONFIG = ProtocolConfig(sync_every=4, num_fragments=4, grace_steps_max=0.0, lease_s=99.0, pull_timeout_s=20.0)
+CONFIG = ProtocolConfig(sync_every=4, num_fragments=4, grace_steps_max=0.0, silence_s=99.0, pull_timeout_s=20.0)
 
 
 def new(tokens: int, step_tokens: int = 10, total_steps: int = 0) -> Syncer:

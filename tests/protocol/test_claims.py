@@ -55,7 +55,7 @@ def test_a_value_that_contradicts_its_reports_is_not_merged(changed: dict[str, i
     assert only(effects, Drop) and syncer.membership.members["a"].credit.strikes == 0
     effects = syncer.on_message(value("b", 1, 1, 1), 1.0) + syncer.on_tick(40.0)
     (merge,) = only(effects, Merge)
-    assert [part.learner_id for part in merge.parts] == ["b"]
+    assert [each.learner_id for each in merge.contributions] == ["b"]
 
 
 def test_a_member_of_an_older_release_is_not_held_against_what_it_did_not_write() -> None:
@@ -78,7 +78,7 @@ def test_as_many_tokens_are_plausible_as_the_factor_allows() -> None:
 
 def parts_of(effects: list[Effect]) -> dict[str, int]:
     (merge,) = only(effects, Merge)
-    return {part.learner_id: part.tokens for part in merge.parts}
+    return {each.learner_id: each.tokens for each in merge.contributions}
 
 
 def second_round(tokens: int, **settings: Any) -> tuple[Syncer, dict[str, int]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from diloco_jax.protocol.effects import Part
+from diloco_jax.protocol.effects import Contribution
 from diloco_jax.protocol.exclusion import (
     EARLIER_MIN,
     GROWTH,
@@ -36,7 +36,7 @@ QUIET = RateHistory(rates=(1e-3,) * RATES_MIN, peaks=(1e-3, 1e-3))
 
 
 def value(name: str, norm: float, steps: int = 1, base: int = 0) -> MeasuredValue:
-    return MeasuredValue(Part(name, 10, steps, 64 * steps, base, 4), norm)
+    return MeasuredValue(Contribution(name, 10, steps, 64 * steps, base, 4), norm)
 
 
 def decided(
@@ -227,10 +227,10 @@ def test_evidence_repeats_its_decision_and_the_next_history() -> None:
     decision = exclude_largest(decided(values, history), values)
     evidence = evidence_of(values, history, LENGTH, FACTOR, 1, decision.excluded)
     assert evidence.norms == {"a": 1.0, "b": None, "c": 90.0, "d": 80.0, "e": 1e9} and evidence.elsewhere == 1.5
-    parts = [each.part for each in values]
+    parts = [each.contribution for each in values]
     again, after = repeat(evidence, parts, history._replace(elsewhere=0.0))
     assert again == decision and after == next_history(history, decision, values)
-    undecoded = repeat(evidence, [*parts, value("f", 1.0).part], history)[0]
+    undecoded = repeat(evidence, [*parts, value("f", 1.0).contribution], history)[0]
     assert undecoded.excluded.keys() == {"b", "c", "e", "f"}
 
 

@@ -60,7 +60,7 @@ def test_slow() -> None:
 
 def test_silent() -> None:
     syncer = running("a")
-    syncer.on_tick(9.0)  # lease_s = 8
+    syncer.on_tick(9.0)  # silence_s = 8
     assert said(syncer, "a", 10.5) == ("silent", 9.0, "connected, but not heard for 9.5 s: stopped, or cut off")
 
 
@@ -76,7 +76,7 @@ def test_gone(how: str) -> None:
     waits = said(syncer, "a", 9.0)[2] == f"no connection; its data goes to others in {left_s:.0f} s"
     assert waits == (how == "disconnect"), "who says goodbye gives it back at once"
     if waits:
-        syncer.on_tick(3.0 + syncer.config.release_s + syncer.config.lease_s)
+        syncer.on_tick(3.0 + syncer.config.release_s + syncer.config.silence_s)
         assert said(syncer, "a", 99.0)[2] == "no connection; what it left undone goes to others"
 
 
@@ -137,7 +137,7 @@ def unmerged(syncer: Syncer, rounds: int) -> list[Effect]:
 
 
 def live(unmerged_rounds_max: int) -> Syncer:
-    syncer = new(quorum=1, overlap_steps=1, unmerged_rounds_max=unmerged_rounds_max, lease_s=1000.0)
+    syncer = new(quorum=1, overlap_steps=1, unmerged_rounds_max=unmerged_rounds_max, silence_s=1000.0)
     for name in ("a", "b"):
         syncer.on_message(hello(name), 0.0)
     syncer.on_message(report("b", 1, (Adopted(0, 1, 0),) * 4), 1.0)

@@ -34,7 +34,7 @@ SAID: tuple[Any, ...] = (
     m.AnchorValue("c", 1, 0, 0, 0, 8),
     m.Score("c", 1, 1, 0, (0,) * 4, 2.0, 3.0, 64, (m.Metric("accuracy", 0.5),), 0.5, ""),
     m.StateRequest("c", 1, 0, "", 0, 0),
-    m.StatePart("c", 1, "a", 3, 0, 2, 9, 8),
+    m.StateChunk("c", 1, "a", 3, 0, 2, 9, 8),
     m.StateRefused("c", 1, "a", "no"),
     m.StateDone("c", 1, ""),
     m.Heartbeat("c", 1),
@@ -203,7 +203,7 @@ def test_a_part_beyond_the_last_is_not_passed_on() -> None:
     syncer = of_three()
     syncer.on_message(m.StateRequest("c", 1, 0, "", 0, 0), 2.0)
     donor = syncer.matches.donor_of("c")
-    part = m.StatePart(donor, 1, "c", 3, 0, 2, 9, 8)
+    part = m.StateChunk(donor, 1, "c", 3, 0, 2, 9, 8)
     assert sent(syncer.on_message(part, 2.0), "c") == [part]
     (drop,) = syncer.on_message(part._replace(part=2), 2.0)
     assert drop == Drop(donor, "part 2 of 2 of a state is impossible")

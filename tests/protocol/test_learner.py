@@ -35,7 +35,7 @@ def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4, **o
         num_fragments=num_fragments,
         overlap_steps=overlap_steps,
         heartbeat_s=2.0,
-        lease_s=10.0,
+        silence_s=10.0,
         resend_s=3.0,
         recover_from_peers=False,  # test_recovery.py
     )

@@ -29,9 +29,9 @@ def under_way() -> Pair:
     pair = Pair(recover_from_peers=True, state_parts=3, release_s=30.0, sync_every=4, num_fragments=2)
     pair.join("a", "b")
     pair.rounds(2, "a", "b")
-    pair.held = {"a:StatePart"}
+    pair.held = {"a:StateChunk"}
     pair.join("c")
-    pair.let_pass("a:StatePart")
+    pair.let_pass("a:StateChunk")
     assert len(pair.drivers["a"].states) == 1
     return pair
 
@@ -87,7 +87,7 @@ def learner(
         num_fragments=1,
         overlap_steps=overlap_steps,
         heartbeat_s=2.0,
-        lease_s=10.0,
+        silence_s=10.0,
         resend_s=3.0,
         recover_from_peers=recovers,
         snapshot_every=snapshot_every,

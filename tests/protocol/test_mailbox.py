@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from diloco_jax.protocol.effects import Adopt, AdoptState, KeepPart, Send
+from diloco_jax.protocol.effects import Adopt, AdoptState, KeepChunk, Send
 from diloco_jax.protocol.learner.machine import RECOVERING, STOPPED, TRAINING, Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import (
@@ -17,9 +17,9 @@ from diloco_jax.protocol.messages import (
     Lease,
     PullRequest,
     Refuse,
+    StateChunk,
     StateDone,
     StateEnd,
-    StatePart,
     StatePull,
     StateUnavailable,
     Stop,
@@ -35,8 +35,8 @@ def fragment(fragment_id: int, version: int) -> GlobalFragment:
     return GlobalFragment(version, fragment_id, version, 1, 10 * fragment_id + version, 0)
 
 
-def part(number: int, clock: int) -> StatePart:
-    return StatePart("donor", 1, "a", 9, number, 2, 7, 100, clock)
+def part(number: int, clock: int) -> StateChunk:
+    return StateChunk("donor", 1, "a", 9, number, 2, 7, 100, clock)
 
 
 class Mail:
@@ -124,7 +124,7 @@ def test_a_part_of_a_state_is_taken_at_once_while_nobody_steps_and_dropped_from_
     joining = Mail(4)
     assert joining.machine.state == RECOVERING
     joining.read(fragment(1, 5))
-    assert KeepPart(0, 2) in joining.come(part(0, 4)), "it does not wait behind what is to be adopted"
+    assert KeepChunk(0, 2) in joining.come(part(0, 4)), "it does not wait behind what is to be adopted"
     assert joining.machine.adopted[1].version == 3
     heard_s = mail.machine.contact.heard_s
     assert mail.machine.may_step() and mail.come(part(0, 4)) == []

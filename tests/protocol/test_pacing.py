@@ -7,37 +7,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, ema, grace_window_s
+from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Turns, closing, ema, grace_window_s
 from tests.protocol.steady import STEADY
 
 
 def test_one_fragment_in_every_step_when_p_equals_h() -> None:
-    schedule = Schedule(4, 4)
-    assert [schedule.due(step) for step in range(1, 9)] == [1, 2, 3, 0, 1, 2, 3, 0]
+    turns = Turns(4, 4)
+    assert [turns.due(step) for step in range(1, 9)] == [1, 2, 3, 0, 1, 2, 3, 0]
 
 
 def test_offsets_are_spread_evenly() -> None:
     # t_p = floor(p H / P): 0, floor(10 / 3) = 3, floor(20 / 3) = 6
-    schedule = Schedule(10, 3)
-    assert {step: schedule.due(step) for step in range(1, 11) if schedule.due(step) >= 0} == {3: 1, 6: 2, 10: 0}
+    turns = Turns(10, 3)
+    assert {step: turns.due(step) for step in range(1, 11) if turns.due(step) >= 0} == {3: 1, 6: 2, 10: 0}
 
 
 def test_one_fragment_is_due_at_the_end_of_the_interval() -> None:
-    schedule = Schedule(24, 1)
-    assert [schedule.due(step) for step in (0, 1, 23, 24, 25, 48)] == [0, -1, -1, 0, -1, 0]
-    assert [schedule.next_due(step) for step in (0, 1, 23, 24, 47)] == [24, 24, 24, 48, 48]
+    turns = Turns(24, 1)
+    assert [turns.due(step) for step in (0, 1, 23, 24, 25, 48)] == [0, -1, -1, 0, -1, 0]
+    assert [turns.next_due(step) for step in (0, 1, 23, 24, 47)] == [24, 24, 24, 48, 48]
 
 
 @STEADY
 @given(st.integers(1, 200).flatmap(lambda h: st.tuples(st.just(h), st.integers(1, h), st.integers(0, 1000))))
 def test_every_fragment_has_its_turn_once_per_interval(numbers: tuple[int, int, int]) -> None:
     sync_every, num_fragments, start = numbers
-    schedule = Schedule(sync_every, num_fragments)
-    turns = [schedule.due(step) for step in range(start, start + sync_every)]
-    assert sorted(turn for turn in turns if turn >= 0) == list(range(num_fragments))
-    following = schedule.next_due(start)
-    assert following > start and schedule.due(following) >= 0
-    assert all(schedule.due(step) < 0 for step in range(start + 1, following))
+    turns = Turns(sync_every, num_fragments)
+    due = [turns.due(step) for step in range(start, start + sync_every)]
+    assert sorted(turn for turn in due if turn >= 0) == list(range(num_fragments))
+    following = turns.next_due(start)
+    assert following > start and turns.due(following) >= 0
+    assert all(turns.due(step) < 0 for step in range(start + 1, following))
 
 
 def test_ema_starts_at_its_first_sample() -> None:
@@ -142,8 +142,8 @@ def test_closing_tells_what_is_left_of_the_window() -> None:
         ("ema_decay", 1.0, "at least 0 and below 1"),
         ("ema_decay", -0.1, "at least 0 and below 1"),
         ("heartbeat_s", 0.0, "above 0"),
-        ("lease_s", 3.9, "at least 2 heartbeats, 4.0"),
-        ("lease_s", math.nan, "at least 2 heartbeats, 4.0"),
+        ("silence_s", 3.9, "at least 2 heartbeats, 4.0"),
+        ("silence_s", math.nan, "at least 2 heartbeats, 4.0"),
         ("resend_s", 0.0, "above 0"),
         ("pull_timeout_s", 0.0, "above 0"),
         ("anchor_history", 0, "1 to 16"),
@@ -170,7 +170,7 @@ def test_config_errors_name_value_limit_and_remedy(name: str, value: Any, limit:
         pytest.param({"quorum": 64}, id="quorum=64"),
         pytest.param({"grace_safety": 1.0}, id="grace_safety=1.0"),
         pytest.param({"ema_decay": 0.0}, id="ema_decay=0.0"),
-        pytest.param({"lease_s": 4.0}, id="lease_s=4.0"),
+        pytest.param({"silence_s": 4.0}, id="silence_s=4.0"),
         pytest.param({"anchor_history": 16}, id="anchor_history=16"),
         pytest.param({"tokens_per_step_factor_max": 0}, id="tokens_per_step_factor_max=0"),
         pytest.param({"learners_max": 4096}, id="learners_max=4096"),

@@ -22,7 +22,9 @@ def pair(*names: str, late: set[str], quorum: int = 2, **settings: Any) -> Pair:
 
 def merged(it: Pair) -> dict[int, str]:
     """Round -> who was merged, of those from round 9 on."""
-    return {m.global_step: "".join(part.learner_id for part in m.parts) for m in it.merges() if m.global_step > 8}
+    return {
+        m.global_step: "".join(part.learner_id for part in m.contributions) for m in it.merges() if m.global_step > 8
+    }
 
 
 @pytest.mark.parametrize("stepping", ["ab", "abc"])

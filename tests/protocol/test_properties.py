@@ -28,8 +28,8 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
     Lease,
     PullRequest,
+    StateChunk,
     StateEnd,
-    StatePart,
     StatePull,
     StateUnavailable,
     StepReport,
@@ -53,7 +53,7 @@ def config(tau: int, quorum: int = 1) -> ProtocolConfig:
         overlap_steps=tau,
         quorum=quorum,
         heartbeat_s=1.0,
-        lease_s=4.0,
+        silence_s=4.0,
         resend_s=1.0,
         release_s=9.0,
         restore_s=5.0,
@@ -134,8 +134,12 @@ class Watch:
         for effect in effects:
             if isinstance(effect, Merge):
                 assert effect.global_step not in self.merged, "merged twice"
-                assert effect.parts and all(part.steps >= 1 and part.tokens >= 1 for part in effect.parts)
-                assert [p.learner_id for p in effect.parts] == sorted({p.learner_id for p in effect.parts})
+                assert effect.contributions and all(
+                    each.steps >= 1 and each.tokens >= 1 for each in effect.contributions
+                )
+                assert [p.learner_id for p in effect.contributions] == sorted(
+                    {p.learner_id for p in effect.contributions}
+                )
                 self.merging.append(effect.global_step)
                 self.merged.add(effect.global_step)
             elif isinstance(effect, Note) and effect.kind == "closed":
@@ -172,8 +176,8 @@ def test_a_syncer_survives_anything(inputs: list[Any], tau: int, quorum: int) ->
             if watch.merging:
                 global_step = watch.merging.pop(item[1] % len(watch.merging))
                 members = syncer.rounds.flying[global_step].values
-                left_out = tuple(sorted(item[2] & members.keys()))
-                watch.see(syncer.on_merged(global_step, global_step, left_out, now_s), now_s)
+                excluded = tuple(sorted(item[2] & members.keys()))
+                watch.see(syncer.on_merged(global_step, global_step, excluded, now_s), now_s)
         elif isinstance(item, tuple) and item[0] == "restart":
             watch.merging.clear()
             watch.lost = True
@@ -200,7 +204,7 @@ syncer_messages = st.one_of(
     anything(StateEnd, receiver=others),
     anything(StateUnavailable, donor=st.sampled_from(["", "b"])),
     anything(
-        StatePart,
+        StateChunk,
         learner_id=st.sampled_from(["b", "c"]),
         incarnation=st.just(1),
         receiver=st.sampled_from(["a", "a", "z"]),
@@ -265,7 +269,7 @@ class Looks:
         if isinstance(message, FragmentValue):
             assert (message.fragment_id, message.local_step) in self.staged, "sent without a copy"
             assert message.steps >= 1 and message.tokens >= 1
-        elif isinstance(message, StatePart):
+        elif isinstance(message, StateChunk):
             assert message.local_step in self.states, "sent without a copy"
 
 

@@ -81,7 +81,7 @@ def test_after_any_troubles_rounds_go_on(seed: int) -> None:
         overlap_steps=tau,
         quorum=quorum,
         heartbeat_s=1.0,
-        lease_s=4.0,
+        silence_s=4.0,
         resend_s=1.0,
         restore_s=6.0,
         pull_timeout_s=5.0,

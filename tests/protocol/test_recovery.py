@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.effects import AdoptState, Drop, DropParts, Effect, KeepPart, Send, StageState, UnstageState
+from diloco_jax.protocol.effects import AdoptState, Drop, DropChunks, Effect, KeepChunk, Send, StageState, UnstageState
 from diloco_jax.protocol.messages import (
     SYNCER,
     Message,
+    StateChunk,
     StateDone,
-    StatePart,
     StatePull,
     StateRefused,
     StateRequest,
@@ -35,7 +35,7 @@ def test_asks_anybody_then_the_one_who_answered() -> None:
     it = receiver()
     assert it.begin(10, 0.0) == [Send(SYNCER, request())]
     effects = it.on_part(part(0), 10, 1.0)
-    assert effects == [KeepPart(0, 9), *(Send(SYNCER, request(p, "d", 50)) for p in range(1, 5))]
+    assert effects == [KeepChunk(0, 9), *(Send(SYNCER, request(p, "d", 50)) for p in range(1, 5))]
 
 
 def test_a_window_of_parts_is_on_its_way() -> None:
@@ -51,7 +51,7 @@ def test_a_window_of_parts_is_on_its_way() -> None:
 def test_parts_in_any_order_complete_the_state() -> None:
     it = begun(part(0))
     for number in (4, 2, 3, 1):
-        assert it.on_part(part(number), 10, 0.0)[0] == KeepPart(number, 9)
+        assert it.on_part(part(number), 10, 0.0)[0] == KeepChunk(number, 9)
     assert not it.complete
     for number in (8, 6, 7, 5):
         it.on_part(part(number), 10, 0.0)
@@ -71,7 +71,7 @@ def test_parts_in_any_order_complete_the_state() -> None:
         part(1, receiver="somebody"),
     ],
 )
-def test_a_part_that_is_not_wanted_is_ignored(message: StatePart) -> None:
+def test_a_part_that_is_not_wanted_is_ignored(message: StateChunk) -> None:
     it = begun(part(0))
     assert it.on_part(message, 10, 0.0) == []
 
@@ -156,19 +156,19 @@ def test_goes_on_where_it_was_when_the_link_is_back() -> None:
 
 def test_a_transfer_of_more_than_h_global_steps_begins_anew() -> None:
     it = begun(part(0))
-    assert it.on_part(part(1), 10 + H, 0.1)[0] == KeepPart(1, 9), "H are allowed"
-    assert it.on_part(part(2), 11 + H, 0.2) == [Send(SYNCER, StateDone("r", 3, "")), DropParts()]
+    assert it.on_part(part(1), 10 + H, 0.1)[0] == KeepChunk(1, 9), "H are allowed"
+    assert it.on_part(part(2), 11 + H, 0.2) == [Send(SYNCER, StateDone("r", 3, "")), DropChunks()]
     assert it.on_part(part(3), 11 + H, 0.3) == [], "of the state that was given up"
     assert it.on_tick(12 + H, 2.1) == [], "it waits resend_s before it begins anew"
     assert it.on_tick(12 + H, 2.2) == [Send(SYNCER, request(clock=12 + H))]
-    assert it.on_part(part(0, step=55), 12 + H, 2.3)[0] == KeepPart(0, 9)
+    assert it.on_part(part(0, step=55), 12 + H, 2.3)[0] == KeepChunk(0, 9)
 
 
 def test_a_state_that_was_given_up_may_be_given_again() -> None:
     """In lockstep its donor may have no other: it waits for the round that waits for the receiver."""
     it = begun(part(0, parts=2))
     it.on_unavailable(StateUnavailable("d", "not the donor any more"), 10, 1.0)
-    assert it.on_part(part(0, parts=2), 10, 2.0)[0] == KeepPart(0, 2)
+    assert it.on_part(part(0, parts=2), 10, 2.0)[0] == KeepChunk(0, 2)
     it.on_part(part(1, parts=2), 10, 2.0)
     assert it.complete
 
@@ -212,12 +212,12 @@ def test_a_part_of_an_older_attempt_is_not_taken_for_the_answer_to_a_newer_one()
     assert it.resend_s is not None
     assert sent(it.on_tick(11 + H, it.resend_s)) == [request(clock=11 + H)]
     assert it.on_part(part(0, clock=10 + H), 11 + H, 9.0) == [] and not it.donor
-    assert KeepPart(0, 9) in it.on_part(part(0, clock=11 + H), 11 + H, 9.1)
+    assert KeepChunk(0, 9) in it.on_part(part(0, clock=11 + H), 11 + H, 9.1)
 
 
 def test_without_a_donor_it_is_over_at_once() -> None:
     it = begun(part(0))
-    assert it.on_unavailable(StateUnavailable("", "nobody"), 11, 1.0) == [DropParts()]
+    assert it.on_unavailable(StateUnavailable("", "nobody"), 11, 1.0) == [DropChunks()]
     assert it.over and not it.complete and it.resend_s is None
     assert it.on_part(part(1), 11, 1.0) == [] and it.on_tick(11, 99.0) == []
 
@@ -261,7 +261,7 @@ def giving() -> Alone:
 
 
 def given(receiver_name: str, step: int, number: int, clock: int = 10) -> Send:
-    return Send(SYNCER, StatePart("d", 1, receiver_name, step, number, 0, 0, 0, clock))
+    return Send(SYNCER, StateChunk("d", 1, receiver_name, step, number, 0, 0, 0, clock))
 
 
 def test_waits_until_it_has_seen_the_clock() -> None:

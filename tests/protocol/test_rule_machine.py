@@ -46,7 +46,7 @@ class Machine(RuleBasedStateMachine):
             recover_from_peers=recovers,
             lease_ahead_steps=4,
             heartbeat_s=2.0,
-            lease_s=6.0,
+            silence_s=6.0,
             resend_s=1.0,
             pull_timeout_s=5.0,
             restore_s=4.0,

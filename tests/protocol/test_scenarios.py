@@ -63,7 +63,7 @@ def test_without_a_grace_window_the_first_to_report_is_merged_alone() -> None:
 
 
 def test_a_long_first_step_does_not_close_the_grace_window_for_long() -> None:
-    it = Pair(sync_every=8, num_fragments=8, lease_s=20.0)
+    it = Pair(sync_every=8, num_fragments=8, silence_s=20.0)
     pairs.append(it)
     it.join("a", "b", "c")
     it.wait(60.0)  # all three compile

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot
-from diloco_jax.protocol.member import GONE
+from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     Adopted,
@@ -54,8 +54,8 @@ class Driven:
             if not self.merging:
                 return []
             global_step = self.merging.pop(item[1] % len(self.merging))
-            left_out = tuple(sorted(item[2] & self.machine.rounds.flying[global_step].values.keys()))
-            return self.machine.on_merged(global_step, 1000 + global_step, left_out, self.now_s)
+            excluded = tuple(sorted(item[2] & self.machine.rounds.flying[global_step].values.keys()))
+            return self.machine.on_merged(global_step, 1000 + global_step, excluded, self.now_s)
         if kind == "restart":
             self.merging.clear()
             held = [max(0, version - item[1]) for version in self.machine.versions]
@@ -140,7 +140,7 @@ def test_a_restart_forgets_links_and_rounds_and_counts_the_life() -> None:
     syncer = lived()
     effects = syncer.on_restart(**HELD_ALL, now_s=5.0)
     assert effects == [Note("restarted", 2, -1, (), "life 2 of the syncer"), Discard(2), Discard(3)]
-    assert {m.state for m in syncer.membership.members.values()} == {GONE} and syncer.membership.live == 0
+    assert {m.state for m in syncer.membership.members.values()} == {DISCONNECTED} and syncer.membership.live == 0
     assert not syncer.restoring, "the driver has every value"
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     effects = syncer.on_message(hello("b", versions=(0, 1, 0, 0), epoch=1), 6.0)

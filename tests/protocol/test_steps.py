@@ -140,7 +140,7 @@ def test_a_restored_machine_knows_who_can_use_which_step() -> None:
 
 def learner() -> Learner:
     """It holds version 1 of both fragments."""
-    settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "lease_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
+    settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "silence_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
     config = ProtocolConfig(sync_every=2, num_fragments=2, recover_from_peers=False, **settings)
     machine = Learner("a", 1, config, FINGERPRINT)
     machine.on_connected(0.0)
@@ -268,12 +268,12 @@ def told(messages: list[object]) -> list[tuple[int, int]]:
     return [(m.version, m.merged_round) for m in messages if isinstance(m, GlobalFragment)]
 
 
-def first_round(left_out: tuple[str, ...] = ()) -> tuple[Syncer, dict[str, list[object]]]:
+def first_round(excluded: tuple[str, ...] = ()) -> tuple[Syncer, dict[str, list[object]]]:
     """Two learners and a model of one fragment, after the first round; what each of them heard."""
     syncer = running_one()
     for name in ("a", "b"):
         syncer.on_message(value(name, 1, 0, 1), 2.0)
-    effects = merged(syncer, 1, 3.0, left_out)
+    effects = merged(syncer, 1, 3.0, excluded)
     return syncer, {name: list(sent(effects, name)) for name in ("a", "b")}
 
 
@@ -288,7 +288,7 @@ def running_one() -> Syncer:
 
 
 def test_whoever_was_left_out_is_told_so_and_is_not_asked_again_before_it_holds_the_new_version() -> None:
-    syncer, heard = first_round(left_out=("b",))
+    syncer, heard = first_round(excluded=("b",))
     assert told(heard["a"]) == [(1, 1)] and told(heard["b"]) == [(1, NO_VERSION)]
     syncer.on_message(report("a", 2, (Adopted(1, 1, 10),)), 4.0)
     for step in (2, 3):  # what is bad is still in its parameters: it would be a second strike for one value
@@ -300,7 +300,7 @@ def test_whoever_was_left_out_is_told_so_and_is_not_asked_again_before_it_holds_
 
 
 def test_without_a_new_version_nothing_will_replace_its_parameters_so_it_is_asked_again() -> None:
-    syncer, heard = first_round(left_out=("a", "b"))
+    syncer, heard = first_round(excluded=("a", "b"))
     assert told(heard["a"]) == told(heard["b"]) == []
     syncer.on_message(report("a", 2, (Adopted(0),)), 4.0)
     assert PullRequest(2, 0, 2) in sent(syncer.on_message(report("b", 2, (Adopted(0),)), 4.0), "b")
@@ -316,7 +316,7 @@ def test_whoever_missed_a_version_learns_later_that_it_has_a_share_in_it() -> No
 
 
 def test_what_a_learner_gave_is_told_after_a_restart() -> None:
-    syncer, _ = first_round(left_out=("b",))
+    syncer, _ = first_round(excluded=("b",))
     other = running_one()
     other.restore(syncer.state())
     other.on_restart([1], [syncer.digests[0]], 10.0)

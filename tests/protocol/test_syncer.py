@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.effects import Discard, Drop, Merge, Note, Part, Send
+from diloco_jax.protocol.effects import Contribution, Discard, Drop, Merge, Note, Send
 from diloco_jax.protocol.member import ACTIVE, JOINING
 from diloco_jax.protocol.messages import Adopted, FragmentValue, Heartbeat, PullRequest, Refuse, Welcome
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -54,7 +54,7 @@ def test_a_newer_incarnation_takes_the_place_of_the_older() -> None:
     (drop,) = syncer.on_message(value("a", 1, 1, 1), 2.0)
     assert isinstance(drop, Drop) and "old incarnation" in drop.reason
     (merge,) = only(syncer.on_message(value("b", 1, 1, 1), 2.0), Merge)
-    assert [part.learner_id for part in merge.parts] == ["b"], "the round does not wait for the dead one"
+    assert [each.learner_id for each in merge.contributions] == ["b"], "the round does not wait for the dead one"
 
 
 @pytest.mark.parametrize("message", [report("a", 1), value("a", 1, 1, 1), Heartbeat("a", 1)])
@@ -142,7 +142,7 @@ def test_merges_when_everybody_answered_in_the_order_of_names() -> None:
     syncer = running("b", "a")
     assert syncer.on_message(value("b", 1, 1, 1), 2.0) == []
     effects = syncer.on_message(value("a", 1, 1, 1, steps=1, tokens=7), 2.0)
-    assert effects == [Merge(1, 1, (Part("a", 1, 1, 7, 0, 1), Part("b", 1, 1, 10, 0, 1)))]
+    assert effects == [Merge(1, 1, (Contribution("a", 1, 1, 7, 0, 1), Contribution("b", 1, 1, 10, 0, 1)))]
     assert merged(syncer, 1, 3.0) == [
         Note("merged", 1, 1, ("a", "b"), ""),
         Send("a", fragment(1, 1, 1, merged_round=1)),
@@ -187,7 +187,7 @@ def test_a_value_without_a_step_is_never_merged(changed: dict[str, int]) -> None
     effects = syncer.on_message(value("a", 1, 1, 1, **changed), 2.0)
     assert only(effects, Drop) == [Drop("a", "value without a step since the last adoption")]
     (merge,) = only(effects, Merge)
-    assert [part.learner_id for part in merge.parts] == ["b"]
+    assert [each.learner_id for each in merge.contributions] == ["b"]
 
 
 def behind(versions: int) -> Syncer:
@@ -216,7 +216,7 @@ def test_a_value_against_the_version_before_is_merged() -> None:
     syncer = behind(1)  # kept: 0 and 1
     syncer.on_message(report("a", 2, (Adopted(0),)), 2.0)
     (merge,) = only(syncer.on_message(value("a", 2, 0, 2), 2.0), Merge)
-    assert merge.parts == (Part("a", 2, 2, 20, 0, 2),)
+    assert merge.contributions == (Contribution("a", 2, 2, 20, 0, 2),)
 
 
 def test_steps_since_one_adoption_count_once() -> None:

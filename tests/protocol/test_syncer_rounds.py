@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Note, Part, Restore, Send
-from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
+from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effect, Merge, Note, Restore, Send
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, AnchorRequest, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
 from diloco_jax.protocol.syncer.book import MERGING, PULLING, Pace, Round
@@ -23,8 +23,12 @@ def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> No
     else:
         effects = syncer.on_disconnect("a", 1, "broke", 2.0)
     released = [Note("released", 1, -1, ("a",), f"{LEASED} samples go to others")] if goes == "leave" else []
-    assert effects == [Note("left", 1, -1, ("a",), "broke"), Merge(1, 1, (Part("b", 1, 1, 10, 0, 1),)), *released]
-    assert syncer.membership.members["a"].state == GONE
+    assert effects == [
+        Note("left", 1, -1, ("a",), "broke"),
+        Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
+        *released,
+    ]
+    assert syncer.membership.members["a"].state == DISCONNECTED
     assert syncer.on_disconnect("a", 1, "again", 3.0) == []
 
 
@@ -77,20 +81,23 @@ def test_every_sign_of_life_ends_silence(message: Any) -> None:
 
 
 def test_unanswered_pulls_are_repeated_ever_more_seldom_and_then_given_up() -> None:
-    syncer = running("a", "b", lease_s=100.0, pull_timeout_s=12.0)
+    syncer = running("a", "b", silence_s=100.0, pull_timeout_s=12.0)
     syncer.on_message(value("b", 1, 1, 1), 1.5)
     again = [Send("a", PullRequest(1, 1, 1))]
     assert syncer.next_deadline_s() is not None
     asked = {now_s: syncer.on_tick(float(now_s)) for now_s in range(2, 13)}  # asked at 1.0, resend_s = 3
     assert {now_s for now_s, effects in asked.items() if effects == again} == {4, 10}
     assert syncer.next_deadline_s() == 13.0
-    assert syncer.on_tick(13.0) == [Drop("a", "no value within 12.0 s"), Merge(1, 1, (Part("b", 1, 1, 10, 0, 1),))]
+    assert syncer.on_tick(13.0) == [
+        Drop("a", "no value within 12.0 s"),
+        Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
+    ]
     (drop,) = syncer.on_message(value("a", 1, 1, 1), 14.0)
     assert isinstance(drop, Drop), "too late"
 
 
 def test_a_round_that_nobody_answers_is_given_up() -> None:
-    syncer = running("a", lease_s=100.0, pull_timeout_s=7.0)
+    syncer = running("a", silence_s=100.0, pull_timeout_s=7.0)
     effects = syncer.on_tick(8.0)
     assert [type(e) for e in effects] == [Drop, Note, Discard, Send]
     assert effects[1:3] == [Note("abandoned", 1, 1, (), "no value arrived"), Discard(1)]
@@ -262,9 +269,9 @@ def test_what_somebody_who_is_back_holds_is_asked_for_behind_the_deadline_but_no
     assert only(syncer.on_tick(27.0), Note)[-1].kind == "lost" and not syncer.restoring
 
 
-@pytest.mark.parametrize("lease_s", [4.0, 30.0], ids=["it becomes silent", "its lease is long"])
-def test_what_a_learner_holds_that_greeted_and_is_not_heard_then_is_not_given_up(lease_s: float) -> None:
-    syncer = running("a", restore_s=5.0, lease_s=lease_s, heartbeat_s=1.0, resend_s=0.5)
+@pytest.mark.parametrize("silence_s", [4.0, 30.0], ids=["it becomes silent", "its lease is long"])
+def test_what_a_learner_holds_that_greeted_and_is_not_heard_then_is_not_given_up(silence_s: float) -> None:
+    syncer = running("a", restore_s=5.0, silence_s=silence_s, heartbeat_s=1.0, resend_s=0.5)
     syncer.on_message(value("a", 1, 1, 1), 1.0)
     merged(syncer, 1, 1.0)
     syncer.on_restart(**HELD_NONE, now_s=5.0)

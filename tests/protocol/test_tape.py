@@ -17,8 +17,8 @@ from diloco_jax.protocol.messages import (
     Leave,
     Metric,
     Score,
+    StateChunk,
     StateDone,
-    StatePart,
     StateRefused,
     StateRequest,
 )
@@ -40,7 +40,7 @@ MESSAGES: list[LearnerMessage] = [
     AnchorValue("a", 1, 2, 7, DIGEST, 4096),
     Score("a", 1, 3, 9, (1, -1, 3, 4), 2.5, 0.1, 640, (Metric("books loss", 1.5), Metric("x", -1.0)), 0.5, "why"),
     StateRequest("a", 1, 12, "b", 40, 3),
-    StatePart("b", 2, "a", 40, 3, 7, DIGEST, 1 << 20),
+    StateChunk("b", 2, "a", 40, 3, 7, DIGEST, 1 << 20),
     StateRefused("b", 2, "a", "no state of step 40"),
     StateDone("a", 1, "b"),
     Heartbeat("a", 1),

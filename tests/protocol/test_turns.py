@@ -10,33 +10,33 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.turns import Periods, Schedule, deal, fits, groups_of
+from diloco_jax.protocol.turns import Periods, Turns, deal, fits, groups_of
 from tests.protocol.pair import Pair
 from tests.protocol.steady import STEADY
 
 MIXED: dict[str, Any] = {"sync_every": {"mlp": 4, "rest": 8}, "num_fragments": 4, "class_fragments": (2, 2)}
 
 
-def table(schedule: Schedule, steps: range) -> list[int]:
-    return [schedule.due(step) for step in steps]
+def table(turns: Turns, steps: range) -> list[int]:
+    return [turns.due(step) for step in steps]
 
 
 def test_short_periods_take_their_steps_first_and_long_ones_what_is_left() -> None:
     # mlp: 2 of 4 steps, 0 and floor(4 / 2) = 2. Left of 8 steps are 1, 3, 5, 7: the first and the third
-    schedule = ProtocolConfig(**MIXED).schedule
-    assert table(schedule, range(16)) == [0, 2, 1, -1, 0, 3, 1, -1] * 2
-    assert [schedule.next_due(step) for step in range(8)] == [1, 2, 4, 4, 5, 6, 8, 8]
-    assert schedule.due_within(2, 4) == (0, 1, 3) and schedule.due_within(3, 1) == () == schedule.due_within(11, 1)
+    turns = ProtocolConfig(**MIXED).turns
+    assert table(turns, range(16)) == [0, 2, 1, -1, 0, 3, 1, -1] * 2
+    assert [turns.next_due(step) for step in range(8)] == [1, 2, 4, 4, 5, 6, 8, 8]
+    assert turns.due_within(2, 4) == (0, 1, 3) and turns.due_within(3, 1) == () == turns.due_within(11, 1)
 
 
 def test_numbers_of_fragments_follow_the_order_in_the_config() -> None:
-    schedule = Schedule({"rest": 8, "mlp": 4}, 4, class_fragments=(2, 2))
-    assert table(schedule, range(8)) == [2, 0, 3, -1, 2, 1, 3, -1]
+    turns = Turns({"rest": 8, "mlp": 4}, 4, class_fragments=(2, 2))
+    assert table(turns, range(8)) == [2, 0, 3, -1, 2, 1, 3, -1]
 
 
 def test_three_classes_fill_every_step() -> None:
-    schedule = Schedule({"a*": 2, "b*": 6, "rest": 12}, 5, class_fragments=(1, 2, 2))
-    assert table(schedule, range(12)) == [0, 1, 0, 2, 0, 3, 0, 1, 0, 2, 0, 4]
+    turns = Turns({"a*": 2, "b*": 6, "rest": 12}, 5, class_fragments=(1, 2, 2))
+    assert table(turns, range(12)) == [0, 1, 0, 2, 0, 3, 0, 1, 0, 2, 0, 4]
 
 
 def test_classes_with_equal_periods_are_one() -> None:
@@ -49,12 +49,12 @@ def test_classes_with_equal_periods_are_one() -> None:
 
 
 def test_periods_change_at_a_step() -> None:
-    schedule = Schedule(4, 2, {6: 8})  # 0 and 2 of 4, then 0 and 4 of 8
-    assert {step: schedule.due(step) for step in range(1, 17) if schedule.due(step) >= 0} == {
+    turns = Turns(4, 2, {6: 8})  # 0 and 2 of 4, then 0 and 4 of 8
+    assert {step: turns.due(step) for step in range(1, 17) if turns.due(step) >= 0} == {
         2: 1, 4: 0, 8: 0, 12: 1, 16: 0,
     }  # fmt: skip
-    assert schedule.due_within(4, 2) == (0,) and schedule.due_within(5, 3) == () and schedule.due_within(2, 7) == (0, 1)
-    assert schedule.next_due(4) == 8
+    assert turns.due_within(4, 2) == (0,) and turns.due_within(5, 3) == () and turns.due_within(2, 7) == (0, 1)
+    assert turns.next_due(4) == 8
     assert groups_of(4, {6: 8}).gap_max == 12 and groups_of({"mlp": 4, "rest": 8}).gap_max == 8
 
 
@@ -83,14 +83,14 @@ def test_every_fragment_has_one_turn_in_each_of_its_periods(
     drawn: tuple[dict[str, int], dict[int, Periods], tuple[int, ...]], start: int
 ) -> None:
     first, later, counts = drawn
-    schedule = Schedule(first, sum(counts), later, counts)
+    turns = Turns(first, sum(counts), later, counts)
     change = next(iter(later), 10**9)
     phase = groups_of(first, later).phases[bool(later) and start >= change]
     periods = [period for period, count in zip(phase.periods, counts, strict=True) for _ in range(count)]
     for fragment_id, period in enumerate(periods):
         if start >= change or start + 2 * period <= change:
-            turns = [s for s in range(start, start + 2 * period) if schedule.due(s) == fragment_id]
-            assert len(turns) == 2 and turns[1] - turns[0] == period
+            due = [s for s in range(start, start + 2 * period) if turns.due(s) == fragment_id]
+            assert len(due) == 2 and due[1] - due[0] == period
     assert sum(Fraction(1, period) for period in periods) <= 1
 
 

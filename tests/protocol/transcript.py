@@ -17,7 +17,7 @@ Commands (names are learners, numbers are seconds):
     cut, connect, crash, leave NAME ...    the link breaks; dial again; the learner dies; it says goodbye
     hold NAME ... | release NAME ...   what is sent to and from them stays under way; arrives now. NAME:StepReport
                           (or another message) holds only that
-    pass NAME:StatePart   the oldest of what is held of that kind arrives, and all that it leads to
+    pass NAME:StateChunk   the oldest of what is held of that kind arrives, and all that it leads to
     lose NAME ...         what is under way to and from them never arrives
     hold-merges | merge   merges take until `merge`
     drain NAME ...        somebody asks the syncer to let them go

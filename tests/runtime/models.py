@@ -12,7 +12,7 @@ from diloco_jax.core.fragments import FragmentPlan, Slice, plan_fragments
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.core.shards import share
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
 from diloco_jax.runtime.model.model_share import Setup, outer_of
@@ -91,7 +91,7 @@ def gradient(model: GlobalModel, fragment_id: int, seed: int, norm: float = 1.0)
 def order(model: GlobalModel, step: int, fragment_id: int, names: str, steps: int = 1) -> Merge:
     """The protocol's wish to merge these learners' values."""
     version = model.versions[fragment_id]
-    return Merge(step, fragment_id, tuple(Part(name, step, steps, 64 * steps, version, 4) for name in names))
+    return Merge(step, fragment_id, tuple(Contribution(name, step, steps, 64 * steps, version, 4) for name in names))
 
 
 def merge(model: GlobalModel, step: int, payloads: Mapping[str, bytes], fragment_id: int = 0, steps: int = 1) -> Merged:

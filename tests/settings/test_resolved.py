@@ -34,7 +34,7 @@ def resolved(config: RunConfig) -> ResolvedRun:
 
 def moved(run: ResolvedRun, steps: range) -> list[int]:
     """Elements that each of these steps moves."""
-    due = map(run.config.protocol.schedule.due, steps)
+    due = map(run.config.protocol.turns.due, steps)
     return [run.fragments[p].num_elements if p >= 0 else 0 for p in due]
 
 

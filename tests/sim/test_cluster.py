@@ -14,7 +14,7 @@ from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
 from tests.sim.watching import Watch, judged, watched
 
-SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
+SMALL = ProtocolConfig(sync_every=4, num_fragments=4, silence_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
 
 
 @pytest.mark.parametrize("learners", [4, 8])

@@ -201,7 +201,7 @@ CALM = Scenario(
     total_steps=160,
     network=NetworkOptions(bandwidth_bytes_per_s=1e6, faults=LinkFaults()),
     payload_bytes=80_000,
-    step_bytes=10_000,
+    delta_bytes=10_000,
 )
 
 
@@ -239,7 +239,9 @@ def test_damaged_steps_are_asked_for_with_bounded_traffic() -> None:
 def test_rounds_pass_one_that_waits_for_a_thin_link_and_nobody_steps_later() -> None:
     thin = NetworkOptions(bandwidth_bytes_per_s=1e6, thin_links=(("island-3", 45_000.0),), faults=LinkFaults())
     calm, slow = watched(CALM), watched(replace(CALM, network=thin))
-    late = [merge.global_step for _, merge in slow.merges if "island-3" in [part.learner_id for part in merge.parts]]
+    late = [
+        merge.global_step for _, merge in slow.merges if "island-3" in [each.learner_id for each in merge.contributions]
+    ]
     assert len(late) >= 10, "its values take more than a step, and count all the same"
     merged_s = slow.times_s("merged")
     passed = [r for r in late if merged_s.get(r + 1, 1e9) < merged_s[r]]
@@ -259,7 +261,7 @@ def step_s(watch: Watch) -> float:
 
 def takes_s(watch: Watch, names: Sequence[str]) -> list[float]:
     """Return the seconds from a round's opening, when the one before closed, until each member had its result."""
-    members = {merge.global_step: [part.learner_id for part in merge.parts] for _, merge in watch.merges}
+    members = {merge.global_step: [each.learner_id for each in merge.contributions] for _, merge in watch.merges}
     # In these rounds the averages have settled, and no learner has stopped yet.
     rounds = range(60, max(members) - 5)
     closed_s = watch.times_s("closed")
@@ -268,7 +270,7 @@ def takes_s(watch: Watch, names: Sequence[str]) -> list[float]:
 
 def contributors(watch: Watch) -> float:
     """Return the learners in the mean merge."""
-    return sum(len(merge.parts) for _, merge in watch.merges) / len(watch.merges)
+    return sum(len(merge.contributions) for _, merge in watch.merges) / len(watch.merges)
 
 
 def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_s: float | None = None) -> Watch:
@@ -290,7 +292,7 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
         total_steps=200,
         network=network,
         payload_bytes=20_000,
-        step_bytes=int(1e6 * down_s),
+        delta_bytes=int(1e6 * down_s),
         speed_spread=spread,
     )
     watch, cluster = Watch(), Cluster(scenario)

@@ -56,7 +56,7 @@ class Watch(Observer):
     def mergers(self, from_s: float, to_s: float) -> set[str]:
         """Return the learners that were merged in this time."""
         merges = [merge for at_s, merge in self.merges if from_s <= at_s < to_s]
-        return {part.learner_id for merge in merges for part in merge.parts}
+        return {each.learner_id for merge in merges for each in merge.contributions}
 
     def times_s(self, kind: str) -> dict[int, float]:
         """Return round -> time of the syncer's note of this kind."""

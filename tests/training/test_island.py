@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from diloco_jax.core.codec import decode
-from diloco_jax.core.parts import join_parts
+from diloco_jax.core.host_bytes import join_host_bytes
 from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
@@ -306,7 +306,7 @@ def test_two_processes_give_the_parts_of_what_one_gives(of_hosts: list[dict[str,
     assert len(payloads) == 6
     for name in payloads:
         parts = [bytes(found[name]) for found in of_hosts]
-        assert bytes(join_parts(parts, 1 << 30)) == bytes(alone[name]), name
+        assert bytes(join_host_bytes(parts, 1 << 30)) == bytes(alone[name]), name
     sent = [sum(found[name].size for name in payloads) for found in of_hosts]
     assert min(sent) > sum(sent) / 4, f"the hosts share the work: {sent} bytes"
     states = [name for name in alone if "/" in name]

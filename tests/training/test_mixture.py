@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco_jax.training.data.config import DataConfig, PartConfig
+from diloco_jax.training.data.config import DataConfig, SourceConfig
 from diloco_jax.training.data.corpus import Source, Windows, load_source
 from diloco_jax.training.data.mixture import PATTERN, Order, Pattern, mixed
 from diloco_jax.training.data.order import SampleOrder, eval_batches
@@ -77,7 +77,9 @@ def test_evaluation_has_of_each_source_as_much_as_its_weight_says() -> None:
 def test_a_mixture_of_files_has_named_sets_and_knows_what_it_holds(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_text(name * 500)
-    part = {name: PartConfig(path=str(tmp_path / name), format="bytes", weight=float(ord(name) - 96)) for name in "abc"}
+    part = {
+        name: SourceConfig(path=str(tmp_path / name), format="bytes", weight=float(ord(name) - 96)) for name in "abc"
+    }
     config = DataConfig(mixture={name: part[name] for name in "ba"}, evaluation={"c": part["c"]}, held_out_fraction=0.2)
     source = load_source(config, seq_len=10)
     other_order = load_source(DataConfig(mixture={n: part[n] for n in "ab"}, held_out_fraction=0.2), seq_len=10)
@@ -91,14 +93,14 @@ def test_a_mixture_of_files_has_named_sets_and_knows_what_it_holds(tmp_path: Pat
     assert load_source(config, seq_len=10).corpus != source.corpus
 
 
-A, TEXT = PartConfig(path="a"), PartConfig(path="a", format="text")
+A, TEXT = SourceConfig(path="a"), SourceConfig(path="a", format="text")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"mixture": {"a": A}, "path": "b"}, "data.mixture replaces data.path"),
-        ({"mixture": {"a": A, "b": PartConfig(path="b", weight=1e5)}}, "data.mixture.a has 1.0 of all weights"),
+        ({"mixture": {"a": A, "b": SourceConfig(path="b", weight=1e5)}}, "data.mixture.a has 1.0 of all weights"),
         ({"mixture": {str(n): A for n in range(65)}}, "have 65 sources; 64 is the limit"),
         ({"evaluation": {"a b": A}}, "'a b' names a source of data; use letters"),
         ({"mixture": {"a": A}, "evaluation": {"a": A}}, "and each name once"),
@@ -113,4 +115,4 @@ def test_sources_that_do_not_belong_together_are_refused(settings: dict[str, obj
         DataConfig(**settings)  # type: ignore[arg-type]
     for weight in (0.0, 1e-320):  # of the latter a share is infinite
         with pytest.raises(ValueError, match=r"the weight of 'a' is .* from 1e-9 to 1e9"):
-            PartConfig(path="a", weight=weight)
+            SourceConfig(path="a", weight=weight)

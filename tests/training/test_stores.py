@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from diloco_jax.training.data import documents, tokenizing
-from diloco_jax.training.data.config import DataConfig, PartConfig
+from diloco_jax.training.data.config import DataConfig, SourceConfig
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.documents import TextSource, list_pieces, read_documents
 from diloco_jax.training.data.store import Store, local_store, locked
@@ -467,6 +467,6 @@ def test_a_folder_of_something_else_is_left_alone(made: Path, tmp_path: Path) ->
 
 def test_sources_of_two_tokenizers_do_not_mix(made: Path, tmp_path: Path) -> None:
     other = build_store(TextSource(write_jsonl(tmp_path)), "train:300", tmp_path / "other", workers=1)
-    parts = {"a": PartConfig(path=str(made)), "b": PartConfig(path=str(other))}
+    parts = {"a": SourceConfig(path=str(made)), "b": SourceConfig(path=str(other))}
     with pytest.raises(ValueError, match="'a' and 'b' have different tokenizers"):
         load_source(DataConfig(mixture=parts, held_out_fraction=0.3), 16)

@@ -51,7 +51,7 @@ def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
     if kind is m.Hello:
         digests = st.lists(digest, min_size=4, max_size=4)
         return st.builds(lambda hello, d: hello._replace(digests=tuple(d[: len(hello.versions)])), made, digests)
-    if kind is m.StatePart:
+    if kind is m.StateChunk:
         return st.builds(lambda part, n: part._replace(part=part.part % n, parts=n), made, st.integers(1, PARTS_MAX))
     return made
 
@@ -315,7 +315,7 @@ def test_long_reason_is_shortened_rather_than_refused() -> None:
 
 HELLO = m.Hello("a", 2, (("run", "r"),), (1, 2), (3, 4), 1, 8, 16)
 REPORT = m.StepReport("a", 2, 1, 1, 1, (), 0.5, 1.0, 1, 1)
-PART = m.StatePart("a", 2, "b", 1, 0, 1, 5, 0)
+PART = m.StateChunk("a", 2, "b", 1, 0, 1, 5, 0)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +339,8 @@ PART = m.StatePart("a", 2, "b", 1, 0, 1, 5, 0)
         (METRICS, {"values": (m.Metric("x" * 65, 0.0),)}, "values_name has 65 characters, the limit is 64"),
         (SCORE, {"scores": (m.Metric("x", 0.0),) * 257}, "Score.scores_name has 257 elements, the limit is 256"),
         (SCORE, {"scores": (m.Metric("x" * 129, 0.0),)}, "scores_name has 129 characters, the limit is 128"),
-        (PART, {"part": 1}, "StatePart.part is 1 of 1, the limit is 4194304 parts"),
-        (PART, {"parts": 0}, "StatePart.part is 0 of 0"),
+        (PART, {"part": 1}, "StateChunk.part is 1 of 1, the limit is 4194304 parts"),
+        (PART, {"parts": 0}, "StateChunk.part is 0 of 0"),
         (PART, {"parts": 1 << 23}, "the limit is 4194304 parts"),
         (VALUE, {"payload_bytes": -1}, "FragmentValue.payload_bytes is -1"),
         (m.Lease(0, 0, 1), {"stop": -1}, "Lease.stop is -1"),

@@ -117,7 +117,7 @@ class Contact:
         self.ask_again(now_s)
         self.hello_step = local_step
         # The answer may be slow, and not lost.
-        self.resend_wait_s = min(2 * self.resend_wait_s, self.config.lease_s)
+        self.resend_wait_s = min(2 * self.resend_wait_s, self.config.silence_s)
         versions, digests = anchors.versions, tuple(anchors.digests)
         who = (self.learner_id, self.incarnation, self.fingerprint)
         data = (allotment.step_samples, allotment.granted)
@@ -126,7 +126,7 @@ class Contact:
 
     def lost_track(self, now_s: float) -> bool:
         """Return whether the syncer has been silent for so long that it may have forgotten this learner."""
-        return now_s - self.heard_s >= self.config.lease_s and self.resend_at_s is None
+        return now_s - self.heard_s >= self.config.silence_s and self.resend_at_s is None
 
     def send_heartbeat(self, now_s: float) -> None:
         """Send a sign of life."""
@@ -226,7 +226,7 @@ class Learner:
         # Samples of its leases that it has trained on.
         self.samples = 0
         self._config = config
-        self._schedule = schedule = config.schedule
+        self._turns = turns = config.turns
         self._effects = effects = Effects()
         self.schedule_clock = ScheduleClock()
         self.anchors = Anchors(effects, config.num_fragments)
@@ -236,9 +236,7 @@ class Learner:
         self.start = Start(effects, learner_id, incarnation, config, saved)
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)
         self.donor = Donor(effects, learner_id, incarnation)
-        self.stager = Stager(
-            effects, learner_id, incarnation, config, schedule, self.anchors, adopt_mode, payload_bytes
-        )
+        self.stager = Stager(effects, learner_id, incarnation, config, turns, self.anchors, adopt_mode, payload_bytes)
         # Snapshots that this learner has passed.
         self._marker = 0
         # In lockstep: the round whose fragment must arrive before the next step.
@@ -322,7 +320,7 @@ class Learner:
             self._effects.append(Send(SYNCER, report))
             if stager.wanted:
                 stager.answer_wanted(report)
-        if lockstep and self._schedule.due(self.global_step) >= 0:
+        if lockstep and self._turns.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
             contact.ask_again(now_s)
@@ -378,7 +376,7 @@ class Learner:
                 self._on_evaluate(message, now_s)
             case messages.StateEnd(receiver):
                 self.donor.on_end(receiver)
-            case messages.StatePart():
+            case messages.StateChunk():
                 self.start.receiver.on_part(message, self.global_step, now_s)
                 self._update_state(now_s)
             case messages.StateUnavailable():
@@ -480,7 +478,7 @@ class Learner:
     def _update_state(self, now_s: float) -> None:
         """Start or resume training when nothing is missing any more."""
         if self.state == WAITING:
-            if self.adopted[self._schedule.due(self._waits_for)].version >= self._waits_for:
+            if self.adopted[self._turns.due(self._waits_for)].version >= self._waits_for:
                 self._train()
         elif self.state in (JOINING, RECOVERING):
             if not self.start.welcomed or NO_VERSION in self.anchors.versions or not self.allotment.ready:

@@ -3,7 +3,7 @@
 Every driver receives messages while a step runs. Its mailbox decides when the machine gets each of them:
 
     PullRequest, AnchorRequest, StatePull   at once: a peer waits for the answer, and no step depends on it
-    StatePart                               at once; dropped from the first step on, when a state is of no more use
+    StateChunk                               at once; dropped from the first step on, when a state is of no more use
     GlobalFragment                          read at once, adopted between two steps, and only the newest per fragment
     any other                               between two steps
 
@@ -20,7 +20,14 @@ from typing import Generic, TypeVar
 
 from diloco_jax.protocol.effects import Effect
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.messages import AnchorRequest, GlobalFragment, PullRequest, StatePart, StatePull, SyncerMessage
+from diloco_jax.protocol.messages import (
+    AnchorRequest,
+    GlobalFragment,
+    PullRequest,
+    StateChunk,
+    StatePull,
+    SyncerMessage,
+)
 
 Item = TypeVar("Item")
 
@@ -51,7 +58,7 @@ class Mailbox(Generic[Item]):
         """
         if isinstance(message, PullRequest | AnchorRequest | StatePull):
             return Given(message, item, self._machine.answer(message, now_s))
-        if type(message) is StatePart:
+        if type(message) is StateChunk:
             if self._machine.may_step():
                 return None
             return Given(message, item, self._machine.on_message(message, now_s))

@@ -12,7 +12,7 @@ from diloco_jax.protocol.effects import Drop, Effects, Send, Stage, Unstage
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.turns import Schedule
+from diloco_jax.protocol.turns import Turns
 
 # Copies of one fragment: the grace window spans one step, and the request's way spans another.
 STAGED_STEPS_MAX = 3
@@ -35,7 +35,7 @@ class Stager:
     incarnation: int
     config: ProtocolConfig
     # Which fragment is due when.
-    schedule: Schedule
+    turns: Turns
     anchors: Anchors
     adopt_mode: str
     # Fragment -> size of its encoded value.
@@ -56,7 +56,7 @@ class Stager:
 
     def stage_due(self, now: StepReport, first_round: int) -> None:
         """Stage what the rounds from `first_round` on will request, and free the copies of other fragments."""
-        fragments = self.schedule.due_within(first_round, self.config.overlap_steps or 1)
+        fragments = self.turns.due_within(first_round, self.config.overlap_steps or 1)
         for fragment_id in list(self.staged):
             if fragment_id not in fragments:
                 self._unstage(fragment_id)
@@ -117,10 +117,10 @@ class Stager:
             # The round of the sent copy is over. A round that is not over may still merge its copy.
             del self.sent[fragment_id]
         merged = sent_round == message.merged_round
-        left_out = sent_round <= version and not merged
+        excluded = sent_round <= version and not merged
         if self.adopt_mode == "rebase" and merged:
             self.since[fragment_id] = sent_samples
-        elif self.adopt_mode != "blend" or left_out or self.anchors.adopted[fragment_id].version == NO_VERSION:
+        elif self.adopt_mode != "blend" or excluded or self.anchors.adopted[fragment_id].version == NO_VERSION:
             self.since[fragment_id] = samples
         if fragment_id in self.staged:
             self._unstage(fragment_id)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.claims import contradiction
-from diloco_jax.protocol.effects import Discard, Drop, Effects, Merge, Part, SaveSnapshot, Send
+from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effects, Merge, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
@@ -34,7 +34,7 @@ from diloco_jax.protocol.pacing import (
 )
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
-from diloco_jax.protocol.turns import Schedule
+from diloco_jax.protocol.turns import Turns
 
 COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
 
@@ -70,7 +70,7 @@ class Round:
     half_s: float | None = None
     # Learner -> local step that it was asked for, until it answers.
     asked: dict[str, int] = field(default_factory=dict)
-    values: dict[str, Part] = field(default_factory=dict)
+    values: dict[str, Contribution] = field(default_factory=dict)
     # Learner -> tokens that its member had reported when the round closed.
     told_tokens: dict[str, int] = field(default_factory=dict)
     # Learners whose value here is of an incarnation before the present one.
@@ -87,7 +87,7 @@ class Round:
         """Make the round that `to_plain` described."""
         asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
         told_tokens = dict(plain["told_tokens"])
-        values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
+        values = {part.learner_id: part for part in (Contribution(*values) for values in plain["values"])}
         former = set(plain["former"])
         return cls(**plain | {"asked": asked, "told_tokens": told_tokens, "values": values, "former": former})
 
@@ -156,7 +156,7 @@ class RoundBook:
     leases: LeaseBook
     # The last evaluation follows the last round.
     evaluations: Evaluations
-    schedule: Schedule
+    turns: Turns
     # Global step -> round.
     flying: dict[int, Round] = field(default_factory=dict)
     # The round that is not closed yet.
@@ -214,7 +214,7 @@ class RoundBook:
     def _next_step(self) -> int:
         """Return the global step of the next round."""
         step = self.progress.global_step
-        return self.schedule.next_due(step) if self.lockstep else step + 1
+        return self.turns.next_due(step) if self.lockstep else step + 1
 
     def may_open(self) -> bool:
         """Return whether the limits of the run allow another round."""
@@ -228,7 +228,7 @@ class RoundBook:
                 self.progress.finished = True
                 self.evaluations.conclude(now_s)
             return None
-        fragment_id = self.schedule.due(step)
+        fragment_id = self.turns.due(step)
         if len(self.flying) >= max(1, self.config.overlap_steps):
             return None
         if fragment_id >= 0 and any(this.fragment_id == fragment_id for this in self.flying.values()):
@@ -326,8 +326,8 @@ class RoundBook:
         for learner_id in members:
             member = self.membership.members[learner_id]
             member.credit.used_step = member.local_step
-        left_out = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
-        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + left_out))
+        excluded = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
+        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + excluded))
         if snapshot:
             self.effects.append(SaveSnapshot(progress.global_step))
         if this.fragment_id < 0:
@@ -383,7 +383,7 @@ class RoundBook:
             member.credit.merged_base[fragment_id] = base
             tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
             data = (message.samples, message.since)
-            this.values[name] = Part(name, message.local_step, message.steps, tokens, base, *data)
+            this.values[name] = Contribution(name, message.local_step, message.steps, tokens, base, *data)
             self.settle(this, now_s)
             # The collecting round may have excluded this learner because its value was late.
             self.proceed(now_s)
@@ -399,8 +399,8 @@ class RoundBook:
             return
         if this.values:
             this.phase, this.pulled_s = MERGING, now_s
-            parts = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
-            self.effects.append(Merge(this.global_step, this.fragment_id, parts))
+            contributions = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
+            self.effects.append(Merge(this.global_step, this.fragment_id, contributions))
             return
         del self.flying[this.global_step]
         note = self.progress.note("abandoned", this.fragment_id, (), "no value arrived", this.global_step)
@@ -420,36 +420,40 @@ class RoundBook:
         self.effects.append(note)
         self._advance()
 
-    def renew(self, this: Round, parts: Sequence[Part], digest: int, now_s: float) -> None:
+    def renew(self, this: Round, contributions: Sequence[Contribution], digest: int, now_s: float) -> None:
         """Broadcast the new version that a round has made."""
         self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         self.downstream.renew(this.fragment_id, this.global_step, digest)
-        for member in self.credit(this, parts):
+        for member in self.credit(this, contributions):
             member.credit.merged_round[this.fragment_id] = this.global_step
         for member in self.membership.connected():
             self.downstream.send(member, this.fragment_id, broadcast_s=now_s)
 
-    def credit(self, this: Round, parts: Sequence[Part]) -> list[Member]:
+    def credit(self, this: Round, contributions: Sequence[Contribution]) -> list[Member]:
         """Count the values in a new version; return the members whose present incarnation made one of them."""
         fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
         present: list[Member] = []
         progress.merged_rounds += 1
-        progress.merged_parts += len(parts)
+        progress.merged_parts += len(contributions)
         progress.merged_step = max(progress.merged_step, version)
-        for part in parts:
-            member = self.membership.members[part.learner_id]
+        for contribution in contributions:
+            member = self.membership.members[contribution.learner_id]
             member.rounds += 1
-            if part.learner_id in this.former:
+            if contribution.learner_id in this.former:
                 # The counters and the data of the present incarnation are new.
                 continue
             credit = member.credit
-            tokens = min(part.tokens, progress.value_tokens_max) if progress.budget.tokens else part.tokens
-            progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], tokens)
+            tokens = (
+                min(contribution.tokens, progress.value_tokens_max) if progress.budget.tokens else contribution.tokens
+            )
+            progress.merged_tokens += credit.merge(this.told_tokens[contribution.learner_id], tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
-            self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
+            self.leases.on_merged(
+                contribution.learner_id, fragment_id, version, contribution.samples, contribution.since
+            )
             present.append(member)
         self.leases.on_version(fragment_id, version)
-        names = tuple([part.learner_id for part in parts])
+        names = tuple([contribution.learner_id for contribution in contributions])
         self.effects.append(progress.note("merged", fragment_id, names, "", version))
         return present
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Drop, Effects, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
-from diloco_jax.protocol.member import GONE, Member
+from diloco_jax.protocol.member import DISCONNECTED, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, AnchorRequest, AnchorValue
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -243,10 +243,10 @@ class Comeback:
         """Return versions that may exist beyond the tape, because a lost machine may lose the end of its tape."""
         found = {p: list(versions) for p, versions in before.possible.items()} if before is not None else {}
         rounds = [(this.fragment_id, this.global_step) for this in flying]
-        step, schedule = self.progress.global_step, self.rounds.schedule
+        step, turns = self.progress.global_step, self.rounds.turns
         for _ in range(max(1, self.config.overlap_steps)):
-            step = schedule.next_due(step) if self.config.lockstep else step + 1
-            rounds.append((schedule.due(step), step))
+            step = turns.next_due(step) if self.config.lockstep else step + 1
+            rounds.append((turns.due(step), step))
         for fragment_id, step in rounds:
             if fragment_id >= 0 and step not in found.setdefault(fragment_id, []):
                 found[fragment_id].append(step)
@@ -266,7 +266,7 @@ class Comeback:
     def _begin(self, restoring: Restoring | None, now_s: float) -> None:
         """Forget all links, and what was in transit on them."""
         for member in self.membership.connected():
-            self.membership.set_state(member, GONE, now_s)
+            self.membership.set_state(member, DISCONNECTED, now_s)
         self.rounds.clear()
         self.downstream.forget_steps()
         self._set_restoring(restoring)

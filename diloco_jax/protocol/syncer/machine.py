@@ -23,7 +23,7 @@ from typing import Any, get_args
 from diloco_jax.protocol import bounds, messages
 from diloco_jax.protocol.effects import Drop, Effect, Effects, Send
 from diloco_jax.protocol.leases import LeaseBook
-from diloco_jax.protocol.member import GONE, SILENT, Member
+from diloco_jax.protocol.member import DISCONNECTED, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, Hello, LearnerMessage, StateMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -42,7 +42,7 @@ class Syncer:
         total_steps: the run is complete after so many global steps at the latest.
         fingerprint: what both sides must agree on.
         payload_bytes: fragment -> size of its encoded global value.
-        step_bytes: fragment -> size of the delta to its newest version; a fragment that is missing has no deltas.
+        delta_bytes: fragment -> size of the delta to its newest version; a fragment that is missing has no deltas.
         budget: the run is complete when so many tokens are merged (progress.py).
         plan: when the global model is evaluated (evaluations.py).
     """
@@ -53,7 +53,7 @@ class Syncer:
         total_steps: int,
         fingerprint: tuple[tuple[str, str], ...] = (),
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
-        step_bytes: Mapping[int, int] = MappingProxyType({}),
+        delta_bytes: Mapping[int, int] = MappingProxyType({}),
         budget: Budget = NO_BUDGET,
         plan: EvaluationPlan = NEVER,
     ) -> None:
@@ -64,10 +64,10 @@ class Syncer:
         )
         self.membership = members = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = leases = LeaseBook(config.num_fragments)
-        self.downstream = down = Downstream(effects, config, progress, payload_bytes, step_bytes)
+        self.downstream = down = Downstream(effects, config, progress, payload_bytes, delta_bytes)
         self.evaluations = Evaluations(effects, plan, config, progress, members, down)
         self.rounds = rounds = RoundBook(
-            effects, config, progress, members, down, leases, self.evaluations, config.schedule
+            effects, config, progress, members, down, leases, self.evaluations, config.turns
         )
         self.comeback = Comeback(effects, config, progress, members, down, rounds, leases)
         self.matches = matches = Matchmaker(effects, members)
@@ -128,7 +128,7 @@ class Syncer:
         known = self.membership.members.get(message.learner_id)
         if known is not None and message.incarnation > known.incarnation:
             self.roster.replace(known, now_s)
-        entered = known is None or known.state == GONE
+        entered = known is None or known.state == DISCONNECTED
         member = self.membership.join(message, now_s)
         if entered:
             note = progress.note("joined", -1, (member.learner_id,), f"incarnation {member.incarnation}")
@@ -222,7 +222,7 @@ class Syncer:
                 restoring = self.comeback.restoring
                 awaited = restoring.awaited if restoring is not None else ()
                 self.matches.on_request(message, self.progress.global_step, awaited)
-            case messages.StatePart():
+            case messages.StateChunk():
                 self.matches.on_part(message)
             case messages.StateRefused():
                 self.matches.on_refused(message)
@@ -233,7 +233,7 @@ class Syncer:
 
     def _on_leave(self, member: Member, message: messages.Leave, now_s: float) -> None:
         """Take a learner's goodbye: its unfinished data is free at once."""
-        self.roster.lose(member, GONE, message.reason, now_s)
+        self.roster.lose(member, DISCONNECTED, message.reason, now_s)
         member.goodbye = message.reason
         if not self.progress.finished:
             self.roster.release(member)
@@ -244,21 +244,21 @@ class Syncer:
         """Record that the link to a learner broke. The learner may return; its data waits for it for a while."""
         member = self.membership.get(learner_id, incarnation)
         if member is not None:
-            self.roster.lose(member, GONE, reason, now_s)
+            self.roster.lose(member, DISCONNECTED, reason, now_s)
             self.comeback.proceed(now_s)
             self.rounds.proceed(now_s)
         return self._effects.drain()
 
-    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
+    def on_merged(self, global_step: int, digest: int, excluded: Sequence[str], now_s: float) -> list[Effect]:
         """Broadcast the new version of a fragment, because the driver finished a Merge.
 
         Args:
             digest: digest of the new value.
-            left_out: learners whose value was unusable. If all values were, there is no new value.
+            excluded: learners whose value was unusable. If all values were, there is no new value.
         """
         this = self.rounds.end_merge(global_step)
-        parts = [part for _, part in sorted(this.values.items()) if part.learner_id not in left_out]
-        for learner_id in sorted(set(left_out) - this.former):
+        parts = [part for _, part in sorted(this.values.items()) if part.learner_id not in excluded]
+        for learner_id in sorted(set(excluded) - this.former):
             member = self.membership.members[learner_id]
             # One bad value is one strike. If there is a new version, the learner's steps count again once it holds
             # that version. If there is none, nothing ends these steps, so they count again now.
@@ -339,7 +339,7 @@ class Syncer:
     def on_tick(self, now_s: float) -> list[Effect]:
         """Take the time: silence of members, grace windows, and requests without an answer depend on it."""
         if now_s >= self.roster.check_s:
-            self.roster.check_s = now_s + self.config.lease_s / 4
+            self.roster.check_s = now_s + self.config.silence_s / 4
             self.roster.check_silence(now_s)
         self.rounds.on_tick(now_s)
         self.comeback.on_tick(now_s)

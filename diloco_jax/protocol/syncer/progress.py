@@ -166,7 +166,7 @@ class Downstream:
     # Fragment -> size of its encoded global value.
     payload_bytes: Mapping[int, int]
     # Fragment -> size of the delta to its newest version. A fragment that is missing is always sent whole.
-    step_bytes: Mapping[int, int]
+    delta_bytes: Mapping[int, int]
     # The newest version of each fragment, and its digest.
     versions: list[int] = field(init=False)
     digests: list[int] = field(init=False)
@@ -218,11 +218,11 @@ class Downstream:
     def _message(self, member: Member, fragment_id: int, wait_steps: int, broadcast_s: float | None) -> GlobalFragment:
         down, version, digest = member.down, self.versions[fragment_id], self.digests[fragment_id]
         size, base, steps = self.payload_bytes.get(fragment_id, 0), NO_VERSION, STEPS_MAX
-        if fragment_id in self.step_bytes:
+        if fragment_id in self.delta_bytes:
             sent, will_hold = down.sent.get(fragment_id), down.will_hold[fragment_id]
             before = sent.steps if sent is not None and sent.version == version else 0
             if before < STEPS_MAX and self.bases.get(fragment_id) == will_hold:
-                size, base, steps = self.step_bytes[fragment_id], will_hold.version, before + 1
+                size, base, steps = self.delta_bytes[fragment_id], will_hold.version, before + 1
             down.will_hold[fragment_id] = Held(version, digest)
         down.sent[fragment_id] = Sent(version, steps, member.local_step, wait_steps, broadcast_s)
         merged_round = member.credit.merged_round.get(fragment_id, NO_VERSION)

@@ -30,12 +30,16 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 from diloco_jax.protocol.bounds import objection, without_value
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
 from diloco_jax.protocol.exclusion import Evidence
-from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
+from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric, StateChunk
 from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import Limits
 
-_MESSAGES: dict[str, Callable[..., LearnerMessage]] = {kind.__name__: kind for kind in get_args(LearnerMessage)}
+# A tape keeps the name that a kind of message had when tapes were defined.
+_NAMES_ON_TAPE: dict[type, str] = {StateChunk: "StatePart"}
+_MESSAGES: dict[str, Callable[..., LearnerMessage]] = {
+    _NAMES_ON_TAPE.get(kind, kind.__name__): kind for kind in get_args(LearnerMessage)
+}
 _NOT_A_LINE = (
     ValueError,
     TypeError,
@@ -120,7 +124,8 @@ class TapedSyncer:
         # exception is a value: its round takes it as an answer that holds nothing.
         taken = without_value(message) if objection(message) else message
         if taken is not None:
-            self._write(type(taken).__name__, now_s, *taken)
+            kind = type(taken)
+            self._write(_NAMES_ON_TAPE.get(kind, kind.__name__), now_s, *taken)
         return self.syncer.on_message(message, now_s)
 
     def on_disconnect(self, learner_id: str, incarnation: int, reason: str, now_s: float) -> list[Effect]:
@@ -128,12 +133,12 @@ class TapedSyncer:
         return self.syncer.on_disconnect(learner_id, incarnation, reason, now_s)
 
     def on_merged(
-        self, global_step: int, digest: int, left_out: Sequence[str], now_s: float, evidence: Evidence | None = None
+        self, global_step: int, digest: int, excluded: Sequence[str], now_s: float, evidence: Evidence | None = None
     ) -> list[Effect]:
         """Do as Syncer.on_merged; `evidence` is for readers of the tape, and the machine does not see it."""
         recorded = [] if evidence is None else [evidence._asdict()]
-        self._write("merged", now_s, global_step, digest, list(left_out), *recorded)
-        return self.syncer.on_merged(global_step, digest, left_out, now_s)
+        self._write("merged", now_s, global_step, digest, list(excluded), *recorded)
+        return self.syncer.on_merged(global_step, digest, excluded, now_s)
 
     def on_drain(self, learner_id: str, now_s: float) -> list[Effect]:
         # A drain changes nothing in the machine, so it is not on the tape.
@@ -297,8 +302,8 @@ def _apply(
             return syncer.on_message(_message(kind, arguments), now_s)
         case "disconnect", [learner_id, incarnation, reason]:
             return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
-        case "merged", [global_step, digest, left_out, *_]:
-            return syncer.on_merged(int(global_step), int(digest), tuple(left_out), now_s)
+        case "merged", [global_step, digest, excluded, *_]:
+            return syncer.on_merged(int(global_step), int(digest), tuple(excluded), now_s)
         case "tick", _:
             return syncer.on_tick(now_s)
         case "snapshot", [int(), *_]:

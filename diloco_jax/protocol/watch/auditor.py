@@ -67,12 +67,12 @@ class Auditor:
         for fragment_id, (version, *_) in enumerate(adopted):
             self.book.on_held(fragment_id, version)
 
-    def _version(self, global_step: int, left_out: list[str]) -> None:
+    def _version(self, global_step: int, excluded: list[str]) -> None:
         order, lives = self._orders.pop(global_step)
         shares = {
             life: SampleShare(part.since, part.samples)
-            for life, part in zip(lives, order.parts, strict=True)
-            if part.learner_id not in left_out
+            for life, part in zip(lives, order.contributions, strict=True)
+            if part.learner_id not in excluded
         }
         if shares:
             self.rounds += 1
@@ -82,7 +82,7 @@ class Auditor:
         if isinstance(effect, Send) and isinstance(effect.message, Lease):
             self.book.lease(self._lives[effect.peer], *effect.message, self.findings)
         elif isinstance(effect, Merge):
-            lives = tuple(self._values.pop((effect.global_step, part.learner_id)) for part in effect.parts)
+            lives = tuple(self._values.pop((effect.global_step, each.learner_id)) for each in effect.contributions)
             self._orders[effect.global_step] = (effect, lives)
         elif isinstance(effect, Restore):
             self._held[effect.fragment_id] = effect.version
@@ -99,7 +99,7 @@ class Auditor:
             self.book.versions[note.fragment_id] = version
         elif note.kind == "merged" and kind != "merged":
             # A learner brought the result of the merge after a restart.
-            names = [part.learner_id for part in self._orders[note.global_step][0].parts]
+            names = [each.learner_id for each in self._orders[note.global_step][0].contributions]
             self._version(note.global_step, [name for name in names if name not in note.members])
 
     def _begin_life(self, kind: str, moment: Moment, line: list[Any]) -> None:

@@ -65,7 +65,7 @@ class ExclusionAuditor:
         history = self._histories[order.fragment_id]
         if history is None:
             return
-        decision, self._histories[order.fragment_id] = repeat(evidence, order.parts, history)
+        decision, self._histories[order.fragment_id] = repeat(evidence, order.contributions, history)
         self.repeated += 1
         if sorted(decision.excluded) != sorted(excluded):
             ours, theirs = (", ".join(sorted(names)) or "nobody" for names in (decision.excluded, excluded))

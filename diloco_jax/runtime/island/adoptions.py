@@ -89,8 +89,8 @@ class Adoptions:
             # Its round is over; a round that is still open may merge what was sent.
             del self._sent[fragment_id]
         merged = sent if asked == merged_round else None
-        left_out = asked <= version and merged is None
-        if first or left_out or (mode == "rebase" and merged is None):
+        excluded = asked <= version and merged is None
+        if first or excluded or (mode == "rebase" and merged is None):
             mode = "overwrite"
         fragment = self._fragments[fragment_id]
         self._island.adopt(fragment, values, mode=mode, alpha=self._how.alpha, sent=merged)

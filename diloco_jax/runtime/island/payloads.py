@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StatePart
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StateChunk
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.training.whole_state.moving import MovingState
@@ -67,7 +67,7 @@ class PayloadSender:
 
         self._add(URGENT, send)
 
-    def part(self, link: Link, message: StatePart, moving: MovingState) -> None:
+    def part(self, link: Link, message: StateChunk, moving: MovingState) -> None:
         """Send one part of a staged state; send nothing if there is no such part."""
         parts = moving.count(STATE_PART_BYTES)
         if not 0 <= message.part < parts:

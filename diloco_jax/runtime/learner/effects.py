@@ -16,7 +16,7 @@ from diloco_jax.core import codec
 from diloco_jax.protocol import effects
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
-from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StateChunk, SyncerMessage
 from diloco_jax.runtime.island.adoptions import GlobalValues, ReceivedState, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -134,7 +134,7 @@ class Decisions:
             self.payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
             self.payloads.anchor(link, message, self.host.anchors[message.fragment_id])
-        elif isinstance(message, StatePart):
+        elif isinstance(message, StateChunk):
             self.payloads.part(link, message, self.host.moving_state(message.local_step, message.receiver))
         else:
             # The link thread notices it too, and reconnects.
@@ -162,10 +162,10 @@ class Decisions:
                     self.host.stage_state(local_step)
                 case effects.UnstageState(local_step):
                     self.host.unstage_state(local_step)
-                case effects.KeepPart(part, parts):
-                    assert arrived is not None and isinstance(arrived.message, StatePart), "a kept part did not come"
+                case effects.KeepChunk(part, parts):
+                    assert arrived is not None and isinstance(arrived.message, StateChunk), "a kept part did not come"
                     self._received.keep(part, parts, arrived.payload, arrived.message.incarnation)
-                case effects.DropParts():
+                case effects.DropChunks():
                     self._received.drop()
                 case effects.AdoptState():
                     self.state = effect
@@ -222,7 +222,7 @@ class LearnerInbox:
         """Handle a message that arrived; the link thread calls it."""
         if isinstance(message, GlobalFragment):
             self._take_global(message, payload)
-        elif isinstance(message, StatePart) and codec.digest(payload) != message.digest:
+        elif isinstance(message, StateChunk) and codec.digest(payload) != message.digest:
             donor = message.learner_id
             log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is requested again")
         else:

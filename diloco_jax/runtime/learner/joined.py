@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 class Joining(NamedTuple):
     """The settings of one process of an island in a run."""
 
-    # As it was written; `host` resolves it.
+    # The config before it is resolved; `host` resolves it.
     config: RunConfig
     learner_id: str
     incarnation: int

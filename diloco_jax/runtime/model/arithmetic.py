@@ -21,7 +21,7 @@ class Mark(NamedTuple):
     version: int
     digest: int
     history: RateHistory
-    # Version from which a step leads to the newest one; NO_VERSION if only the whole value can be sent.
+    # The newest step starts at this version; NO_VERSION if only the whole value can be sent.
     base: int = NO_VERSION
 
 

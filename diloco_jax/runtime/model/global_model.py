@@ -20,7 +20,7 @@ from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
 from diloco_jax.core.passes import State, norms
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
     Decision,
     Evidence,
@@ -56,7 +56,7 @@ class Merged(NamedTuple):
     # None if every value was excluded: then the fragment stays as it is.
     state: Mark | None
     # Learner -> why its value was excluded.
-    left_out: dict[str, str]
+    excluded: dict[str, str]
     # The fragment's next history.
     history: RateHistory
     evidence: Evidence
@@ -129,7 +129,7 @@ class GlobalModel:
         """Return the layout of a fragment in flat arrays and payloads."""
         return self.setup.shares.wholes[fragment_id]
 
-    def step_bytes(self, fragment_id: int) -> int:
+    def delta_bytes(self, fragment_id: int) -> int:
         """Return the size of an encoded step in bytes; 0 if whole values travel."""
         return self.layout(fragment_id).payload_bytes(self.setup.down) if self.setup.down != "float32" else 0
 
@@ -236,10 +236,10 @@ class GlobalModel:
             decided: whom the run left out, which a replay repeats; None to decide now.
         """
         fragment_id, mark, arithmetic = order.fragment_id, self._marks[order.fragment_id], self._arithmetic
-        unusable = {p.learner_id: arithmetic.unusable(fragment_id, payloads[p.learner_id]) for p in order.parts}
-        left_out = {name: reason for name, reason in unusable.items() if reason}
-        left_out |= {name: "the run left it out" for name in decided or ()}
-        parts = [part for part in order.parts if part.learner_id not in left_out]
+        unusable = {p.learner_id: arithmetic.unusable(fragment_id, payloads[p.learner_id]) for p in order.contributions}
+        excluded = {name: reason for name, reason in unusable.items() if reason}
+        excluded |= {name: "the run left it out" for name in decided or ()}
+        parts = [each for each in order.contributions if each.learner_id not in excluded]
         values = self._measure(fragment_id, parts, payloads)
         length, factor = self._lengths[fragment_id], self._outlier_factor if decided is None else 0.0
         decision = decide(values, mark.history, length, factor)
@@ -247,16 +247,18 @@ class GlobalModel:
         while digest is None and decision.merged:
             decision, overflows = exclude_largest(decision, values), overflows + 1
             digest = self._update(order, values, decision)
-        left_out |= decision.excluded
+        excluded |= decision.excluded
         history = next_history(mark.history, decision, values)
-        evidence = evidence_of(values, mark.history, length, factor, overflows, left_out)
+        evidence = evidence_of(values, mark.history, length, factor, overflows, excluded)
         if digest is None:
             arithmetic.forget(fragment_id)
-            return Merged(fragment_id, None, left_out, history, evidence)
-        base = mark.version if self.step_bytes(fragment_id) else NO_VERSION
-        return Merged(fragment_id, Mark(order.global_step, digest, history, base), left_out, history, evidence)
+            return Merged(fragment_id, None, excluded, history, evidence)
+        base = mark.version if self.delta_bytes(fragment_id) else NO_VERSION
+        return Merged(fragment_id, Mark(order.global_step, digest, history, base), excluded, history, evidence)
 
-    def _measure(self, fragment_id: int, parts: Sequence[Part], payloads: Mapping[str, Any]) -> list[MeasuredValue]:
+    def _measure(
+        self, fragment_id: int, parts: Sequence[Contribution], payloads: Mapping[str, Any]
+    ) -> list[MeasuredValue]:
         """Return the learners' parts with the norms of their values, which the arithmetic keeps for `_update`."""
         if not parts:
             return []
@@ -268,7 +270,7 @@ class GlobalModel:
         """Compute the next version; returns its digest, None if it is not finite or no value is merged."""
         if not decision.merged:
             return None
-        parts = [values[i].part for i in decision.merged]
+        parts = [values[i].contribution for i in decision.merged]
         weights = token_weights([part.tokens for part in parts], [part.steps for part in parts], self._weights)
         finite, digest = self._arithmetic.update(order.fragment_id, order.global_step, list(decision.merged), weights)
         return digest if finite else None

@@ -20,7 +20,7 @@ from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE, check_history, has_begun, how_to_use
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
-from diloco_jax.runtime.syncer.parts import Parts
+from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, set_others_aside
 
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
@@ -40,7 +40,7 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
     return FRESH
 
 
-def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
+def begin(context: SyncerContext, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
     """Restore machine, model and statistics, and return the effects of the first input.
 
     Args:
@@ -50,60 +50,62 @@ def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: flo
         ValueError: the tape or the snapshots do not allow it; the message has the remedy.
     """
     if mode == FRESH:
-        return parts.taped.on_begin(parts.model.digests, now_s)
-    if parts.config.model.weights:
-        _check_weights(parts)
-    folder, tape = parts.run_dir / CHECKPOINTS, TapeExtent(parts.run_dir / TAPE_FILE, parts.tape.position)
+        return context.taped.on_begin(context.model.digests, now_s)
+    if context.config.model.weights:
+        _check_weights(context)
+    folder, tape = context.run_dir / CHECKPOINTS, TapeExtent(context.run_dir / TAPE_FILE, context.tape.position)
     refused: list[tuple[Path, ValueError]] = []
-    read = partial(read_snapshot, model=parts.model, tape=tape)
+    read = partial(read_snapshot, model=context.model, tape=tape)
     loaded = checkpoint.newest_readable(folder, read, lambda *each: refused.append(each))
     if loaded is None and refused:
         # A damaged snapshot may have replaced some of the values.
-        parts.model.begin(initial())
+        context.model.begin(initial())
     if mode == REWIND:
-        return _rewind(parts, loaded, refused, now_s)
+        return _rewind(context, loaded, refused, now_s)
     set_others_aside(folder, tape)
-    return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
+    return _fail_over(context, loaded[1] if loaded is not None else None, now_s)
 
 
-def _check_weights(parts: Parts) -> None:
+def _check_weights(context: SyncerContext) -> None:
     """Compare the initial values with those at the start of the run: their folder may have changed."""
-    kind, _, digests, *_ = json.loads(next(read_lines(parts.run_dir / TAPE_FILE)))
-    if kind == "begin" and digests != parts.model.digests:
+    kind, _, digests, *_ = json.loads(next(read_lines(context.run_dir / TAPE_FILE)))
+    if kind == "begin" and digests != context.model.digests:
         raise ValueError(
-            f"model.weights {parts.config.model.weights} holds other values than this run started with; name the "
+            f"model.weights {context.config.model.weights} holds other values than this run started with; name the "
             "folder with the old values, or start a new run"
         )
 
 
-def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Effect]:
-    tape, states = parts.run_dir / TAPE_FILE, dict[Moment, Any]()
+def _fail_over(context: SyncerContext, snapshot: Snapshot | None, now_s: float) -> list[Effect]:
+    tape, states = context.run_dir / TAPE_FILE, dict[Moment, Any]()
     start, loaded = 0, BEGINNING
     if snapshot is not None:
         start, loaded = snapshot.tape_bytes, Moment(snapshot.global_step, snapshot.tape_head)
-        states[loaded] = _restored(parts, snapshot)
+        states[loaded] = _restored(context, snapshot)
     if (limits := limits_before(read_lines(tape, start))) is not None:
-        parts.machine.on_limits(limits)
+        context.machine.on_limits(limits)
     uses = returns(read_lines(tape, start))
     counted: Moments[dict[str, Any]] = Moments(uses)
-    counted.keep(loaded, parts.stats.state)
+    counted.keep(loaded, context.stats.state)
     count = 0
     try:
-        for effects in replay(_counted(read_lines(tape, start), parts, counted), parts.machine, states, uses):
+        for effects in replay(_counted(read_lines(tape, start), context, counted), context.machine, states, uses):
             count += 1
             for effect in effects:
                 if isinstance(effect, Note) and effect.kind == "merged":
-                    parts.stats.on_merged(effect.members, effect.global_step)
+                    context.stats.on_merged(effect.members, effect.global_step)
                 elif isinstance(effect, SaveSnapshot):
-                    counted.keep(Moment(effect.global_step), parts.stats.state)
+                    counted.keep(Moment(effect.global_step), context.stats.state)
     except ValueError as error:
         raise ValueError(f"{tape}, with lines counted from byte {start} on: {error}") from error
     origin = f"the snapshot of global step {loaded.global_step}" if snapshot is not None else "the initial model"
-    log.info(f"restarted from {origin} and {count} inputs of the tape, at global step {parts.machine.global_step}")
-    return parts.taped.on_restart(parts.model.versions, parts.model.digests, loaded.global_step, now_s, loaded.head)
+    log.info(f"restarted from {origin} and {count} inputs of the tape, at global step {context.machine.global_step}")
+    return context.taped.on_restart(
+        context.model.versions, context.model.digests, loaded.global_step, now_s, loaded.head
+    )
 
 
-def _counted(lines: Iterator[str], parts: Parts, counted: Moments[dict[str, Any]]) -> Iterator[str]:
+def _counted(lines: Iterator[str], context: SyncerContext, counted: Moments[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a tape, and count each report just before the machine gets it, as when it was written.
 
     The counts at each snapshot that the run returns to are kept.
@@ -111,9 +113,9 @@ def _counted(lines: Iterator[str], parts: Parts, counted: Moments[dict[str, Any]
     for line in lines:
         if line.startswith('["StepReport"'):
             _, then_s, *fields = json.loads(line)
-            parts.stats.on_report(StepReport(*fields), then_s)
+            context.stats.on_report(StepReport(*fields), then_s)
         elif line.startswith('["snapshot"'):
-            counted.keep(Moment(*json.loads(line)[2:]), parts.stats.state)
+            counted.keep(Moment(*json.loads(line)[2:]), context.stats.state)
         elif line.startswith('["rewind"'):
             fields = json.loads(line)[2:]
             # The third field is the stamp of the release.
@@ -121,20 +123,23 @@ def _counted(lines: Iterator[str], parts: Parts, counted: Moments[dict[str, Any]
             moment = back_to("rewind", fields)
             # The replay of the machine reports a moment that is not on the tape.
             if moment is not None and moment in counted:
-                parts.stats.restore(counted.at(moment))
+                context.stats.restore(counted.at(moment))
         yield line
 
 
 def _rewind(
-    parts: Parts, loaded: tuple[Path, Snapshot] | None, refused: Sequence[tuple[Path, ValueError]], now_s: float
+    context: SyncerContext,
+    loaded: tuple[Path, Snapshot] | None,
+    refused: Sequence[tuple[Path, ValueError]],
+    now_s: float,
 ) -> list[Effect]:
-    folder = parts.run_dir / CHECKPOINTS
+    folder = context.run_dir / CHECKPOINTS
     if loaded is None and refused:
         why = "; ".join(f"{path.name}: {str(error)[:REASON_MAX]}" for path, error in refused[:NAMED_MAX])
         why += f"; and {len(refused) - NAMED_MAX} more" if len(refused) > NAMED_MAX else ""
         raise ValueError(
             f"{folder} holds {len(refused)} snapshots, but this run can continue from none of them ({why}). To use "
-            f"one, {how_to_use(parts.run_dir)}"
+            f"one, {how_to_use(context.run_dir)}"
         )
     if loaded is None:
         raise ValueError(
@@ -142,25 +147,25 @@ def _rewind(
             "the next one leaves some"
         )
     path, snapshot = loaded
-    set_others_aside(folder, TapeExtent(parts.run_dir / TAPE_FILE, parts.tape.position))
+    set_others_aside(folder, TapeExtent(context.run_dir / TAPE_FILE, context.tape.position))
     # A snapshot of the void rounds must not count as the newest later.
     for other in checkpoint.complete(folder):
         if checkpoint.global_step_of(other) > snapshot.global_step:
             checkpoint.set_aside(other)
     # The state is restored before the tape records it.
-    state = _restored(parts, snapshot)
+    state = _restored(context, snapshot)
     # Lives are counted from the snapshot on, so that a long tape is not read whole.
-    epoch = state["epoch"][0] + lives(read_lines(parts.run_dir / TAPE_FILE, snapshot.tape_bytes))
+    epoch = state["epoch"][0] + lives(read_lines(context.run_dir / TAPE_FILE, snapshot.tape_bytes))
     log.info(f"the run continues from {path.name}; later rounds are void")
-    return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
+    return context.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
 
 
-def _restored(parts: Parts, snapshot: Snapshot) -> dict[str, Any]:
+def _restored(context: SyncerContext, snapshot: Snapshot) -> dict[str, Any]:
     """Restore machine and statistics; return the machine's state."""
     state: dict[str, Any] = json.loads(snapshot.machine)
     try:
-        parts.machine.restore(state)
-        parts.stats.restore(snapshot.stats)
+        context.machine.restore(state)
+        context.stats.restore(snapshot.stats)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"the snapshot of global step {snapshot.global_step} was written by another version of this program "

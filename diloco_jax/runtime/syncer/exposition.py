@@ -30,8 +30,8 @@ from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.table import Series
 from diloco_jax.runtime.records.status import EVALUATING
+from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.host_alarms import expiries, newest_snapshot
-from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import patiently
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.link import split_address
@@ -210,10 +210,10 @@ class _Told(NamedTuple):
 class Exposition(Collector):
     """The metrics of a syncer's process, and the server that answers scrapes at `url`; "" if there is no server."""
 
-    def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
-        self._parts = parts
+    def __init__(self, context: SyncerContext, writer: SnapshotWriter) -> None:
+        self._context = context
         self._writer = writer
-        self._names = parts.config.islands.names[:ISLANDS_MAX]
+        self._names = context.config.islands.names[:ISLANDS_MAX]
         self._told: _Told | None = None
         self._abandoned = 0
         self._rejected: Counter[str] = Counter()
@@ -235,7 +235,7 @@ class Exposition(Collector):
         Raises:
             ValueError: the port stays taken for longer than `patience_s`, or this machine has no such address.
         """
-        if address := self._parts.config.syncer.metrics:
+        if address := self._context.config.syncer.metrics:
             self._server = patiently(lambda: self._listen(address), patience_s, stop)
             self.url = f"http://{address.rpartition(':')[0]}:{self._server.server_port}/metrics"
             log.info(f"metrics at {self.url}")
@@ -256,7 +256,7 @@ class Exposition(Collector):
     def on_report(self, report: StepReport, now_s: float) -> list[tuple[int, float]]:
         """Observe the broadcasts that a report confirms, before the machine takes it; return versions and seconds."""
         took = []
-        sent = self._parts.machine.membership.members[report.learner_id].down.sent
+        sent = self._context.machine.membership.members[report.learner_id].down.sent
         for fragment_id, version, ago_s in report.arrived:
             way = sent.get(fragment_id)
             if way is not None and way.version == version and way.broadcast_s is not None:
@@ -266,16 +266,16 @@ class Exposition(Collector):
 
     def on_note(self, note: Note) -> None:
         """Observe how long a round waited when it closes, and count abandoned rounds."""
-        this = self._parts.machine.rounds.flying.get(note.global_step)
+        this = self._context.machine.rounds.flying.get(note.global_step)
         if note.kind == "closed" and this is not None:
             self._observe(0, this.opened_s, this.met_s, this.closed_s)
         self._abandoned += note.kind == "abandoned"
 
-    def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: Iterable[str], now_s: float) -> None:
         """Observe a merge and count the values that it left out, before the machine takes its result."""
-        this = self._parts.machine.rounds.flying[global_step]
+        this = self._context.machine.rounds.flying[global_step]
         self._observe(2, this.closed_s, this.pulled_s, now_s)
-        self._rejected.update(list(left_out))
+        self._rejected.update(list(excluded))
 
     def _observe(self, first: int, *times_s: float) -> None:
         for phase, (start_s, end_s) in zip(self._phases[first:], pairwise(times_s), strict=False):
@@ -284,9 +284,9 @@ class Exposition(Collector):
     def tell(self, status: Mapping[str, Any], now_s: float) -> None:
         """Take the newest status for the scrapes that follow."""
         if self._server is not None:
-            progress = self._parts.machine.progress
+            progress = self._context.machine.progress
             merged = {"merged_rounds": progress.merged_rounds, "merged_parts": progress.merged_parts}
-            facts = RunFacts.of(self._parts.stats.summary(status["wire"], now_s), status, merged)
+            facts = RunFacts.of(self._context.stats.summary(status["wire"], now_s), status, merged)
             self._told = _Told(status, facts, time.time(), self._abandoned, Counter(self._rejected))
 
     def collect(self) -> Iterator[Metric]:
@@ -313,8 +313,8 @@ class Exposition(Collector):
 
     def _process_facts(self, told: _Told) -> ProcessFacts:
         """Return the facts that the status, the settings, the disk and the writer of snapshots give at this moment."""
-        config, writer, status = self._parts.config, self._writer, told.status
-        disk, snapshot = shutil.disk_usage(self._parts.run_dir), newest_snapshot(self._parts.run_dir)
+        config, writer, status = self._context.config, self._writer, told.status
+        disk, snapshot = shutil.disk_usage(self._context.run_dir), newest_snapshot(self._context.run_dir)
         newest, newest_s = snapshot[:2] if snapshot is not None else (None, None)
         return ProcessFacts(
             unix_s=told.unix_s,

@@ -10,7 +10,7 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
-from diloco_jax.runtime.syncer.parts import Parts
+from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust.certificates import parse_certificates
@@ -52,10 +52,10 @@ def newest_snapshot(run_dir: Path) -> tuple[int, float, Path] | None:
 class HostAlarms:
     """Finds what is wrong with the syncer's process and its machine."""
 
-    def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
-        self._parts, self._writer = parts, writer
+    def __init__(self, context: SyncerContext, writer: SnapshotWriter) -> None:
+        self._context, self._writer = context, writer
         self._began_unix_s = time.time()
-        self._first_step = parts.machine.global_step
+        self._first_step = context.machine.global_step
         # By island: how far its clock seemed ahead of ours in its last reports, in seconds.
         self._ahead_s: dict[str, deque[float]] = {}
         self._looked_s = 0.0
@@ -70,16 +70,16 @@ class HostAlarms:
     @property
     def blocked(self) -> str:
         """Return what everybody waits for in this process; "" if nothing."""
-        return self._parts.tape.condition or self._writer.condition
+        return self._context.tape.condition or self._writer.condition
 
     def found(self, now_s: float) -> list[Alarm]:
-        found = [Alarm("tape", "", self._parts.tape.condition)] if self._parts.tape.condition else []
+        found = [Alarm("tape", "", self._context.tape.condition)] if self._context.tape.condition else []
         if self._writer.condition:
             found.append(Alarm("snapshot", "", self._writer.condition))
         for name, lately_s in self._ahead_s.items():
             # A report that travelled long makes a clock seem late. The quickest report is the most accurate.
             ahead_s = max(lately_s)
-            if abs(ahead_s) > CLOCK_S and self._parts.machine.membership.members[name].state == "active":
+            if abs(ahead_s) > CLOCK_S and self._context.machine.membership.members[name].state == "active":
                 way = "ahead of" if ahead_s > 0 else "behind"
                 found.append(Alarm("clock", name, f"the clock of {name} is {abs(ahead_s):.0f} s {way} the syncer's"))
         if now_s >= self._looked_s + LOOK_EVERY_S:
@@ -88,8 +88,8 @@ class HostAlarms:
         return found + self._of_files
 
     def _overdue(self) -> list[Alarm]:
-        every, step = self._parts.config.protocol.snapshot_every, self._parts.machine.global_step
-        newest = newest_snapshot(self._parts.run_dir)
+        every, step = self._context.config.protocol.snapshot_every, self._context.machine.global_step
+        newest = newest_snapshot(self._context.run_dir)
         then, when_s = newest[:2] if newest is not None else (self._first_step, self._began_unix_s)
         quiet_s = time.time() - max(when_s, self._began_unix_s)
         if not every or step - then <= OVERDUE * every or quiet_s < OVERDUE_LEAST_S or self._writer.condition:
@@ -98,7 +98,7 @@ class HostAlarms:
         return [Alarm("snapshot", "", f"{what}, {step - then} ago; protocol.snapshot_every is {every}")]
 
     def _disk(self) -> list[Alarm]:
-        folder = self._parts.run_dir
+        folder = self._context.run_dir
         newest = newest_snapshot(folder)
         if newest is not None and newest[2] != self._sized[0]:
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ class HostAlarms:
 
     def _certificates(self) -> list[Alarm]:
         found = []
-        for name, until_s in expiries(self._parts.config.transport).items():
+        for name, until_s in expiries(self._context.config.transport).items():
             if (days := (until_s - time.time()) / DAY) < DAYS_LEFT:
                 when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(until_s))
                 what = f"the {name}'s certificate expires on {when} UTC, in {days:.1f} days"

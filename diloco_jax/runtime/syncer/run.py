@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol import effects, messages
-from diloco_jax.protocol.member import GONE
+from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
@@ -36,9 +36,9 @@ from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
+from diloco_jax.runtime.syncer.context import Merges, Results, RunClock, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
-from diloco_jax.runtime.syncer.parts import Merges, Parts, Results, RunClock
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Listener, control_of, open_listener
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 class SyncerDriver:
     """The loop around a started machine and an open listener."""
 
-    parts: Parts
+    context: SyncerContext
     listener: Listener
     # Results of other threads.
     results: Results
@@ -76,10 +76,10 @@ class SyncerDriver:
     watch: Watch
 
     def __post_init__(self) -> None:
-        self._taped = self.parts.taped
-        self._machine = self.parts.machine
-        self._model = self.parts.model
-        self._now_s = self.parts.clock.now_s
+        self._taped = self.context.taped
+        self._machine = self.context.machine
+        self._model = self.context.model
+        self._now_s = self.context.clock.now_s
         self._sent: tuple[Any, bytes | memoryview] = _NOTHING_SENT
         # Learner -> time when its link broke without a goodbye.
         self._adrift: dict[str, float] = {}
@@ -96,7 +96,7 @@ class SyncerDriver:
         """
         self._execute(requests)
         status_at_s = 0.0
-        while not self._finished and not self.parts.stop.is_set():
+        while not self._finished and not self.context.stop.is_set():
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
@@ -132,7 +132,7 @@ class SyncerDriver:
         delivery = self.listener.receive(0.0)
         if delivery is None and timeout_s:
             # Nothing more arrives soon, so the tape is written now.
-            self.parts.tape.flush()
+            self.context.tape.flush()
             delivery = self.listener.receive(timeout_s)
         if delivery is not None:
             self._on_delivery(delivery, self._now_s())
@@ -144,7 +144,7 @@ class SyncerDriver:
         if delivery.kind == "disconnected":
             member = self._machine.membership.members.get(delivery.peer)
             if member is not None:
-                if member.state != GONE:
+                if member.state != DISCONNECTED:
                     self._adrift[delivery.peer] = now_s
                 self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
             return
@@ -176,13 +176,13 @@ class SyncerDriver:
         self._execute(requests, delivery.payload)
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
-        for learner_id, reason in sorted(merged.left_out.items()):
+        for learner_id, reason in sorted(merged.excluded.items()):
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
-        self.watch.on_merged(order.global_step, merged.left_out, self._now_s())
-        left_out = tuple(sorted(merged.left_out))
-        requests = self._taped.on_merged(order.global_step, digest, left_out, self._now_s(), merged.evidence)
-        self.parts.tape.flush()
+        self.watch.on_merged(order.global_step, merged.excluded, self._now_s())
+        excluded = tuple(sorted(merged.excluded))
+        requests = self._taped.on_merged(order.global_step, digest, excluded, self._now_s(), merged.evidence)
+        self.context.tape.flush()
         # The decision is on the tape, and no learner has got it yet.
         self._model.publish(merged)
         self._execute(requests)
@@ -196,7 +196,7 @@ class SyncerDriver:
     def _execute(self, requests: list[effects.Effect], payload: bytes | memoryview = b"") -> None:
         """Execute effects; `payload` belongs to the message that caused them."""
         if requests:
-            self.parts.tape.flush()
+            self.context.tape.flush()
         for effect in requests:
             match effect:
                 case effects.Send(peer, message):
@@ -225,7 +225,7 @@ class SyncerDriver:
     def _send(self, peer: str, message: Any, payload: bytes | memoryview) -> None:
         evaluates = isinstance(message, messages.Evaluate)
         if evaluates:
-            self.watch.asked_tokens = self.parts.stats.tokens
+            self.watch.asked_tokens = self.context.stats.tokens
             # The island evaluates the final model while this process saves it.
             self.listener.send(peer, message)
         ends = self._machine.finished and (evaluates or isinstance(message, messages.Stop))
@@ -237,7 +237,7 @@ class SyncerDriver:
             return
         if isinstance(message, messages.GlobalFragment):
             payload = self._version(message)
-        elif not isinstance(message, messages.StatePart):
+        elif not isinstance(message, messages.StateChunk):
             # Only chunks of a state are passed on with their payload.
             payload = b""
         self.listener.send(peer, message, payload)
@@ -295,7 +295,7 @@ class SyncerRun:
             config.train.steps,
             self._fingerprint,
             payload_bytes={number: self._model.value_bytes(number) for number in numbers},
-            step_bytes={number: size for number in numbers if (size := self._model.step_bytes(number))},
+            delta_bytes={number: size for number in numbers if (size := self._model.delta_bytes(number))},
             budget=config.budget,
             plan=config.evaluations,
         )
@@ -314,23 +314,23 @@ class SyncerRun:
         mode = mode_of(run_dir, rewind=self._rewind)
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
         clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.put)
-        parts = Parts(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
-        writer = SnapshotWriter(parts)
-        exposed, earlier = Exposition(parts, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
-        watch = Watch(parts, earlier, HostAlarms(parts, writer), self._pulse, exposed)
+        context = SyncerContext(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
+        writer = SnapshotWriter(context)
+        exposed, earlier = Exposition(context, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
+        watch = Watch(context, earlier, HostAlarms(context, writer), self._pulse, exposed)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         try:
             self._pulse.phase("opening its port" if mode == FRESH else "recovering from its folder")
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
-            requests = begin(parts, self._initial, mode, clock.now_s())
+            requests = begin(context, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
             life = Life(mode, machine.epoch, stop, self._fingerprint, self._description)
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
-            driver = SyncerDriver(parts, listener, self._results, merges, writer, watch)
+            driver = SyncerDriver(context, listener, self._results, merges, writer, watch)
             driver.serve(requests)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)

@@ -23,7 +23,7 @@ from diloco_jax.runtime.model.merge_shards import HeldPart, MergeShards
 from diloco_jax.runtime.model.shard_process import ShardHello, ShardHolds, ShardRun
 from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.syncer.begin import FAILOVER
-from diloco_jax.runtime.syncer.parts import Results
+from diloco_jax.runtime.syncer.context import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.greeting import Description
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
@@ -32,10 +32,10 @@ from diloco_jax.transport.link import Delivery, Payload, Traffic, split_address
 # A restarted syncer waits so long until the process before it has freed its ports.
 LISTEN_PATIENCE_S = 30.0
 LISTEN_RETRY_S = 0.5
-# Repetitions of the same value that may wait for their other parts.
+# Repetitions of the same value that may wait for their other context.
 REPEATS_MAX = 2
 
-# Parts of incomplete values by shard, oldest value first.
+# SyncerContext of incomplete values by shard, oldest value first.
 Waiting = dict[FragmentValue, dict[int, deque[HeldPart]]]
 ResultT = TypeVar("ResultT")
 
@@ -53,7 +53,7 @@ class ShardedListener:
     events: Results
     # Shards serve a learner only if it agrees on this.
     fingerprint: tuple[tuple[str, str], ...]
-    # Rounds in flight. So many values of one learner may wait for their parts.
+    # Rounds in flight. So many values of one learner may wait for their context.
     rounds_max: int
 
     def __post_init__(self) -> None:
@@ -141,15 +141,15 @@ class ShardedListener:
         if self._heard[shard].get(peer) != session or not 0 <= fragment_id < len(self._dealt.wholes):
             return
         waiting = self._values.setdefault((peer, session), {})
-        parts = waiting.setdefault(message, {holder: deque() for holder in self._dealt.holders(fragment_id)})
-        if shard not in parts or len(parts[shard]) >= REPEATS_MAX:
+        context = waiting.setdefault(message, {holder: deque() for holder in self._dealt.holders(fragment_id)})
+        if shard not in context or len(context[shard]) >= REPEATS_MAX:
             return
-        parts[shard].append(part)
-        if all(parts.values()):
-            value: Any = {holder: found.popleft() for holder, found in parts.items()}
+        context[shard].append(part)
+        if all(context.values()):
+            value: Any = {holder: found.popleft() for holder, found in context.items()}
             whole = message._replace(payload_bytes=sum(each.size for each in value.values()))
             self._ready.append(Delivery("message", peer, whole, value, session=session))
-            if not any(parts.values()):
+            if not any(context.values()):
                 del waiting[message]
         elif len(waiting) > 2 * self.rounds_max:
             del waiting[next(iter(waiting))]

@@ -27,7 +27,7 @@ from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.runtime.records.os_errors import remedy
 from diloco_jax.runtime.records.tape_chain import head_in
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped, line_before
-from diloco_jax.runtime.syncer.parts import Parts
+from diloco_jax.runtime.syncer.context import SyncerContext
 
 POLL_S = 1.0
 
@@ -147,9 +147,9 @@ class SnapshotWriter:
     A disk failure costs a snapshot, never the run.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._folder = parts.run_dir / CHECKPOINTS
+    def __init__(self, context: SyncerContext) -> None:
+        self._context = context
+        self._folder = context.run_dir / CHECKPOINTS
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._writing: Future[None] | None = None
         # Pieces written so far.
@@ -173,7 +173,7 @@ class SnapshotWriter:
     def save(self) -> None:
         """Capture this moment and write it in the background, unless a snapshot is still being written."""
         if self.busy:
-            step = self._parts.machine.global_step
+            step = self._context.machine.global_step
             log.info(f"no snapshot at global step {step}: the one before is still being written")
             return
         try:
@@ -183,16 +183,16 @@ class SnapshotWriter:
 
     def _capture(self) -> tuple[Capture, Snapshot]:
         """Record a snapshot on the tape and capture it; a second capture of the same moment adds no line."""
-        parts, machine, tape = self._parts, self._parts.machine, self._parts.tape
+        context, machine, tape = self._context, self._context.machine, self._context.tape
         tape.flush()
         if self._line[0] != tape.position:
             head = tape.head
-            parts.taped.on_snapshot(machine.global_step, parts.clock.now_s(), head)
+            context.taped.on_snapshot(machine.global_step, context.clock.now_s(), head)
             tape.flush()
             self._line = (tape.position, head)
-        capture, stats, (end, head) = parts.model.capture(bounded=True), parts.stats, self._line
+        capture, stats, (end, head) = context.model.capture(bounded=True), context.stats, self._line
         state, counted = json.dumps(machine.state()), stats.state()
-        return capture, Snapshot(machine.global_step, state, end, stats.tokens, counted, parts.clock.now_s(), head)
+        return capture, Snapshot(machine.global_step, state, end, stats.tokens, counted, context.clock.now_s(), head)
 
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:
         assert not self.busy, "one snapshot at a time"
@@ -200,11 +200,11 @@ class SnapshotWriter:
 
     def write(self, capture: Capture, snapshot: Snapshot) -> None:
         """Write a snapshot on this thread; a failure is reported in `condition` and the log."""
-        began_s, config = time.monotonic(), self._parts.config
+        began_s, config = time.monotonic(), self._context.config
         keep = config.checkpoints.keep
         try:
             path = write_snapshot(
-                self._folder, config.name, self._parts.model, capture, snapshot, keep, self._count_piece
+                self._folder, config.name, self._context.model, capture, snapshot, keep, self._count_piece
             )
         except ConnectionError as error:
             # A merge shard is lost, and its part of the snapshot with it.
@@ -231,11 +231,11 @@ class SnapshotWriter:
     def rescue(self) -> None:
         """Save the model after an unexpected error, without the machine, whose state may be inconsistent."""
         self.wait()
-        parts, global_step = self._parts, self._parts.machine.global_step
+        context, global_step = self._context, self._context.machine.global_step
         if global_step in map(checkpoint.global_step_of, checkpoint.complete(self._folder)):
             return
-        meta = {"global_step": global_step, "tokens": parts.stats.tokens, "run": parts.config.name}
-        pieces = parts.model.pieces(parts.model.capture(), value_only=True)
+        meta = {"global_step": global_step, "tokens": context.stats.tokens, "run": context.config.name}
+        pieces = context.model.pieces(context.model.capture(), value_only=True)
         try:
             checkpoint.save_pieces(self._folder, (checkpoint.PARAMETERS,), pieces, meta)
         except Exception as error:
@@ -262,19 +262,19 @@ class SnapshotWriter:
         Raises:
             ConnectionError: a merge shard is lost and the run was not stopped.
         """
-        if self._parts.machine.restoring:
+        if self._context.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
         self.wait(tell)
         try:
             self._write_now(tell)
-            while self.condition and self._lost is None and not self._parts.stop.wait(RETRY_S):
+            while self.condition and self._lost is None and not self._context.stop.wait(RETRY_S):
                 tell()
                 self._write_now(tell)
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
-        if self._lost is not None and not self._parts.stop.is_set():
+        if self._lost is not None and not self._context.stop.is_set():
             # Only another process with new merge shards can write this snapshot.
             raise self._lost
         self.saved = not self.condition

@@ -21,9 +21,9 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
+from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
-from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import Listener, control_of
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.endpoints.probe import versions
@@ -56,7 +56,7 @@ class Watch:
         exposed: metrics for Prometheus, which get the same events.
     """
 
-    parts: Parts
+    context: SyncerContext
     earlier: Earlier
     host: HostAlarms
     pulse: Pulse
@@ -79,12 +79,12 @@ class Watch:
         self._came: dict[int, dict[str, float]] = {}
         self._news = False
         self._time_left = TimeLeft()
-        self._telemetry = Telemetry(self.parts.run_dir, Outlets(self.parts.config, self.parts.run_dir))
+        self._telemetry = Telemetry(self.context.run_dir, Outlets(self.context.config, self.context.run_dir))
 
     def begins(self, how: str) -> None:
         """Record that a process of the syncer starts, how it starts (begin.py), and on what machine."""
-        machine = self.parts.machine
-        record = {"kind": "life", "t": self.parts.clock.now_s(), "global_step": machine.global_step, "members": []}
+        machine = self.context.machine
+        record = {"kind": "life", "t": self.context.clock.now_s(), "global_step": machine.global_step, "members": []}
         record |= {"epoch": machine.epoch, "reason": f"of the syncer, number {machine.epoch}: {LIVES[how]}"}
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
@@ -96,11 +96,11 @@ class Watch:
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Count and record a report that the machine is about to take."""
-        stats = self.parts.stats
+        stats = self.context.stats
         if not stats.on_report(report, now_s):
             return
         arrived = self.exposed.on_report(report, now_s)
-        member = self.parts.machine.membership.members[report.learner_id]
+        member = self.context.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
         record |= {"global_step": report.global_step, "loss": report.loss, "step_s": report.step_s}
@@ -110,27 +110,27 @@ class Watch:
 
     def on_value(self, value: FragmentValue, now_s: float) -> None:
         """Count a learner's value for a round, and keep the time of its arrival."""
-        if (took_s := self.parts.stats.on_value(value, now_s)) is not None:
+        if (took_s := self.context.stats.on_value(value, now_s)) is not None:
             self._came.setdefault(value.global_step, {})[value.learner_id] = round(took_s, 4)
 
-    def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: Iterable[str], now_s: float) -> None:
         """Record the times of a round that the machine is about to end."""
-        self.exposed.on_merged(global_step, left_out, now_s)
-        this = self.parts.machine.rounds.flying[global_step]
+        self.exposed.on_merged(global_step, excluded, now_s)
+        this = self.context.machine.rounds.flying[global_step]
         record = {"kind": "round", "t": now_s, "global_step": global_step, "fragment_id": this.fragment_id}
         record |= {"opened_s": this.opened_s, "met_s": this.met_s, "closed_s": this.closed_s}
         self._telemetry.write(record | {"pulled_s": this.pulled_s, "values": self._came.pop(global_step, {})})
 
     def on_metrics(self, report: MetricsReport, now_s: float) -> None:
         """Record the metrics of an island, unless another process has replaced the one that sent them."""
-        machine = self.parts.machine
+        machine = self.context.machine
         if machine.membership.get(report.learner_id, report.incarnation) is None:
             return
         values = dict(report.values)
         if (unix_s := values.pop(OWN_TIME, None)) is not None:
             self.host.on_clock(report.learner_id, unix_s)
         self._metrics[report.learner_id] = values
-        self.parts.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))
+        self.context.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))
         self._news = True
         record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
@@ -138,16 +138,16 @@ class Watch:
 
     def on_note(self, note: Note) -> None:
         """Count and record a note of the machine about a round or a learner."""
-        now_s = self.parts.clock.now_s()
+        now_s = self.context.clock.now_s()
         record = {"kind": note.kind, "t": now_s, "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
         self.exposed.on_note(note)
-        self._time_left.step(now_s, self.parts.machine.global_step)
+        self._time_left.step(now_s, self.context.machine.global_step)
         if note.kind == "abandoned":
             self._came.pop(note.global_step, None)
         if note.kind == "merged":
-            self.parts.stats.on_merged(note.members, note.global_step)
+            self.context.stats.on_merged(note.members, note.global_step)
         elif note.kind == "unevaluated":
             self._not_evaluated(f"no evaluation at global step {note.global_step}: {note.reason}")
         elif note.kind != "closed":
@@ -157,7 +157,7 @@ class Watch:
         """Record the result of an evaluation."""
         finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
         bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
-        tokens = self.parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
+        tokens = self.context.stats.tokens if self.asked_tokens is None else self.asked_tokens
         if score.reason:
             self._not_evaluated(f"{score.learner_id}: {score.reason}")
         else:
@@ -174,9 +174,9 @@ class Watch:
 
     def _look(self, now_s: float) -> list[dict[str, Any]]:
         """Look for alarms, record those that start or end, and return those that stand."""
-        machine = self.parts.machine
+        machine = self.context.machine
         active = [name for name, member in machine.membership.members.items() if member.state == "active"]
-        found = [*self.host.found(now_s), *alarms_of(machine, self.parts.stats, now_s)]
+        found = [*self.host.found(now_s), *alarms_of(machine, self.context.stats, now_s)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
         if self.eval_loss is not None and not isfinite(self.eval_loss):
@@ -197,7 +197,7 @@ class Watch:
         """Return every alarm of the run; the alarm of islands that outran rounds has the text of the longest time."""
         found = self._book.as_dicts()
         for each in found:
-            if each["kind"] == "outrun" and (outruns := self.parts.stats.outruns):
+            if each["kind"] == "outrun" and (outruns := self.context.stats.outruns):
                 each["text"] = str(max(outruns, key=lambda episode: episode.steps))
         return found
 
@@ -209,16 +209,16 @@ class Watch:
 
     def tell(self) -> None:
         """Publish the status: on the listener, for Prometheus, and in the folder, where a write may fail."""
-        parts = self.parts
-        now_s = parts.clock.now_s()
+        context = self.context
+        now_s = context.clock.now_s()
         self.pulse.beat(None if self._told_s is None else now_s - self._told_s)
         self._told_s = now_s
         status = compose_status(
-            parts.config.name,
-            parts.machine,
-            parts.stats,
+            context.config.name,
+            context.machine,
+            context.stats,
             now_s,
-            stopped=parts.stop.is_set(),
+            stopped=context.stop.is_set(),
             blocked=self.host.blocked,
             alarms=self._look(now_s),
             episodes=self._book.as_dicts(),
@@ -226,8 +226,8 @@ class Watch:
             eval_scores=self.eval_scores,
             wire=self.wire(),
             metrics=self._metrics,
-            left_s=self._time_left.left_s(now_s, parts.machine.progress.expected_steps),
-            num_parameters=parts.stats.num_parameters,
+            left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
+            num_parameters=context.stats.num_parameters,
         )
         # With line breaks, json takes ten times as long.
         text = json.dumps(finite(status), allow_nan=False)
@@ -235,11 +235,11 @@ class Watch:
             control_of(self._listener).status_json = text
         self.exposed.tell(status, now_s)
         try:
-            replace_text(parts.run_dir / STATUS_FILE, text + "\n")
+            replace_text(context.run_dir / STATUS_FILE, text + "\n")
         except OSError as error:
             log.warning(f"status not written: {error}")
-        when = {"t": now_s, "global_step": parts.machine.global_step}
-        together = {m.learner_id for m in parts.machine.membership.connected()} & self._metrics.keys()
+        when = {"t": now_s, "global_step": context.machine.global_step}
+        together = {m.learner_id for m in context.machine.membership.connected()} & self._metrics.keys()
         if self._news and together:
             values = merged_metrics(self._metrics[name] for name in together)
             self._telemetry.write({"kind": "merged_metrics", **when, "islands": sorted(together), "values": values})

@@ -1,7 +1,8 @@
-"""All checkers, in the order in which they are asked."""
+"""All checkers, in the order of their calls."""
 
 from diloco_jax.sim.invariants.budget import BudgetHolds
 from diloco_jax.sim.invariants.checker import Checker
+from diloco_jax.sim.invariants.deltas import DeltasApply, WholeWhereNeeded
 from diloco_jax.sim.invariants.evaluations import ScoresAreOfTheModel
 from diloco_jax.sim.invariants.exclusions import ExclusionsHold
 from diloco_jax.sim.invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
@@ -18,7 +19,6 @@ from diloco_jax.sim.invariants.rounds import (
     SharesAreTold,
     VersionsGrow,
 )
-from diloco_jax.sim.invariants.steps import StepsApply, WholeWhereNeeded
 from diloco_jax.sim.invariants.turns import TurnsAreKept
 
 CHECKERS: tuple[type[Checker], ...] = (
@@ -37,7 +37,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     RecoveryIsWhole,
     LeasesAccount,
     AnchorsAgree,
-    StepsApply,
+    DeltasApply,
     WholeWhereNeeded,
     StateRoundTrip,
     TapeReplays,

@@ -78,7 +78,7 @@ class HealthyChecker(Checker):
         reorder_s = link_faults.reorder_s if link_faults.reorder else 0.0
         self.way_s = network.delay_s + network.jitter_s + reorder_s + transfer_s
         pace_s = (steps + config.grace_steps_max) * longest_step_s(scenario) + 2 * scenario.merge_s
-        timeouts_s = 3 * config.lease_s + config.heartbeat_s + config.pull_timeout_s + 2 * config.resend_s
+        timeouts_s = 3 * config.silence_s + config.heartbeat_s + config.pull_timeout_s + 2 * config.resend_s
         if any(fault.kind in ("syncer_crash", "rewind") for fault in scenario.faults):
             timeouts_s += config.restore_s + 2**REPETITIONS_MAX * config.resend_s
         # An island that evaluates makes no step, and all live ones may be asked before the first has answered.

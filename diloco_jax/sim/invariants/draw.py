@@ -29,9 +29,9 @@ WEIGHTS = {
     "rewind": 2,
 }
 KINDS = tuple(WEIGHTS)
-# Share of seeds in which a learner is hostile for a while.
+# Share of seeds with a learner that is hostile for a while.
 HOSTILE_SHARE = 0.15
-# Share of seeds in which fragments have different periods, or periods change during the run.
+# Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3
 
 
@@ -74,8 +74,8 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
         bad_states=random.choice((0.0, 0.0, 0.3)),
         seed=seed,
     )
-    step_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
-    drawn = replace(drawn, step_bytes=step_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
+    delta_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
+    drawn = replace(drawn, delta_bytes=delta_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
     plan = EvaluationPlan(random.choice((0.0, 5.0, 20.0, 60.0)), random.choice((0, 1, 7, 20)))
     eval_s, bad_scores = random.choice((0.0, 0.5, 3.0, 30.0)), random.choice((0.0, 0.0, 0.3))
     drawn = replace(drawn, plan=plan if plan.wait_s else NEVER, eval_s=eval_s, bad_scores=bad_scores)
@@ -126,7 +126,7 @@ def _norm_event(random: Random, name: str) -> NormEvent:
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:
     sync_every = random.choice((1, 2, 3, 4, 6, 8, 12, 24))
-    lease_s = random.choice((4.0, 8.0, 15.0))
+    silence_s = random.choice((4.0, 8.0, 15.0))
     return ProtocolConfig(
         sync_every=sync_every,
         num_fragments=random.randint(1, sync_every),
@@ -134,8 +134,8 @@ def _random_config(random: Random, stayers: int) -> ProtocolConfig:
         quorum=random.randint(1, stayers) if random.random() < 0.6 else 1,
         grace_steps_max=random.choice((0.0, 0.5, 1.0, 1.0, 2.0)),
         ema_decay=random.choice((0.0, 0.5, 0.9)),
-        lease_s=lease_s,
-        heartbeat_s=lease_s / random.choice((2.0, 4.0)),
+        silence_s=silence_s,
+        heartbeat_s=silence_s / random.choice((2.0, 4.0)),
         resend_s=random.choice((0.3, 1.0, 2.0)),
         pull_timeout_s=random.choice((3.0, 10.0, 30.0)),
         anchor_history=random.choice((1, 2, 2, 4)),

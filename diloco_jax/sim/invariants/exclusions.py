@@ -53,7 +53,7 @@ class ExclusionsHold(Checker):
         if self._drawn:
             self._orders |= {effect.global_step: effect for effect in effects if isinstance(effect, Merge)}
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         if not self._drawn:
             return
         order = self._orders.pop(global_step)
@@ -61,17 +61,17 @@ class ExclusionsHold(Checker):
         values = self._norms.measure(order, useless, now_s)
         for value in values:
             unmergeable = not value.norm <= NORM_MAX
-            merged = value.part.learner_id not in left_out
+            merged = value.contribution.learner_id not in excluded
             self.check(not (unmergeable and merged), f"round {global_step} merges {value}, which is not finite")
         finite = [value for value in values if math.isfinite(value.norm)]
-        self._check_outliers(global_step, finite, left_out)
-        self._check_honest(order, finite, left_out, now_s)
-        self._highest = max([self._highest, *(v.rate for v in finite if v.part.learner_id not in left_out)])
+        self._check_outliers(global_step, finite, excluded)
+        self._check_honest(order, finite, excluded, now_s)
+        self._highest = max([self._highest, *(v.rate for v in finite if v.contribution.learner_id not in excluded)])
         for history in self._norms.histories:
             bounded = len(history.rates) <= RATES_KEPT and len(history.peaks) <= EARLIER_MIN
             self.check(bounded and len(history.outliers) <= OUTLIERS_KEPT, f"the memory has grown to {history}")
 
-    def _check_outliers(self, global_step: int, finite: Sequence[MeasuredValue], left_out: tuple[str, ...]) -> None:
+    def _check_outliers(self, global_step: int, finite: Sequence[MeasuredValue], excluded: tuple[str, ...]) -> None:
         """Check that a value far above all others, of this round and before, is excluded if others can outvote it."""
         settings = self._norms.settings
         if sum(value.rate > 0 for value in finite) < VOTERS_MIN or not settings.outlier_factor:
@@ -80,40 +80,40 @@ class ExclusionsHold(Checker):
             others = max(other.rate for other in finite if other is not value)
             highest = max(self._highest, others)
             limit = max(settings.outlier_factor * highest, GROWTH * highest, HARMLESS * settings.length)
-            excluded = value.rate <= limit or value.part.learner_id in left_out
-            self.check(excluded, f"round {global_step} merges {value}, a single outlier: others are below {highest}")
+            holds = value.rate <= limit or value.contribution.learner_id in excluded
+            self.check(holds, f"round {global_step} merges {value}, a single outlier: others are below {highest}")
 
     def _check_honest(
-        self, order: Merge, finite: Sequence[MeasuredValue], left_out: tuple[str, ...], now_s: float
+        self, order: Merge, finite: Sequence[MeasuredValue], excluded: tuple[str, ...], now_s: float
     ) -> None:
         voted = sum(value.rate > 0 for value in finite) >= VOTERS_MIN
         for value in finite:
-            name, what = value.part.learner_id, (order.fragment_id, value.part.learner_id)
+            name, what = value.contribution.learner_id, (order.fragment_id, value.contribution.learner_id)
             usual, lasting = self._is_usual(name, now_s), self._is_lasting(value, now_s)
-            excluded = name in left_out
+            is_excluded = name in excluded
             told = f"round {order.global_step} excludes {value}"
             if usual and not self._any_hostile:
-                self.check(not excluded, f"{told}, whose norm is usual")
+                self.check(not is_excluded, f"{told}, whose norm is usual")
             if voted:
                 # One hostile learner is outvoted, so that nobody else is excluded because of it.
-                self.check(not (usual and excluded), f"{told}, whose norm is usual in a round of {len(finite)}")
+                self.check(not (usual and is_excluded), f"{told}, whose norm is usual in a round of {len(finite)}")
                 self._in_a_row[what] = 0
-            elif (usual or lasting) and excluded and self._others[what] < OUTLIERS_KEPT // 2:
+            elif (usual or lasting) and is_excluded and self._others[what] < OUTLIERS_KEPT // 2:
                 self._in_a_row[what] += 1
                 self.check(self._in_a_row[what] <= EARLIER_MIN, f"{told}, for the third time in a row")
             else:
-                self._in_a_row[what] = int((usual or lasting) and excluded)
+                self._in_a_row[what] = int((usual or lasting) and is_excluded)
             self._others[what] = 0
         for fragment_id, name in list(self._others):
             if fragment_id == order.fragment_id:
-                self._others[fragment_id, name] += sum(value.part.learner_id != name for value in finite)
+                self._others[fragment_id, name] += sum(value.contribution.learner_id != name for value in finite)
 
     def _is_usual(self, learner_id: str, now_s: float) -> bool:
         return now_s >= self._norms.settings.ends_s or not self._norms.events_of(learner_id)
 
     def _is_lasting(self, value: MeasuredValue, now_s: float) -> bool:
         """Return whether at least LASTING_SHARE of the value's steps are of a lasting change, without other events."""
-        part, events = value.part, self._norms.events_of(value.part.learner_id)
+        part, events = value.contribution, self._norms.events_of(value.contribution.learner_id)
         if len(events) != 1 or events[0].kind != "louder" or now_s >= self._norms.settings.ends_s:
             return False
         steps = range(part.local_step - part.steps + 1, part.local_step + 1)

@@ -15,7 +15,7 @@ from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants.checker import Checker, HealthyChecker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-# Mean number of inputs after which another machine loads the state.
+# Mean number of inputs until another machine loads the state.
 SHADOW_EVERY = 300
 
 
@@ -130,7 +130,7 @@ class AnchorsAgree(HealthyChecker):
         for fragment_id, (version, digest) in enumerate(self.values):
             self._agree(self.lineage, fragment_id, version, digest, "the snapshot")
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._agree(self.lineage, fragment_id, version, digest, "a merge")

@@ -36,15 +36,15 @@ class HostileIsHarmless(Checker):
             elif isinstance(effect, Note) and effect.kind == "finished":
                 machine = self.cluster.syncer
                 steps, tokens = machine.progress.total_steps, machine.progress.budget.tokens
-                step = self.cluster.scenario.config.schedule.next_due(machine.global_step)
+                step = self.cluster.scenario.config.turns.next_due(machine.global_step)
                 ended = step > steps or 0 < tokens <= machine.progress.merged_tokens
                 self.check(ended, f"the run ends at global step {machine.global_step} of {steps}")
         machine = self.cluster.syncer
         self.check(max(machine.versions) <= machine.global_step <= machine.progress.total_steps, f"{machine.versions}")
 
     def _merge(self, merge: Merge) -> None:
-        honest = [part for part in merge.parts if part.learner_id not in self.hostile]
-        for part in merge.parts:
+        honest = [each for each in merge.contributions if each.learner_id not in self.hostile]
+        for part in merge.contributions:
             member = self.cluster.syncer.membership.members[part.learner_id]
             steps = member.local_step + OVERTAKES_MAX
             this = self.cluster.syncer.rounds.flying.get(merge.global_step)

@@ -78,9 +78,9 @@ class MergedOnce(Checker):
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
         self._payloads.clear()
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         # The merge excluded these values.
-        for name in left_out:
+        for name in excluded:
             self._merged.discard(self._merging.get((global_step, name), ("", 0, 0, 0)))
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
@@ -99,9 +99,9 @@ class MergedOnce(Checker):
         self.check(this not in self._rounds, f"round {merge.global_step} is merged twice")
         self._rounds.add(this)
         held = self._payloads.pop(merge.global_step, {})
-        names = [part.learner_id for part in merge.parts]
+        names = [each.learner_id for each in merge.contributions]
         self.check(names == sorted(held), f"{merge} merges {names}, payloads are held of {sorted(held)}")
-        for part in merge.parts:
+        for part in merge.contributions:
             value = held[part.learner_id]
             self.check(part.steps >= 1 and part.tokens >= 1, f"{part} has no step in round {merge.global_step}")
             if part.learner_id in self.hostile:
@@ -136,13 +136,13 @@ class SharesAreTold(Checker):
         self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}
         # Lineage, fragment, round, and each process whose value is merged there.
         self._merged: set[tuple[int, int, int, Life]] = set()
-        # Lineage, fragment and version of each value with which a fragment continues after a loss.
+        # Lineage, fragment and version of each value that a fragment continues with after a loss.
         self._goes_on: set[tuple[int, int, int]] = set()
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         fragment_id, names = self._merging.pop(global_step)
         lives = [self._given.pop((global_step, name)) for name in names]
-        used = [life for life in lives if life[0] not in left_out]
+        used = [life for life in lives if life[0] not in excluded]
         self._merged |= {(self.lineage, fragment_id, global_step, life) for life in used}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
@@ -150,7 +150,7 @@ class SharesAreTold(Checker):
             self._given[given.global_step, given.learner_id] = (given.learner_id, given.incarnation)
         for effect in effects:
             if isinstance(effect, Merge):
-                names = tuple(part.learner_id for part in effect.parts)
+                names = tuple(each.learner_id for each in effect.contributions)
                 self._merging[effect.global_step] = (effect.fragment_id, names)
             elif isinstance(effect, Note) and effect.kind == "lost":
                 version = self.cluster.syncer.versions[effect.fragment_id]
@@ -188,7 +188,7 @@ class QuorumHolds(Checker):
                 self._close(effect)
             elif isinstance(effect, Merge):
                 members = self._closed.pop(effect.global_step, ())
-                names = {part.learner_id for part in effect.parts}
+                names = {each.learner_id for each in effect.contributions}
                 self.check(bool(names) and names <= set(members), f"{effect}, but the round closed with {members}")
 
     def _close(self, note: Note) -> None:
@@ -259,7 +259,7 @@ class QuarantineHolds(Checker):
         self._connected: dict[str, int] = {}
         # Learner and round -> incarnation of the value.
         self._values: dict[tuple[str, int], int] = {}
-        self._left_out: dict[int, tuple[str, ...]] = {}
+        self._excluded: dict[int, tuple[str, ...]] = {}
         # The round whose end the syncer is getting.
         self._ending: int | None = None
         self._strikes: dict[Life, int] = defaultdict(int)
@@ -272,8 +272,8 @@ class QuarantineHolds(Checker):
         if rewound_to >= 0:
             self._values.clear()
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        self._left_out[global_step] = left_out
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
+        self._excluded[global_step] = excluded
         self._ending = global_step
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
@@ -292,16 +292,16 @@ class QuarantineHolds(Checker):
                 self._connected[effect.peer] = sender[1]
 
     def _end_round(self, global_step: int, effects: list[Effect]) -> None:
-        left_out = self._left_out[global_step]
+        excluded = self._excluded[global_step]
         merged: tuple[str, ...] = ()
         for effect in effects:
             if isinstance(effect, Note) and (effect.kind, effect.global_step) == ("merged", global_step):
                 merged = effect.members
-        both = set(left_out) & set(merged)
+        both = set(excluded) & set(merged)
         self.check(not both, f"round {global_step} counts {sorted(both)}, whose values were not usable")
         for name in merged:
             self._strikes[name, self._values[name, global_step]] = 0
-        for life in [(name, self._values[name, global_step]) for name in left_out]:
+        for life in [(name, self._values[name, global_step]) for name in excluded]:
             if self._connected.get(life[0]) != life[1]:
                 # The learner is not connected.
                 continue

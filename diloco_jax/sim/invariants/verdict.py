@@ -82,7 +82,7 @@ def _text(effect: Effect) -> str:
         members = f" {', '.join(effect.members)}" if effect.members else ""
         return f"{effect.kind:<9} {what}{members}" + (f": {effect.reason}" if effect.reason else "")
     if isinstance(effect, Merge):
-        shares = ", ".join(f"{p.learner_id} {p.steps} steps from {p.base_version}" for p in effect.parts)
+        shares = ", ".join(f"{p.learner_id} {p.steps} steps from {p.base_version}" for p in effect.contributions)
         return f"merges    round {effect.global_step} fragment {effect.fragment_id}: {shares}"
     if isinstance(effect, Drop):
         return f"drops     {effect.peer}: {effect.reason}"

@@ -137,7 +137,7 @@ def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, em
 
 
 def syncer_memory(run: ResolvedRun) -> SyncerMemory:
-    """Add up the memory of the syncer's host, its merge shards included."""
+    """Return the memory of the syncer's host, including its merge shards."""
     config = run.config
     protocol, shards = config.protocol, config.syncer.shards
     model = 4.0 * sum(fragment.num_elements for fragment in run.fragments)

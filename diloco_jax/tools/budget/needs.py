@@ -189,7 +189,7 @@ def outlines(config: RunConfig) -> Iterator[IslandOutline]:
 
 
 def island_needs(run: ResolvedRun, kind: IslandKind, blueprint: Blueprint) -> IslandNeeds:
-    """Add up the needs of each island of a kind, on slices of TPUs or on this machine."""
+    """Return the needs of each island of a kind, on slices of TPUs or on this machine."""
     topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
     hbm = chip_memory(run, blueprint)
     # A host saves the arrays of its chips, and only one copy of replicated arrays.
@@ -204,7 +204,7 @@ def island_needs(run: ResolvedRun, kind: IslandKind, blueprint: Blueprint) -> Is
 
 
 def syncer_needs(run: ResolvedRun) -> tuple[SyncerMemory, int]:
-    """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
+    """Return the memory of the syncer's host, and the bytes of its snapshots on disk, 0 without snapshots."""
     memory = syncer_memory(run)
     kept = run.config.checkpoints.keep + 1 if run.config.protocol.snapshot_every else 0
     return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))

@@ -31,7 +31,7 @@ class Driver:
 
     Args:
         islands: names of all islands; at least one island stays well at any time.
-        lease_s: an island that is silent for this time counts as lost.
+        silence_s: an island that is silent for this time counts as lost.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Driver:
         schedule: Sequence[ChaosFault],
         islands: Sequence[str],
         steps: int,
-        lease_s: float,
+        silence_s: float,
         run_dir: Path,
         processes: Processes,
         saboteur: Saboteur,
@@ -53,7 +53,7 @@ class Driver:
         self._processes = processes
         self._saboteur = saboteur
         self._say = say
-        self.ledger = Ledger(lease_s)
+        self.ledger = Ledger(silence_s)
         self.inflicted = 0
         self._metrics = RecordTail(run_dir / METRICS_FILE)
         self._book = LineFile(run_dir / CHAOS / FAULTS_FILE)
@@ -67,7 +67,7 @@ class Driver:
         self._began_unix_s = 0.0
         # The longest of all recoveries and of the run's start.
         self._slowest_s = 0.0
-        self._heal_s = HEAL_LEASES * lease_s
+        self._heal_s = HEAL_LEASES * silence_s
 
     @property
     def skipped(self) -> int:

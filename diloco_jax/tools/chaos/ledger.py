@@ -70,8 +70,8 @@ class Recovery:
 class Ledger:
     """The recoveries of a run; call `feed` with every record in order, and `begin` and `end` for every fault."""
 
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
         self.recoveries: list[Recovery] = []
         # The times between the merged rounds before and after an island was killed.
         self.survivor_gaps_s: list[float] = []
@@ -93,7 +93,7 @@ class Ledger:
     def begin(self, fault: ChaosFault, target: str, now_s: float, *, killed: bool) -> None:
         """Record a fault that hit `target` at `now_s`."""
         ended_s = None if fault.duration_s and not killed else now_s
-        settle_s = SETTLE_S + (self._lease_s if fault.kind in NOTICED_LATE else 0.0)
+        settle_s = SETTLE_S + (self._silence_s if fault.kind in NOTICED_LATE else 0.0)
         recovery = Recovery(fault, target, now_s, killed, self._incarnations.get(target, -1), settle_s, ended_s)
         self.recoveries.append(recovery)
         if killed and target != SYNCER:

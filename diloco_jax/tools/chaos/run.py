@@ -83,8 +83,8 @@ def run_chaos(
     stop = stop_on_signals()
     run = ChaosRun(config, run_dir, say, stop)
     saboteur = Saboteur(run_dir, run, run.relays)
-    islands, steps, lease_s = config.islands.names, config.planned_steps, config.protocol.lease_s
-    driver = Driver(schedule, islands, steps, lease_s, run_dir, run, saboteur, say)
+    islands, steps, silence_s = config.islands.names, config.planned_steps, config.protocol.silence_s
+    driver = Driver(schedule, islands, steps, silence_s, run_dir, run, saboteur, say)
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}, {len(schedule)} faults")
     return run_under(driver, run, config, run_dir, say, stop)
 

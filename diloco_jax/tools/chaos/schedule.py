@@ -101,7 +101,7 @@ class ChaosFault:
 
 
 def draw_schedule(
-    seed: int, islands: Sequence[str], *, faults: int, steps: int, lease_s: float, kinds: Sequence[str] = KINDS
+    seed: int, islands: Sequence[str], *, faults: int, steps: int, silence_s: float, kinds: Sequence[str] = KINDS
 ) -> tuple[ChaosFault, ...]:
     """Draw faults that are spread evenly over kinds, islands and the run; ValueError for wrong numbers or kinds."""
     unknown = sorted(set(kinds) - {*KINDS, *SIGNS})
@@ -119,7 +119,7 @@ def draw_schedule(
         kind = next(kind_deck)
         target = SYNCER if kind in SYNCER_KINDS else next(island_deck)
         at_step = int(FIRST * steps + (index + random.random()) * width)
-        details = draw_details(random, kind, lease_s)
+        details = draw_details(random, kind, silence_s)
         schedule.append(ChaosFault(number=index + 1, kind=kind, target=target, at_step=at_step, **details))
     return tuple(schedule)
 
@@ -130,12 +130,12 @@ def deck(random: Random, cards: Sequence[str]) -> Iterator[str]:
         yield from random.sample(cards, len(cards))
 
 
-def draw_details(random: Random, kind: str, lease_s: float) -> dict[str, Any]:
+def draw_details(random: Random, kind: str, silence_s: float) -> dict[str, Any]:
     """Draw the fields of a fault that depend on its kind; an empty dict for kinds without such fields."""
 
     def around_the_lease() -> float:
         # Half of these durations are longer than the lease.
-        return round(random.choice((random.uniform(0.2, 0.9), random.uniform(1.1, 2.0))) * lease_s, 3)
+        return round(random.choice((random.uniform(0.2, 0.9), random.uniform(1.1, 2.0))) * silence_s, 3)
 
     def way() -> str:
         return random.choice(("up", "down", "both"))

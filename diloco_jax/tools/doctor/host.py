@@ -79,7 +79,7 @@ def check_data(config: RunConfig) -> Check:
     windows = len(source.train)
     share = config.planned_steps * config.train.batch_size / windows
     read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
-    where = config.data.module or ", ".join(part.path for part in config.data.parts.values())
+    where = config.data.module or ", ".join(part.path for part in config.data.sources.values())
     return Check("data", "ok", f"{where}: {windows:,} training windows, the run {read}")
 
 
@@ -103,7 +103,9 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         wrong = "may not be written" if there.is_dir() else "is not a folder"
-        return Check("disk", "fail", f"{there} {wrong}", "correct its rights, or choose another --run-dir or runs_dir")
+        return Check(
+            "disk", "fail", f"{there} {wrong}", "correct its permissions, or choose another --run-dir or runs_dir"
+        )
     free = shutil.disk_usage(there).free
     found = f"{size(free)} free at {there}, "
     found += f"snapshots take up to {size(need_bytes)}" if need_bytes else "and no snapshots (protocol.snapshot_every)"

@@ -24,7 +24,7 @@ NEEDED = ("project", "image", "network", "service_account", "bucket")
 OF_CHIPS = {"gke": ("gke_accelerator", "machine_family"), "gce": ("machine_family",), "tpu-vm": ("runtime_version",)}
 # The placeholder for the bucket's name in paths.
 BUCKET = "{bucket}"
-ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
+ABOUT_SYNCER = "The syncer. `delete` keeps its disk; when the syncer is created again, the run continues from it."
 # The limit of a GKE node pool's name. Names of pods and instances start with it and may have 63 characters.
 NAME_LENGTH_MAX = 40
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

@@ -54,7 +54,7 @@ def advise(case: Case) -> list[Advice]:
     """Return one entry per setting with its name, the recommended value, the config's value, and the reason."""
     stripes = stripes_for(case)
     choice = choose(case, stripes)
-    return [*_schedule(case, choice), _stripes(case, stripes), *_others(choice, stripes)]
+    return [*_turns(case, choice), _stripes(case, stripes), *_others(choice, stripes)]
 
 
 def stripes_for(case: Case) -> int:
@@ -133,7 +133,7 @@ def _entry(setting: str, value: object, now: object, why: str) -> Advice:
     return {"setting": setting, "value": value, "now": now, "change": value != now, "why": why}
 
 
-def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
+def _turns(case: Case, choice: ScheduleChoice) -> list[Advice]:
     """Advise on H, P, tau and the formats."""
     protocol, wire = case.config.protocol, case.config.wire
     there, formats, rounds, rate = choice.case.config.protocol, choice.case.config.wire, choice.rounds, choice.rate

@@ -92,8 +92,10 @@ class Compiled(NamedTuple):
 
     blueprint: Blueprint
     run: ResolvedRun
-    held: Hbm  # what each chip holds, from shapes
-    programs: tuple[Built, ...]  # distinct ones, in the order in which an island needs them
+    # The memory of each chip, from shapes alone.
+    held: Hbm
+    # The distinct programs, in the order that an island needs them.
+    programs: tuple[Built, ...]
 
 
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:

@@ -1,1 +1,1 @@
-"""A run trained again from its tapes, and the audit of its samples."""
+"""Replay of a run from its tapes, and the audit of its samples."""

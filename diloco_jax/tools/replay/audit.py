@@ -1,9 +1,9 @@
-"""The audit of a run from its tapes alone (`diloco audit`): the fate of each sample, and who merges excluded.
+"""The audit of a run from its tapes alone (`diloco audit`): the fate of each sample, and the exclusions from merges.
 
-The syncer's machine takes its decisions again. Leases, reports, merges and releases among them are entered in a second
-book (protocol/watch/sample_book.py), which is compared with the machine's. The learners' tapes, where they are, must
-not read what was never leased to them. If the tape records the norms of a round, the rule must exclude the same
-learners again (protocol/watch/exclusion_auditor.py).
+The syncer's machine repeats its decisions. Its leases, reports, merges and releases are entered into a second book
+(protocol/watch/sample_book.py), which is compared with the machine's book. The learners' tapes, as far as they are
+there, must have only samples that were leased to the learner. If the tape records the norms of a round, the rule must
+exclude the same learners again (protocol/watch/exclusion_auditor.py).
 """
 
 from bisect import bisect_right
@@ -22,17 +22,22 @@ from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.tools.replay.lives import Begin, Lost, TapedStep, read_entries
 from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of
 
-COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
+# The books are compared after these inputs.
+COMPARED_AFTER = ("merged", "restart", "rewind")
 
 
 def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget = NO_BUDGET) -> dict[str, Any]:
-    """Follow every sample index of a run; ValueError names a tape that is missing or broken.
+    """Follow every sample of a run, and repeat the exclusions from merges.
 
     Returns:
-        leased, merged, overwritten, released, out: handed out, and what became of it; repeated: handed out not for the
-        first time; undone: merged into a version that was lost later; void: handed out in a history that the run went
-        back behind; rounds, exclusions_repeated (rounds whose exclusions were decided again from recorded norms),
-        learner_tapes, violations (how many) and the first of them in words.
+        leased: samples that were leased; merged, overwritten, released, out: their fates, where `out` is still leased;
+        repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
+        samples leased in a history that the run returned from; rounds; exclusions_repeated: rounds whose exclusions
+        were decided again from recorded norms; learner_tapes; violations: their number; first_violations: the first
+        of them in words.
+
+    Raises:
+        ValueError: a tape is missing or broken; the message names it.
     """
     tape = run_dir / TAPE_FILE
     machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
@@ -45,11 +50,13 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     auditor.compare(machine.leases, machine.global_step)
     summary = run_dir / SUMMARY_FILE
     if not machine.finished and summary.exists() and read_object(summary, "complete")["complete"]:
-        raise ValueError(f"{tape} ends at global step {machine.global_step}, but the run is complete: restore the rest")
+        raise ValueError(
+            f"{tape} ends at global step {machine.global_step}, but the run is complete: restore the rest of the tape"
+        )
     book, findings = auditor.book, auditor.findings
     leased, *fates = book.fates
     if leased != sum(fates):
-        told = "{} merged, {} overwritten, {} released and {} out".format(*fates)
+        told = "{} merged, {} overwritten, {} released and {} still leased".format(*fates)
         findings.add(f"{leased} were leased, but {told} make {sum(fates)}")
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
     for path in tapes:
@@ -68,9 +75,10 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
 
 
 def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) -> None:
-    """Check that a learner read only what was leased to this life of it, and that its tape is whole.
+    """Check that a life of a learner read only samples that were leased to it, and that its tape is whole.
 
-    A step is on the tape before it is reported, so no kill makes a tape end before the newest step that was reported.
+    A step is written to the tape before it is reported. So even the tape of a killed learner has the newest reported
+    step.
     """
     life, local_step, own, lost = ("", 0), 0, list[Range](), False
     for number, entry in read_entries(path):
@@ -103,23 +111,29 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
 
 
 def describe(result: Mapping[str, Any]) -> str:
+    """Format the result of an audit as text."""
     lines = [
-        f"{result['leased']} samples were handed out in {result['rounds']} merged rounds: {result['merged']} merged, "
-        f"{result['overwritten']} overwritten, {result['released']} released to be leased again, {result['out']} out",
+        f"{result['leased']} samples were leased in {result['rounds']} merged rounds: {result['merged']} merged, "
+        f"{result['overwritten']} overwritten, {result['released']} released to be leased again, {result['out']} still "
+        "leased",
     ]
     if result["overwritten"]:
         lines.append(
-            f"{result['overwritten']} were trained on for nothing: their learner had adopted newer values of every "
-            "fragment before a round took what they taught"
+            f"{result['overwritten']} were trained on without effect: their learner adopted newer values of every "
+            "fragment before a round merged the result"
         )
     if result["repeated"]:
-        lines.append(f"{result['repeated']} of them were handed out for another time, after a release")
+        lines.append(f"{result['repeated']} of them were leased again after a release")
     if result["undone"]:
-        lines.append(f"{result['undone']} were merged into a version that was lost with everybody who held it")
+        lines.append(f"{result['undone']} were merged into a version that was lost with all processes that held it")
     if result["void"]:
-        lines.append(f"{result['void']} more were handed out in a history that the run went back behind")
+        lines.append(f"{result['void']} more were leased in a history that the run returned from")
     if result["exclusions_repeated"]:
-        lines.append(f"{result['exclusions_repeated']} rounds have recorded norms, from which the rule decided again")
+        lines.append(
+            f"{result['exclusions_repeated']} rounds have recorded norms, and the rule decided again from them"
+        )
     if not result["violations"]:
-        return "\n".join([*lines, f"every one has one fate; {result['learner_tapes']} learner tapes read nothing else"])
+        return "\n".join(
+            [*lines, f"every sample has one fate; {result['learner_tapes']} learner tapes have no other samples"]
+        )
     return "\n".join([*lines, f"{result['violations']} VIOLATIONS:", *result["first_violations"]])

@@ -1,7 +1,7 @@
-"""The learners' tapes, read ahead: how far each life must be repeated, and what must be kept on the way.
+"""The learners' tapes: they determine how far each life must be repeated, and what must be kept on the way.
 
-A life is repeated up to the last value of it that was merged, or the last copy of its state that a life which is
-itself repeated took over. What it did after that left no trace in the global model.
+A life is repeated up to its last merged value, or up to the last copy of its state that another repeated life loaded.
+Later steps have no influence on the global model.
 """
 
 import json
@@ -19,14 +19,15 @@ from diloco_jax.tools.replay.script import Brought, LearnerLife, MergedRound, Na
 
 
 class TookValue(NamedTuple):
-    """A global fragment was taken over."""
+    """The life adopted a global fragment."""
 
     name: Name
-    merged_round: int  # newest round that merged a value of this life
+    # The newest round that had merged a value of this life.
+    merged_round: int
 
 
 class TookState(NamedTuple):
-    """A whole state was taken over."""
+    """The life loaded a whole state."""
 
     donor: LearnerLife
     donor_step: int
@@ -34,13 +35,13 @@ class TookState(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The state was copied, for a receiver or for the disk."""
+    """The life copied its state, for a receiver or for the disk."""
 
     local_step: int
 
 
 class SentValue(NamedTuple):
-    """The value of a round left."""
+    """The life sent its value for a round."""
 
     fragment_id: int
     global_step: int
@@ -48,7 +49,7 @@ class SentValue(NamedTuple):
 
 
 class TapedStep(NamedTuple):
-    """An inner step."""
+    """The life made an inner step."""
 
     local_step: int
     clock: int
@@ -57,7 +58,7 @@ class TapedStep(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """The first line."""
+    """The first line of a tape."""
 
     learner_id: str
     incarnation: int
@@ -65,7 +66,7 @@ class Begin(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Lines are missing from here on."""
+    """A number of lines is missing before this line."""
 
     lines: int
 
@@ -74,7 +75,7 @@ Entry = Begin | TookValue | TookState | Copied | SentValue | TapedStep | Lost
 
 
 def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
-    """Yield the lines of a learner's tape that a replay needs, with their numbers; ValueError names a wrong one."""
+    """Yield the entries of a learner's tape with their line numbers; ValueError names a line that is wrong."""
     learner_id, chain = "", TapeChain()
     try:
         for number, raw in enumerate(raw_lines(path), start=1):
@@ -90,16 +91,16 @@ def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
                 learner_id = entry.learner_id
             if fields[0] == "end" and fields[3:] and fields[3] != chain.head:
                 raise ValueError(
-                    f"{path}: among its lines before line {number} one is missing, doubled or changed since it was "
-                    "written; copy the tape of this learner's machine again"
+                    f"{path}: a line before line {number} is missing, duplicated or changed; copy the tape from this "
+                    "learner's machine again"
                 )
             chain.add(raw)
             if entry is not None:
                 yield number, entry
     except FileNotFoundError:
         raise ValueError(
-            f"{path} is missing: without this learner's tape its share in the model cannot be repeated; copy the tapes "
-            "folder of its machine into the run's folder"
+            f"{path} is missing: this learner's contributions cannot be repeated without it; copy the tapes folder of "
+            "its machine into the run's folder"
         ) from None
 
 
@@ -122,27 +123,32 @@ def _entry(fields: list[Any], learner_id: str) -> Entry | None:
             return Lost(lines)
         case ["end", *_]:
             return None
-    raise ValueError("no line of a learner's tape")
+    raise ValueError("not a line of a learner's tape")
 
 
 @dataclass(slots=True)
 class Outline:
-    """One tape at a glance, by line number, and the part of it that must be repeated."""
+    """The line numbers of a tape's entries, and the part of the tape that must be repeated."""
 
     path: Path
     step_samples: int = 0
-    steps: list[int] = field(default_factory=list)  # the line of local step 1, 2, ...
+    # The lines of local steps 1, 2, ...
+    steps: list[int] = field(default_factory=list)
     adopted: list[tuple[int, Name]] = field(default_factory=list)
     took: list[TookState] = field(default_factory=list)
-    copied: dict[int, list[int]] = field(default_factory=dict)  # local step -> lines
+    # The lines of copies by local step.
+    copied: dict[int, list[int]] = field(default_factory=dict)
     sent: list[tuple[int, SentValue]] = field(default_factory=list)
     lost_at: int | None = None
-    stop: int = 0  # the last line that must be repeated
-    values: Counter[tuple[int, int]] = field(default_factory=Counter)  # (fragment, local step) -> merges that used it
-    copies: Counter[int] = field(default_factory=Counter)  # local step -> lives that took the state over
+    # The last line that must be repeated.
+    stop: int = 0
+    # The number of merges that use a value, by (fragment, local step).
+    values: Counter[tuple[int, int]] = field(default_factory=Counter)
+    # The number of lives that load the state, by local step.
+    copies: Counter[int] = field(default_factory=Counter)
 
     def line_of(self, local_step: int, what: str) -> int:
-        """Return the line of a local step; ValueError if the tape does not reach so far."""
+        """Return the line of a local step; ValueError if the tape ends before it."""
         if not 1 <= local_step <= len(self.steps):
             raise ValueError(
                 f"{self.path} ends after local step {len(self.steps)}, but {what} is of local step {local_step}; "
@@ -151,22 +157,22 @@ class Outline:
         return self._whole(self.steps[local_step - 1], what)
 
     def lines_of_copy(self, local_step: int, what: str) -> list[int]:
-        """Return the lines at which the state was copied after this local step; ValueError if it was not."""
+        """Return the lines of copies of the state after a local step; ValueError if there is none."""
         if local_step not in self.copied:
-            raise ValueError(f"{self.path} has no copy of the state after local step {local_step}, which {what} took")
+            raise ValueError(f"{self.path} has no copy of the state after local step {local_step}, which {what} loaded")
         return [self._whole(line, what) for line in self.copied[local_step]]
 
     def _whole(self, line: int, what: str) -> int:
         if self.lost_at is not None and line > self.lost_at:
             raise ValueError(
-                f"{self.path} lacks lines before line {self.lost_at} (the disk did not take them), and {what} came "
-                "after that; only what was before can be repeated: use --until"
+                f"{self.path} lacks lines before line {self.lost_at} (the disk could not store them), and {what} comes "
+                "later; use --until to repeat only the part before it"
             )
         return line
 
 
 def outline(path: Path) -> Outline:
-    """Read one tape through; ValueError, which names it, if it is missing or broken."""
+    """Read a whole tape; ValueError names it if it is missing or broken."""
     found = Outline(path)
     for number, entry in read_entries(path):
         match entry:
@@ -176,7 +182,7 @@ def outline(path: Path) -> Outline:
                 found.adopted.append((number, entry.name))
             case TookState():
                 if found.steps:
-                    raise ValueError(f"{path} line {number}: a state is taken over before the first step, or never")
+                    raise ValueError(f"{path} line {number}: a state can be loaded only before the first step")
                 found.took.append(entry)
             case Copied(local_step):
                 found.copied.setdefault(local_step, []).append(number)
@@ -196,7 +202,7 @@ def outline(path: Path) -> Outline:
 
 
 class NeededLives:
-    """The parts of all lives that must be repeated; ValueError names a tape that is missing, broken or too short."""
+    """The part of each life that must be repeated; ValueError names a tape that is missing, broken or too short."""
 
     def __init__(self, run_dir: Path, script: Script) -> None:
         self._run_dir = run_dir
@@ -206,7 +212,7 @@ class NeededLives:
         for event in script.events:
             if isinstance(event, MergedRound):
                 order = event.order
-                for part, life in zip(order.parts, event.lives, strict=True):
+                for part, life in zip(order.contributions, event.lives, strict=True):
                     need = self._need(life)
                     line = need.line_of(part.local_step, f"its value in round {order.global_step}")
                     need.stop = max(need.stop, line)
@@ -214,11 +220,11 @@ class NeededLives:
         while self._queue:
             receiver = self._queue.pop()
             what = f"{receiver.learner_id} (incarnation {receiver.incarnation})"
-            for took in self.lives[receiver].took:  # before its first step
+            for took in self.lives[receiver].took:
                 need = self._need(took.donor)
                 need.stop = max(need.stop, *need.lines_of_copy(took.donor_step, what))
                 need.copies[took.donor_step] += 1
-        # uses of each global value after it was made, by learners and by restarted syncers
+        # The number of uses of each global value, by learners and by restarted syncers.
         self.names = Counter(event.name for event in script.events if isinstance(event, Brought))
         for need in self.lives.values():
             self.names.update(name for line, name in need.adopted if line <= need.stop)

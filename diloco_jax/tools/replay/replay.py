@@ -1,12 +1,12 @@
-"""Train an asynchronous run again, in one process, from its tapes, and compare the result bit for bit.
+"""The replay of an asynchronous run: it is trained again from its tapes in one process, and compared bit for bit.
 
-    syncer's tape --machine--> rounds, snapshots, restarts        (script.py)
-    learners' tapes ---------> which steps they need              (lives.py)
-    round after round: the lives that have a share advance to it  (replica.py), then the merge
+    syncer's tape --machine--> rounds, snapshots, restarts          (script.py)
+    learners' tapes ---------> the steps that these rounds need     (lives.py)
+    round by round: the contributing lives advance to their step    (replica.py), then the merge
 
-Nothing of the run's numbers is read but what it learned from: positions of samples, global steps, digests to compare.
-Lives advance as the run did, so a replay holds the states of the lives that ran at one time, and the global values
-that somebody still adopts.
+A life is one incarnation of a learner. A replay reads only the inputs of the training: positions of samples, global
+steps, and digests to compare. Lives advance in the order of the run. So a replay holds the states of the lives that ran
+at the same time, and the global values that a life will still adopt.
 """
 
 import hashlib
@@ -39,9 +39,15 @@ from diloco_jax.training.whole_state.moving import MovingLayout
 
 
 class Replay:
-    """One replay, until a merged round of global step `until` or later; ValueError names what is missing or wrong.
+    """One replay of a run.
 
-    With `compare` digests and losses are held against the tapes; those of a simulation are made up.
+    Args:
+      folder: the run's folder, or a folder with a simulation's tapes.
+      until: stop at the first merged round of this global step or later; None: at the end of the tape.
+      compare: compare digests and losses with the tapes; False for a simulation, whose tapes have invented ones.
+
+    Raises:
+      ValueError: a tape is missing, broken, or of another program or config.
     """
 
     def __init__(self, config: RunConfig, folder: Path, *, until: int | None = None, compare: bool = True) -> None:
@@ -55,7 +61,7 @@ class Replay:
         ours = resolved.fingerprint(self.evaluator.corpus)
         told = self.script.fingerprint
         if self.script.raised:
-            # Each of its lives had the limits of its time.
+            # The run's limits were raised, so lives at different times had different limits.
             ours, told = [tuple(p for p in pairs if p[0] != GLOBAL_STEPS) for pairs in (ours, told)]
         if compare and (different := script.differences(ours, told)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
@@ -76,10 +82,12 @@ class Replay:
             self._made(script.Name(fragment_id, 0, theirs), digest, f"fragment {fragment_id} of the initial model")
 
     def run(self) -> None:
+        """Repeat all events of the run."""
         for event in self.script.events:
             self.repeat(event)
 
     def repeat(self, event: script.Event) -> None:
+        """Repeat one event: a merged round, a snapshot, a return to a snapshot, or a value from a learner."""
         match event:
             case script.MergedRound():
                 self._round(event)
@@ -94,26 +102,27 @@ class Replay:
     def _round(self, this: script.MergedRound) -> None:
         order = this.order
         payloads = {}
-        for part, life in zip(order.parts, this.lives, strict=True):
+        for part, life in zip(order.contributions, this.lives, strict=True):
             payloads[part.learner_id] = self._replica(life).value(order.fragment_id, part.local_step)
-        # A value that was damaged on its way, or by somebody who tries what happens then, is on no tape.
-        merged = self.model.merge(order, payloads, this.left_out)
+        # Damage of a value on its way, or by `diloco chaos`, is not on the tapes, so `excluded` is passed in.
+        merged = self.model.merge(order, payloads, this.excluded)
         where = f"fragment {order.fragment_id}, version {order.global_step}"
-        if set(merged.left_out) != set(this.left_out):
-            names, theirs = ", ".join(merged.left_out) or "nobody", ", ".join(this.left_out) or "nobody"
+        if set(merged.excluded) != set(this.excluded):
+            names, theirs = ", ".join(merged.excluded) or "nobody", ", ".join(this.excluded) or "nobody"
             self._differ(f"{where} (left out: {names}; the run left out {theirs})")
         if merged.state is None:
             raise ValueError(f"{where} cannot be made: no value is usable now; the first difference: {self.difference}")
         self.merged_rounds += 1
         self.model.publish(merged)
         self._made(script.Name(order.fragment_id, order.global_step, this.digest), merged.state.digest, where)
-        for life, local_step in this.reported:  # follow the run, so that old global values can go
+        # All lives advance with the run, so that old global values can be freed.
+        for life, local_step in this.reported:
             need = self.needs.lives.get(life)
             if need is not None and need.steps:
                 self._replica(life).advance(need.steps[min(local_step, len(need.steps)) - 1])
 
     def _made(self, name: script.Name, digest: int, where: str) -> None:
-        """Compare the newest value of a fragment with the run's, and remember it under that name if it will be used."""
+        """Compare the newest value of a fragment with the run's, and keep the value if it will be used."""
         if self._compare and digest != name.digest:
             self._differ(f"{where} (digest {digest}, the run had {name.digest})")
         if self._uses[name] > 0:
@@ -129,6 +138,7 @@ class Replay:
         return self._replicas[life]
 
     def take(self, name: script.Name) -> Values:
+        """Return a global value that a life adopts; ValueError if no round has made it."""
         if name not in self._values:
             raise ValueError(
                 f"version {name.version} of fragment {name.fragment_id} with digest {name.digest} was adopted, but no "
@@ -137,8 +147,10 @@ class Replay:
         return use(self._values, self._uses, name)
 
     def state_of(self, took: TookState, receiver: script.LearnerLife, held: dict[int, int]) -> HostState:
+        """Return the state that a life loaded from its donor."""
         copies = self._replica(took.donor).copy(took.donor_step)
-        if took.donor.learner_id != receiver.learner_id:  # moments alone, as they arrived
+        if took.donor.learner_id != receiver.learner_id:
+            # Another learner sent only moments, rounded for the wire.
             return self._moving.rounded(copies[-1][1])
         for versions, state in reversed(copies):
             same = tuple(p for p in sorted(held) if versions.get(p) == held[p])
@@ -147,7 +159,7 @@ class Replay:
         return copies[-1][1]
 
     def on_loss(self, life: script.LearnerLife, step: TapedStep, loss: float) -> None:
-        """Compare a step with the tape: it tells where a difference began."""
+        """Compare the loss of a step with the tape, to find the first different step."""
         if self._compare and not self.step_difference and _on_tape(loss) != _on_tape(step.loss):
             self.step_difference = (
                 f"local step {step.local_step} of {life.learner_id} (incarnation {life.incarnation}): loss {loss}, "
@@ -156,15 +168,19 @@ class Replay:
 
 
 def _on_tape(loss: float | None) -> np.float32 | None:
-    """Return a loss as a tape has it: a float32, however many digits were written; None if it is not finite."""
+    """Return a loss as float32, because tapes may have different numbers of digits; None if it is not finite."""
     return None if loss is None or not math.isfinite(loss) else np.float32(loss)
 
 
 def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:
-    """Repeat a run and compare its parameters with those of its newest checkpoint; ValueError names what is missing.
+    """Replay a run, and compare its parameters with those of its newest checkpoint.
 
-    Returns identical, sha256, expected_sha256 (None when no checkpoint is of that moment), merged_rounds, inner_steps,
-    wall_s, difference and step_difference (the first ones, "" without).
+    Returns:
+      identical, sha256, expected_sha256 (None if there is no checkpoint of that moment), merged_rounds, inner_steps,
+      wall_s, difference and step_difference (the first difference of each kind, "" if there is none).
+
+    Raises:
+      ValueError: a tape or a checkpoint is missing, or the run cannot be replayed.
     """
     began_s = time.monotonic()
     _check_alike(config)
@@ -173,8 +189,8 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
     capture, expected = _expected(this, run_dir)
     if expected is None and until is None:
         raise ValueError(
-            f"{run_dir / CHECKPOINTS} holds no readable checkpoint of a moment that the tape reaches; is the run over? "
-            "With --until the rounds alone are compared"
+            f"{run_dir / CHECKPOINTS} has no readable checkpoint of a moment on the tape; wait for the end of the run, "
+            "or use --until to compare only the rounds"
         )
     sha256 = digest_of(this.model.parameters(capture))
     expected_sha256 = digest_of(expected) if expected is not None else None
@@ -186,30 +202,30 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
         "merged_rounds": this.merged_rounds,
         "inner_steps": this.trainer.steps,
         "wall_s": round(time.monotonic() - began_s, 3),
-        "difference": this.difference or ("" if same else "the final parameters, though every digest was equal"),
+        "difference": this.difference or ("" if same else "the final parameters, although every digest was equal"),
         "step_difference": this.step_difference,
     }
 
 
 def _check_alike(config: RunConfig) -> None:
-    """Refuse islands that add up in another order than the one mesh and process of a replay."""
+    """Refuse islands that add in another order than the single process and mesh of a replay; ValueError."""
     usual = config.island("")
     for name in config.islands.names:
         own = config.island(name)
         if own.hosts > 1:
             raise ValueError(
-                f"{name} has {own.hosts} hosts, which add up gradients in another order than the one process of a "
+                f"{name} has {own.hosts} hosts, which add gradients in another order than the single process of a "
                 "replay: runs with islands.hosts above 1 cannot be replayed bit for bit"
             )
         if (own.devices, own.mesh) != (usual.devices, usual.mesh):
             raise ValueError(
-                f"{name} has other devices or another mesh than the rest: a replay has one mesh for all; runs with "
-                "islands.each.*.devices or mesh cannot be replayed"
+                f"{name} has other devices or another mesh than the other islands, but a replay has one mesh: runs "
+                "with islands.each.*.devices or mesh cannot be replayed"
             )
 
 
 def _on_disk(run_dir: Path) -> Counter[Moment]:
-    """Name the checkpoints that a repeated model may be compared with."""
+    """Count the checkpoints on disk by their moments, to compare the replayed model with them."""
     found: Counter[Moment] = Counter()
     for path in checkpoint.complete(run_dir / CHECKPOINTS):
         try:
@@ -221,7 +237,7 @@ def _on_disk(run_dir: Path) -> Counter[Moment]:
 
 
 def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.ndarray] | None]:
-    """Return the moment that is compared, and the newest checkpoint of it."""
+    """Return the moment to compare, and the parameters of its newest checkpoint; None if there is none."""
     moments = [this.model.capture(), *this.captures]
     for path in checkpoint.complete(run_dir / CHECKPOINTS):
         try:
@@ -235,9 +251,13 @@ def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.nda
 
 
 def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | None = None) -> dict[str, Any]:
-    """Train as the tapes of a simulation say, on real data; return the content of summary.json, written to `out`.
+    """Train on real data along the tapes of a simulation; write summary.json to `out` and return its content.
 
-    The config is that of `as_simulated`. ValueError names a tape that is missing or broken, or of another protocol.
+    Args:
+      config: the result of `as_simulated`.
+
+    Raises:
+      ValueError: a tape is missing, broken, or of another protocol.
     """
     began_s = time.monotonic()
     this = Replay(config, folder, until=until, compare=False)
@@ -267,7 +287,7 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
 
 
 def _work(this: Replay, sample_tokens: int) -> dict[str, dict[str, int]]:
-    """Count the repeated local steps and tokens of each learner."""
+    """Return the repeated local steps and tokens of each learner."""
     learners: dict[str, dict[str, int]] = {}
     for life, need in sorted(this.needs.lives.items()):
         steps = sum(line <= need.stop for line in need.steps)
@@ -278,7 +298,7 @@ def _work(this: Replay, sample_tokens: int) -> dict[str, dict[str, int]]:
 
 
 def digest_of(parameters: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of a model's parameters: path, shape and float32 bytes of each, in the order of the paths."""
+    """Return the SHA-256 of a model's parameters: path, shape and float32 bytes of each, by ascending path."""
     hasher = hashlib.sha256()
     for path in sorted(parameters):
         value = np.ascontiguousarray(parameters[path], np.float32)
@@ -288,11 +308,12 @@ def digest_of(parameters: Mapping[str, np.ndarray]) -> str:
 
 
 def describe(result: Mapping[str, Any]) -> str:
+    """Format the result of a replay as text."""
     done = f"{result['merged_rounds']} merged rounds, {result['inner_steps']} inner steps, {result['wall_s']:.1f} s"
     if "identical" not in result:
-        return f"trained as the tapes say: evaluation loss {result['eval_loss']:.4f}, {done}; see {result['run_dir']}"
+        return f"trained along the tapes: evaluation loss {result['eval_loss']:.4f}, {done}; see {result['run_dir']}"
     if result["identical"]:
-        what = "the parameters" if result["expected_sha256"] else "every merged round (no checkpoint is of this moment)"
+        what = "the parameters" if result["expected_sha256"] else "every merged round (there is no checkpoint of it)"
         return f"identical: {what}; {done}\nsha256 {result['sha256']}"
     words = [f"DIFFERENT, first in {result['difference']}; {done}", f"sha256 {result['sha256']}"]
     words += [f"  not  {result['expected_sha256']}"] if result["expected_sha256"] else []

@@ -1,8 +1,8 @@
-"""One life of a learner, repeated from its tape: the same steps on the same data, with the same values coming in.
+"""Replicas: each repeats one life of a learner from its tape, with the same steps, data and incoming values.
 
-All lives of a replay share one island and its compiled programs; each has a training state, anchors and residuals of
-its own, which are on the island only while its life advances. Between two lives nothing is shared but global values and
-copies of whole states.
+All lives of a replay share one island and its compiled programs. Each life has a separate training state, anchors and
+residuals, which are on the island only while the life advances. Lives exchange only global values and copies of whole
+states.
 """
 
 from collections import Counter
@@ -29,41 +29,49 @@ V = TypeVar("V")
 
 
 class Trainer:
-    """The island that all lives share, one after the other; a sample on the tapes stands for so many sequences."""
+    """The island that all lives share in turn.
+
+    Args:
+      sequences: the number of sequences that a sample on the tapes stands for.
+    """
 
     def __init__(self, run: ResolvedRun, sequences: int = 1) -> None:
         config = run.config
-        devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
+        devices = jax.devices()[: config.island("").devices or None]
         self._loop = loop = BuiltInLoop(config, "", devices)
-        self.island: Island = loop.island  # the devices, and the life that is on them
+        # The island has the state of the life that advances.
+        self.island: Island = loop.island
         self.fragments = run.fragments
         self._config = config
         self._sequences = sequences
-        self._compiled: set[int] = set()  # sizes of a batch
+        # The sizes of batches with a compiled program.
+        self._compiled: set[int] = set()
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.island.state)
         self._first = jax.device_get(self.island.state)
-        self.how = config.adopt  # what a learner does with a global value, as the config says
+        # The settings for adopting global values.
+        self.how = config.adopt
         self.steps = 0
 
     def fresh(self) -> TrainState:
         """Make the state of an island that has just started."""
-        # Copies of our own: the next step writes to this memory.
+        # The state must be a copy, because the next step writes to its memory.
         state: TrainState = jax.tree.map(lambda v, s: jax.device_put(np.array(v), s), self._first, self._shardings)
         return state
 
     def plan(self, steps: int) -> None:
-        """Let the learning-rate schedule have so many steps; 0: as many as the config says."""
+        """Set the steps of the learning-rate schedule; 0: as in the config."""
         self._loop.rate = learning_rate(self._config.optimizer, steps or self._config.planned_steps)
 
     def fresh_adoptions(self) -> Adoptions:
-        """Return what a life has adopted and sent when it begins: nothing."""
+        """Return the adoptions of a new life, which has adopted and sent nothing."""
         return Adoptions(self.island, self.fragments, self.how)
 
     def step(self, entry: lives.TapedStep) -> float:
-        """Repeat an inner step on the island; returns its loss."""
+        """Repeat an inner step on the island; return its loss."""
         ranges = [(start * self._sequences, stop * self._sequences) for start, stop in entry.ranges]
         size = sum(stop - start for start, stop in ranges)
-        if size not in self._compiled:  # in the same way as a learner does
+        # A learner compiles its step in the same way, which gives the same program.
+        if size not in self._compiled:
             self._compiled.add(size)
             self._loop.warm_up(size)
         self._loop.put_batch(ranges)
@@ -72,39 +80,42 @@ class Trainer:
 
 
 class OtherLives(Protocol):
-    """The services of the other lives that one life needs."""
+    """The values and states that a life needs from other lives."""
 
     def take(self, name: Name) -> Values:
         """Return a global value that this life adopts."""
 
     def state_of(self, took: lives.TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
-        """Return the state that this life takes over; `held` are the versions of its fragments."""
+        """Return the state that this life loads; `held` has the versions of its fragments."""
 
     def on_loss(self, life: LearnerLife, step: lives.TapedStep, loss: float) -> None:
-        """Take note that a step was repeated; `loss` is what came of it now."""
+        """Receive the loss of a repeated step."""
 
 
 class Replica:
-    """One life. `advance` repeats it up to a line of its tape."""
+    """The repetition of one life; `advance` repeats it up to a line of its tape."""
 
     def __init__(
         self, life: LearnerLife, need: lives.Outline, trainer: Trainer, world: OtherLives, planned_steps: int = 0
     ) -> None:
         self.life = life
-        # Of its learning-rate schedule; 0: as the config says.
+        # The steps of its learning-rate schedule; 0: as in the config.
         self._planned_steps = planned_steps
         self._need = need
         self._trainer = trainer
         self._world = world
         self._entries = lives.read_entries(need.path)
-        self._line = 0  # the last one that was repeated
+        # The last repeated line.
+        self._line = 0
         self._state: TrainState | None = None
         self._held: dict[int, HeldFragment] = {}
         self._versions: dict[int, int] = {}
         self._stage_at = self._fragments_by_step()
         self._adoptions = trainer.fresh_adoptions()
-        self._payloads: dict[tuple[int, int], bytes] = {}  # (fragment, local step) -> encoded outer gradient
-        self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}  # local step -> (versions, state)
+        # Encoded outer gradients by (fragment, local step).
+        self._payloads: dict[tuple[int, int], bytes] = {}
+        # Copies of the state with the versions of its fragments, by local step.
+        self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}
 
     def _fragments_by_step(self) -> dict[int, set[int]]:
         wanted: dict[int, set[int]] = {}
@@ -121,12 +132,12 @@ class Replica:
         return use(self._payloads, self._need.values, (fragment_id, local_step))
 
     def copy(self, local_step: int) -> list[tuple[dict[int, int], HostState]]:
-        """Return the states that were copied after a local step, each with the versions that the learner held."""
+        """Return the copies of the state after a local step, each with the versions of the life's fragments."""
         self.advance(max(self._need.copied[local_step]))
         return use(self._copies, self._need.copies, local_step)
 
     def advance(self, line: int) -> None:
-        """Repeat everything up to this line."""
+        """Repeat the tape up to a line."""
         line = min(line, self._need.stop)
         if line <= self._line:
             return
@@ -138,7 +149,8 @@ class Replica:
             self._repeat(entry)
             self._line = number
         self._state = self._trainer.island.state
-        if self._line >= self._need.stop:  # what is left are payloads and copies that somebody will ask for
+        # At the end of the life, only its payloads and copies are still needed.
+        if self._line >= self._need.stop:
             self._entries.close()
             self._state = None
             self._held.clear()
@@ -161,7 +173,8 @@ class Replica:
                 self._adoptions.unstage_all(fragment_id)
                 self._adoptions.adopt(fragment_id, version, merged_round, self._world.take(name))
             case lives.TookState():
-                self._state = self._trainer.island.state  # the donor's life may have to advance
+                # The donor's life may have to advance, which replaces the state on the island.
+                self._state = self._trainer.island.state
                 state = self._world.state_of(entry, self.life, self._versions)
                 self._enter()
                 self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
@@ -179,13 +192,14 @@ class Replica:
             return
         try:
             payload = staged.encode()
-        except codec.NotFinite:  # the learner sent nothing either
+        except codec.NotFinite:
+            # The learner sent an empty payload too.
             payload = b""
         assert isinstance(payload, bytes), "a replay has all devices in one process"
         self._payloads[fragment_id, local_step] = payload
 
 
 def use(stored: dict[K, V], uses: Counter[K], key: K) -> V:
-    """Return what is stored, and forget it with its last use."""
+    """Return a stored value, and remove it at its last use."""
     uses[key] -= 1
     return stored[key] if uses[key] > 0 else stored.pop(key)

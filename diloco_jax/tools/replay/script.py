@@ -1,7 +1,7 @@
-"""The script of a replay, read from the syncer's tape alone: which rounds merged what, and when the model went back.
+"""The script of a replay, from the syncer's tape alone: merged rounds, snapshots, and returns to snapshots.
 
-The syncer's machine takes its decisions again (protocol/syncer/tape.py); what they ask of its driver is written down
-here, in their order. Nothing is trained yet, so everything that the tapes lack is found before the first step.
+The syncer's machine repeats its decisions (protocol/syncer/tape.py), and the script records their effects in order.
+Nothing is trained yet, so anything that is missing on the tapes is found before the first step.
 """
 
 import itertools
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
 Fingerprint = tuple[tuple[str, str], ...]
-FIELDS_MIN = 5  # of a greeting, and of a report
+# The least fields of a greeting and of a report.
+FIELDS_MIN = 5
 BEGIN_FIELDS_MIN = 3
 
 
@@ -50,7 +51,7 @@ class LearnerLife(NamedTuple):
 
 
 class Name(NamedTuple):
-    """A global value of a fragment. The digest tells values apart that lives of the syncer gave one version."""
+    """A global value of a fragment; after a syncer's restart, two values may have one version but different digests."""
 
     fragment_id: int
     version: int
@@ -58,29 +59,32 @@ class Name(NamedTuple):
 
 
 class MergedRound(NamedTuple):
-    """A merge that came through."""
+    """A round that merged at least one value."""
 
     order: Merge
-    lives: tuple[LearnerLife, ...]  # of the order's parts
-    digest: int  # of the new value, as the run had it
-    left_out: tuple[str, ...]
-    reported: tuple[tuple[LearnerLife, int], ...]  # newest local steps that were reported since the round before
+    # The lives of the order's parts.
+    lives: tuple[LearnerLife, ...]
+    # The digest of the new value in the run.
+    digest: int
+    excluded: tuple[str, ...]
+    # The newest local steps that were reported since the previous round.
+    reported: tuple[tuple[LearnerLife, int], ...]
 
 
 class SnapshotPoint(NamedTuple):
-    """The model as it is now may be gone back to."""
+    """The present model is a snapshot that the run may return to."""
 
     moment: Moment
 
 
 class Back(NamedTuple):
-    """The model is again what it was at a snapshot."""
+    """The model returns to a snapshot."""
 
     moment: Moment
 
 
 class Brought(NamedTuple):
-    """A learner brought a value that the syncer had lost."""
+    """A learner sends a value that the syncer had lost."""
 
     name: Name
 
@@ -90,28 +94,36 @@ Event = MergedRound | SnapshotPoint | Back | Brought
 
 @dataclass(slots=True)
 class Script:
-    """The events of a run, in their order; `take` collects them while the machine runs."""
+    """The events of a run in their order; `take` collects them while the machine runs."""
 
     fingerprint: Fingerprint
-    digests: tuple[int, ...] = ()  # of the initial fragments
+    # The digests of the initial fragments.
+    digests: tuple[int, ...] = ()
     events: list[Event] = field(default_factory=list)
-    global_step: int = 0  # closed rounds at the end
-    raised: bool = False  # the run got other limits on the way, and so did its schedule
-    # Steps of the learning-rate schedule of each life, as it said when it greeted.
+    # The closed rounds at the end.
+    global_step: int = 0
+    # Whether the run's limits, and so its learning-rate schedule, changed during the run.
+    raised: bool = False
+    # The steps of each life's learning-rate schedule, from its greeting.
     planned: dict[LearnerLife, int] = field(default_factory=dict)
-    returns: Counter[Moment] = field(default_factory=Counter)  # how often the run goes back to each snapshot
-    newest: dict[LearnerLife, int] = field(default_factory=dict)  # local step that each life has reported
-    # Rounds that excluded others than the rule does by their recorded norms, in words.
+    # The number of returns to each snapshot.
+    returns: Counter[Moment] = field(default_factory=Counter)
+    # The newest local step that each life has reported.
+    newest: dict[LearnerLife, int] = field(default_factory=dict)
+    # Descriptions of rounds whose recorded norms lead to other exclusions than the run's.
     wrong_exclusions: list[str] = field(default_factory=list)
-    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)  # (round, learner) -> whose value is kept
+    # The life whose value is kept, by (round, learner).
+    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)
     _orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = field(default_factory=dict)
     _reported: dict[LearnerLife, int] = field(default_factory=dict)
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
+        """Add the events of one input of the machine, given its line on the tape and its effects."""
         kind, events = line[0], self.events
         if kind == "merged":
             order, lives = self._orders.pop(line[2])
-            if len(line[4]) < len(order.parts):  # else no value was usable
+            # If all values were excluded, the round has merged nothing.
+            if len(line[4]) < len(order.contributions):
                 reported, self._reported = tuple(self._reported.items()), {}
                 events.append(MergedRound(order, lives, line[3], tuple(line[4]), reported))
         elif kind == "StepReport":
@@ -132,9 +144,10 @@ class Script:
             events.append(Back(moment))
         for effect in effects:
             if isinstance(effect, Merge):
-                lives = tuple(self._values.pop((effect.global_step, part.learner_id)) for part in effect.parts)
+                lives = tuple(self._values.pop((effect.global_step, each.learner_id)) for each in effect.contributions)
                 self._orders[effect.global_step] = (effect, lives)
-            elif isinstance(effect, Restore):  # an AnchorValue: its digest is that of the value
+            elif isinstance(effect, Restore):
+                # The line is an AnchorValue, which has the digest of the value.
                 events.append(Brought(Name(effect.fragment_id, effect.version, line[6])))
             elif isinstance(effect, Discard):
                 self._values = {key: life for key, life in self._values.items() if key[0] != effect.global_step}
@@ -149,7 +162,11 @@ class Script:
 def read_script(
     tape: Path, protocol: ProtocolConfig, total_steps: int, until: int | None = None, budget: Budget = NO_BUDGET
 ) -> Script:
-    """Let a machine take a run's decisions again, up to a merged round of `until`; ValueError names a wrong tape."""
+    """Repeat a run's decisions with a machine, and return the script; ValueError names a wrong tape.
+
+    Args:
+      until: stop at the first merged round of this global step or later; None: at the end of the tape.
+    """
     fingerprint = fingerprint_of(tape)
     machine = machine_of(fingerprint, protocol, total_steps, budget)
     script = Script(fingerprint, returns=returns(read_lines(tape)))
@@ -163,27 +180,27 @@ def read_script(
     if until is not None and ended < until:
         raise ValueError(f"--until is {until}, but {tape} ends at global step {ended}; use a smaller one")
     if not script.digests:
-        raise ValueError(f"{tape} does not begin with the digests of the initial model; it is no whole tape")
+        raise ValueError(f"{tape} does not start with the digests of the initial model; copy the whole tape")
     return script
 
 
 def machine_of(fingerprint: Fingerprint, protocol: ProtocolConfig, total_steps: int, budget: Budget) -> Syncer:
-    """Return a machine as that of the run whose processes agreed on this; ValueError if they had another table."""
+    """Return a syncer's machine for a run with this fingerprint; ValueError if its protocol settings do not fit."""
     return Syncer(protocol.agreed(dict(fingerprint).get("protocol", "")), total_steps, fingerprint, budget=budget)
 
 
 def inputs(
     tape: Path, machine: Syncer, uses: Mapping[Moment, int] | None = None
 ) -> Iterator[tuple[list[Any], list[Effect]]]:
-    """Yield every input on a tape with what it leads to in the machine.
+    """Yield every input on a tape with the machine's effects.
 
     Args:
-        tape: of a run, whose snapshots and summary, if they are beside it, must be of this tape.
-        machine: a fresh one.
-        uses: what `returns` says of the tape, if that is known.
+        tape: the tape of a run; snapshots and summary beside it, if any, must belong to it.
+        machine: a fresh machine.
+        uses: the result of `returns` for the tape, if known.
 
     Raises:
-        ValueError: a line cannot be replayed, or it is not what was written then; the message names it.
+        ValueError: a line cannot be replayed, or was changed after it was written; the message names the line.
     """
     uses = returns(read_lines(tape)) if uses is None else uses
     whole = (line.decode(errors="replace") for line in checked(raw_lines(tape), str(tape), marks_of(tape)))
@@ -200,7 +217,7 @@ def inputs(
 
 
 def marks_of(tape: Path) -> Iterator[TapeMark]:
-    """Yield what closed segments, the summary and the snapshots beside a tape say of it; older releases say nothing."""
+    """Yield the marks of a tape in its closed segments, the summary and the snapshots; older releases have none."""
     for segment in closed_segments(tape):
         yield TapeMark(segment.end, segment.head, segment.path.name)
     files = [tape.with_name(SUMMARY_FILE), *tape.parent.glob(f"{CHECKPOINTS}/step_*/meta/data.json")]
@@ -215,7 +232,7 @@ def marks_of(tape: Path) -> Iterator[TapeMark]:
 
 
 def fingerprint_of(tape: Path) -> Fingerprint:
-    """Return what a run's processes agreed on: the first greeting that steps followed. ValueError if there is none."""
+    """Return a run's fingerprint, from the first greeting that steps followed; ValueError if there is none."""
     greetings: dict[tuple[Any, Any], Any] = {}
     try:
         for number, line in enumerate(read_lines(tape), start=1):
@@ -230,21 +247,21 @@ def fingerprint_of(tape: Path) -> Fingerprint:
                     return tuple((str(w), str(v)) for w, v in greetings[report[2], report[3]])
     except FileNotFoundError:
         raise ValueError(f"{tape} does not exist; give the folder of a run, such as runs/NAME") from None
-    raise ValueError(f"{tape} holds no step of any learner; wait for the first one, or give the folder of another run")
+    raise ValueError(f"{tape} has no step of any learner; wait for the first one, or give the folder of another run")
 
 
 def _loaded(tape: Path, number: int, line: str, least: int = FIELDS_MIN) -> list[Any]:
     try:
         fields: list[Any] = json.loads(line)
         if not isinstance(fields, list) or len(fields) < least:
-            raise ValueError(f"it has less than {least} fields")
+            raise ValueError(f"it has fewer than {least} fields")
     except ValueError as error:
         raise ValueError(f"{tape}: tape line {number} cannot be read ({error}): {line[:120]!r}") from error
     return fields
 
 
 def differences(ours: Fingerprint, theirs: Iterable[tuple[str, str]]) -> list[str]:
-    """Say in words where two fingerprints differ."""
+    """List the differences of two fingerprints in words."""
     mine, other = dict(ours), dict(theirs)
     return [
         f"{what} is {mine.get(what)}, the tape has {other.get(what)}"
@@ -267,7 +284,7 @@ class SimulatedRun(NamedTuple):
 
 
 def read_scenario(folder: Path) -> SimulatedRun | None:
-    """Read the scenario of the tapes in a folder, None for a run's folder; ValueError if it cannot be read."""
+    """Read the scenario of a simulation's tapes; None for a run's folder; ValueError if it cannot be read."""
     path = folder / SCENARIO_FILE
     if not path.exists():
         return None
@@ -285,9 +302,9 @@ def read_scenario(folder: Path) -> SimulatedRun | None:
 
 
 def as_simulated(config: "RunConfig", folder: Path) -> "RunConfig":
-    """Put protocol, global steps and learners of the simulation in a folder into a config, if there is one.
+    """Return the config with protocol, global steps and learners of a simulation; unchanged for a run's folder.
 
-    A sample of the simulation stands for as many sequences as an island of the config has in a step.
+    A sample of the simulation stands for the sequences of one step of an island.
     """
     scenario = read_scenario(folder)
     if scenario is None:

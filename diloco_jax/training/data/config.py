@@ -19,7 +19,7 @@ PREFETCH_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartConfig:
+class SourceConfig:
     """A source of a mixture or of an evaluation; its settings mean the same as those of `data`."""
 
     path: str
@@ -60,9 +60,9 @@ class DataConfig:
     documents: Literal["joined", "separate", "whole"] = "joined"
     """joined: windows may span documents. separate: the same windows, but attention and loss stay within a document.
     whole: like separate, but only a document longer than a window is cut; samples end with padding."""
-    mixture: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
+    mixture: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     """Several sources by name, read in proportion to their weights; they replace path and format."""
-    evaluation: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
+    evaluation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     """Further sources by name that are only used for evaluation."""
     patterns: tuple[str, ...] = ("*",)
     """Which files of a folder to read, by file name; for stdlib always '*.py'."""
@@ -121,7 +121,7 @@ class DataConfig:
                 raise ValueError(
                     f"data.mixture.{name} has {weight} of all weights, less than {SHARE_MIN:.2%}; raise it"
                 )
-        for part in (*self.parts.values(), *self.evaluation.values()):
+        for part in (*self.sources.values(), *self.evaluation.values()):
             if part.format in PLAIN and self.documents != "joined":
                 raise ValueError(
                     f"data.documents is {self.documents}, but format {part.format} of '{part.path}' has no ends of "
@@ -136,11 +136,11 @@ class DataConfig:
                 )
 
     @property
-    def parts(self) -> dict[str, PartConfig]:
+    def sources(self) -> dict[str, SourceConfig]:
         """Return the training sources by name; a single source has the name ''."""
         if self.mixture:
             return dict(sorted(self.mixture.items()))
-        one = PartConfig(
+        one = SourceConfig(
             path=self.path, format=self.format, patterns=self.patterns, field=self.field, token_dtype=self.token_dtype
         )
         return {} if self.module else {"": one}
@@ -148,7 +148,7 @@ class DataConfig:
     @property
     def remote(self) -> bool:
         """Return whether a source must be downloaded as a whole before it can be read."""
-        return any("://" in part.path for part in (*self.parts.values(), *self.evaluation.values()))
+        return any("://" in part.path for part in (*self.sources.values(), *self.evaluation.values()))
 
     @property
     def plain(self) -> bool:
@@ -158,6 +158,6 @@ class DataConfig:
     @property
     def ids(self) -> int:
         """Return the upper bound of all ids; 0 if only a store, maybe on another machine, knows it."""
-        if self.module or any(part.format == "tokens" for part in self.parts.values()):
+        if self.module or any(part.format == "tokens" for part in self.sources.values()):
             return self.vocab_size
-        return 256 if all(part.format == "bytes" for part in self.parts.values()) else 0
+        return 256 if all(part.format == "bytes" for part in self.sources.values()) else 0

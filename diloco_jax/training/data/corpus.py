@@ -22,7 +22,7 @@ import xxhash
 from jaxtyping import Integer
 from numba import njit
 
-from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, PartConfig
+from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, SourceConfig
 from diloco_jax.training.data.documents import TextSource
 from diloco_jax.training.data.mixture import Samples, mixed
 from diloco_jax.training.data.own import open_own
@@ -166,7 +166,7 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def find_files(config: PartConfig) -> tuple[Path, list[Path]]:
+def find_files(config: SourceConfig) -> tuple[Path, list[Path]]:
     """Return the root of a corpus of bytes and its files; ValueError if there is none that matches."""
     root = Path(sysconfig.get_paths()["stdlib"]) if config.path == STDLIB else Path(config.path)
     if not root.exists():
@@ -185,7 +185,7 @@ def find_files(config: PartConfig) -> tuple[Path, list[Path]]:
     return root, files
 
 
-def _read_bytes(config: PartConfig) -> Integer[np.ndarray, " n"]:
+def _read_bytes(config: SourceConfig) -> Integer[np.ndarray, " n"]:
     """Read all files, with a zero byte after each, in a fixed order that mixes folders."""
     root, files = find_files(config)
     # The order follows a hash of the name. In alphabetical order the held-out tail would be whole packages that differ
@@ -195,7 +195,7 @@ def _read_bytes(config: PartConfig) -> Integer[np.ndarray, " n"]:
     return np.frombuffer(b"".join(part for p in files for part in (p.read_bytes(), b"\0")), np.uint8)
 
 
-def count_tokens(config: PartConfig) -> int:
+def count_tokens(config: SourceConfig) -> int:
     """Return the number of ids in a token file, from its size."""
     path = Path(config.path)
     if not path.is_file():
@@ -236,7 +236,7 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     """
     if seq_len < 1:
         raise ValueError(f"the sequence length is {seq_len}; it must be at least 1")
-    parts = {name: _load_part(config, part, seq_len) for name, part in config.parts.items()}
+    parts = {name: _load_part(config, part, seq_len) for name, part in config.sources.items()}
     if config.module:
         parts = {"": _load_own(config, seq_len)}
     others = {name: _load_part(config, part, seq_len, whole=True) for name, part in config.evaluation.items()}
@@ -246,7 +246,7 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
         raise ValueError(f"data sources '{one}' and '{other}' have different tokenizers; tokenize both with one")
     source = next(iter(parts.values()))
     if config.mixture:
-        weights = tuple(part.weight for part in config.parts.values())
+        weights = tuple(part.weight for part in config.sources.values())
         corpora = repr({name: part.corpus for name, part in parts.items()})
         source = Source(
             train=mixed([part.train for part in parts.values()]),
@@ -263,7 +263,7 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
 
 def tokenizer_of(config: DataConfig) -> Tokenizer | None:
     """Return the tokenizer of a run's data; None if unknown."""
-    for part in config.parts.values():
+    for part in config.sources.values():
         if part.format == "bytes":
             return open_tokenizer(BYTES)
         if part.format != "tokens":
@@ -282,7 +282,7 @@ def _load_own(config: DataConfig, seq_len: int) -> Source:
     return Source(replace(samples, stop=cut), replace(samples, start=cut), config.ids, samples.described())
 
 
-def _load_part(config: DataConfig, part: PartConfig, seq_len: int, *, whole: bool = False) -> Source:
+def _load_part(config: DataConfig, part: SourceConfig, seq_len: int, *, whole: bool = False) -> Source:
     """Open one source; with `whole`, all of it is held out."""
     if part.format not in PLAIN:
         store = open_store(config, part)
@@ -302,7 +302,7 @@ def _load_part(config: DataConfig, part: PartConfig, seq_len: int, *, whole: boo
     return replace(source, tokenizer=open_tokenizer(known)) if known else source
 
 
-def open_store(config: DataConfig, part: PartConfig) -> Store:
+def open_store(config: DataConfig, part: SourceConfig) -> Store:
     """Open the store of a source; text becomes a store when this machine reads it for the first time."""
     if part.format == "store":
         return Store(local_store(part.path))
@@ -317,7 +317,7 @@ def _samples(store: Store, start: int, stop: int, config: DataConfig, seq_len: i
 
 def cut_source(
     config: DataConfig,
-    part: PartConfig,
+    part: SourceConfig,
     ids: Integer[np.ndarray, " n"],
     seq_len: int,
     corpus: str,
@@ -331,7 +331,7 @@ def cut_source(
     return checked(source, config, part, len(ids), seq_len, whole=whole)
 
 
-def checked(source: Source, config: DataConfig, part: PartConfig, count: int, seq_len: int, *, whole: bool) -> Source:
+def checked(source: Source, config: DataConfig, part: SourceConfig, count: int, seq_len: int, *, whole: bool) -> Source:
     """Return a source after a check that it has training samples and held-out samples."""
     if not (whole or len(source.train)) or not len(source.held_out):
         raise ValueError(

@@ -28,7 +28,7 @@ def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None
         for name in ("", *source.evaluation):
             next(eval_batches(source, eval_batch_size, 1, name))
         return
-    (part,) = config.parts.values()
+    (part,) = config.sources.values()
     if part.format == "bytes":
         _, files = find_files(part)
         count = sum(path.stat().st_size + 1 for path in files)

@@ -163,11 +163,11 @@ class Exchange:
                 yield "rebase", fragment, self._incoming(fragment, True).compiled
 
     def stage(self, params: Params, fragment: Fragment) -> StagedFragment:
-        """Queue a copy of a fragment's update to host memory, as the parameters are now; return at once.
+        """Queue a copy of a fragment's update, from the present parameters, to host memory; return at once.
 
             update = anchor - local + residual
 
-        The anchor is the value that was last adopted, the residual what rounding has kept back of earlier updates.
+        The anchor is the value adopted last; the residual is what rounding left out of earlier updates (outgoing.py).
         """
         assert fragment.fragment_id in self.held, f"fragment {fragment.fragment_id} was never adopted"
         with jax.transfer_guard("disallow"):

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float32, Shaped
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.parts import Buffer
+from diloco_jax.core.host_bytes import Buffer
 from diloco_jax.training.exchange.outgoing_bytes import (
     Copies,
     HostArrays,

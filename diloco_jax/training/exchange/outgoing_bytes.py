@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Int32, Shaped
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.parts import Buffer, Runs, concat, pack_part, runs_of_box
+from diloco_jax.core.host_bytes import Buffer, Runs, concat, pack_host_bytes, runs_of_box
 from diloco_jax.training.exchange.windows import Axes, Index, Shape, Window
 
 HostArrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -160,7 +160,7 @@ class OutgoingBytes:
         """
         data: list[Buffer] = [codec.as_bytes(piece) for _, _, piece in self._pieces(copies)]
         encoded, after = self._encoded(copies, before, others) if self._process == LEADER else ({}, {})
-        return pack_part(self._runs, [*data, *encoded.values()]), after
+        return pack_host_bytes(self._runs, [*data, *encoded.values()]), after
 
     def _pieces(self, copies: Copies) -> Iterator[tuple[Kind, _Item, Shaped[np.ndarray, "..."]]]:
         """Wait for the devices' arrays, and yield the pieces that go into the payload unchanged."""

@@ -1,7 +1,7 @@
 """Variables of a module beside its parameters: random streams, and state that its forward pass changes.
 
-Streams (dropout, the carry of an `nnx.RNN`) are created again for every step, from the run's seed and the position in
-the data of the batch's first sample:
+Streams (dropout, the carry of an `nnx.RNN`) are created again for every step. Their seeds are the run's seed and the
+position in the data of the batch's first sample:
 
     key of stream i = fold(fold(fold(fold(key(seed), "draw"), low), high), i)        position = 2^32 high + low
 

@@ -23,7 +23,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from diloco_jax.core.codec import Bytes, as_bytes
-from diloco_jax.core.parts import Buffer
+from diloco_jax.core.host_bytes import Buffer
 from diloco_jax.training.whole_state.layout import HostState, StateLayout
 
 Index = tuple[slice, ...]
@@ -128,10 +128,10 @@ def read_shards(shards: Iterable[Shard], buffer: Bytes) -> dict[str, PartialLeaf
 def check_fits(
     leaves: Mapping[str, PartialLeaf], layouts: Mapping[str, Sharding], described: Mapping[str, Any]
 ) -> None:
-    """Check that leaves have all that this process's devices need.
+    """Check that leaves have every piece that this process's devices need.
 
     Args:
-      layouts: the layout of every leaf, by name.
+      layouts: the layout of every leaf on the devices, by name.
       described: anything with the `dtype` and `shape` of every leaf, by name.
 
     Raises:
@@ -140,7 +140,7 @@ def check_fits(
     for name in sorted(leaves.keys() | layouts.keys()):
         mine, theirs = described.get(name), leaves.get(name)
         if mine is None or theirs is None or (np.dtype(mine.dtype), tuple(mine.shape)) != (theirs.dtype, theirs.shape):
-            raise ValueError(f"it is of another model or optimizer, which differs in '{name}'")
+            raise ValueError(f"it belongs to another model or optimizer, which differs in '{name}'")
         indices = layouts[name].addressable_devices_indices_map(theirs.shape).values()
         if not all(theirs.holds(index) for index in indices if index is not None):
             raise ValueError(f"it belongs to another mesh or other hosts: it lacks a part of '{name}' that is needed")

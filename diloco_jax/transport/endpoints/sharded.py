@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.parts import cut_part
+from diloco_jax.core.host_bytes import cut_host_bytes
 from diloco_jax.core.shards import Shares, fill, split
 from diloco_jax.protocol.messages import (
     NO_VERSION,
@@ -137,7 +137,7 @@ class ShardedLink:
         """Return a shard's part of a value; an answer without a value is empty, and the syncer waits for it too."""
         ranges = self.shares.ranges(fragment_id, shard, self.up)
         if self.in_parts:
-            return cut_part(payload, ranges)
+            return cut_host_bytes(payload, ranges)
         buffers = [payload] if isinstance(payload, bytes | bytearray | memoryview) else payload
         size = sum(memoryview(piece).nbytes for piece in buffers)
         has_value = size == self.shares.wholes[fragment_id].payload_bytes(self.up)

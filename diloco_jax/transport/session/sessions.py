@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from diloco_jax.core.parts import join_parts
+from diloco_jax.core.host_bytes import join_host_bytes
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.transport.link import TransportConfig, TransportError, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -139,7 +139,7 @@ class HostSessions:
                 # The value was dropped meanwhile, or the sessions are over.
                 if not parts:
                     return False
-                whole = join_parts(parts, self.leader.config.payload_bytes_max)
+                whole = join_host_bytes(parts, self.leader.config.payload_bytes_max)
                 del parts
                 return self.leader.put(message._replace(payload_bytes=len(whole)), whole)
         except ValueError as error:

@@ -14,7 +14,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment, FragmentPlan, plan_fragments
 from diloco_jax.core.merge import MergeConfig, Method
 from diloco_jax.core.outer import OuterConfig
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.model.global_model import Merged
@@ -137,13 +137,13 @@ class Rounds:
         """The round ends: merge, publish, and let everybody adopt, unless nothing could be used."""
         base = self.model.versions[fragment_id]
         names = [str(number) for number in range(len(self.islands))]
-        parts = tuple(Part(name, self.round, 1, 64, base, 4) for name in names)
+        parts = tuple(Contribution(name, self.round, 1, 64, base, 4) for name in names)
         payloads = {name: encoded(staged) for name, staged in zip(names, self._staged, strict=True)}
         merged = self.model.merge(Merge(self.round, fragment_id, parts), payloads)
         if merged.state is not None:
             self.model.publish(merged)
             for name in names:
-                if name not in merged.left_out:
+                if name not in merged.excluded:
                     self.merged_rounds[int(name)][fragment_id] = self.round
             self._broadcast(fragment_id)
         return merged

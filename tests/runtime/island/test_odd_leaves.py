@@ -54,7 +54,7 @@ def test_all_leaves_take_part_in_every_round(shapes: dict[str, tuple[int, ...]],
                 for island in rounds.islands:
                     island.put({path: value - np.float32(0.5) for path, value in island.values().items()})
                 rounds.send(fragment_id)
-                assert rounds.merge(fragment_id).left_out == {}
+                assert rounds.merge(fragment_id).excluded == {}
         after = rounds.parameters()
         assert all(after[path].shape == shape for path, shape in shapes.items())
         assert all((after[path] < 1.2).all() for path in shapes)
@@ -128,7 +128,7 @@ def move(island: IslandOf, rng: np.random.Generator, norm: float = 1.0) -> None:
 def rounds_after_a_bad_value(rounds: Rounds, size: float) -> tuple[list[float], list[set[str]]]:
     """Norms of the global steps, and who was left out; island 0 has one bad value in round SETTLE."""
     rng = np.random.default_rng(5)
-    norms, left_out = [], []
+    norms, excluded = [], []
     for number in range(SETTLE + AFTER):
         for island in rounds.islands:
             move(island, rng)
@@ -138,9 +138,9 @@ def rounds_after_a_bad_value(rounds: Rounds, size: float) -> tuple[list[float], 
         for island in rounds.islands:
             move(island, rng, 0.5)  # while the values travel
         before = rounds.parameters()
-        left_out.append(set(rounds.merge().left_out))
+        excluded.append(set(rounds.merge().excluded))
         norms.append(rounds.step_norm(before))
-    return norms, left_out
+    return norms, excluded
 
 
 SIZES = (300.0, 8_000.0, 30_000.0, 1e12, math.inf, math.nan)
@@ -151,9 +151,9 @@ CASES = [(up, size, "overwrite") for up in get_args(Format) for size in SIZES]
 def test_after_a_bad_value_the_next_steps_are_of_the_usual_size(up: Format, size: float, mode: AdoptMode) -> None:
     """Whatever the mode: the parameters that gave the value are replaced."""
     rounds = Rounds({"kernel": np.zeros(SHAPE, np.float32)}, up=up, how=AdoptConfig(mode=mode, alpha=0.75))
-    norms, left_out = rounds_after_a_bad_value(rounds, size)
+    norms, excluded = rounds_after_a_bad_value(rounds, size)
     usual = float(np.median(norms[0 if mode == "overwrite" else 3 : SETTLE]))
-    assert left_out == [set()] * SETTLE + [{"0"}] + [set()] * (AFTER - 1), "one bad value, and left out once"
+    assert excluded == [set()] * SETTLE + [{"0"}] + [set()] * (AFTER - 1), "one bad value, and left out once"
     assert max(norms[SETTLE:]) <= 1.2 * usual, [norm / usual for norm in norms]
 
 

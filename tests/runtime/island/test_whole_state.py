@@ -13,7 +13,7 @@ import pytest
 
 from diloco_jax.core import codec
 from diloco_jax.protocol.effects import AdoptState
-from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StateChunk
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES, ReceivedState
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -91,8 +91,8 @@ class Update:
         return self._payload
 
 
-def part(index: int) -> StatePart:
-    return StatePart("x", 1, "y", 9, index, 0, 0, 0)
+def part(index: int) -> StateChunk:
+    return StateChunk("x", 1, "y", 9, index, 0, 0, 0)
 
 
 VALUE = FragmentValue("x", 1, 3, 0, 9, 2, 10, 1, 4, 16)
@@ -115,7 +115,7 @@ def test_what_a_round_waits_for_goes_before_a_state() -> None:
     payloads = {type(m).__name__: p for m, p in wire.sent}
     assert payloads["FragmentValue"] == b"update"
     assert payloads["AnchorValue"] == ANCHOR["w"].tobytes()
-    parts = [(m, p) for m, p in wire.sent if isinstance(m, StatePart)]
+    parts = [(m, p) for m, p in wire.sent if isinstance(m, StateChunk)]
     assert b"".join(p for _, p in parts) == b"".join(big.part(0, 3 * STATE_PART_BYTES))
     for message, payload in parts:
         assert (message.parts, message.payload_bytes) == (big.count(STATE_PART_BYTES), len(payload))

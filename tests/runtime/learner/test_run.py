@@ -281,12 +281,12 @@ def test_a_state_is_given_in_parts_and_taken_by_another(
     while script.await_message(messages.StepReport).local_step < 3:
         pass
     script.say(messages.StatePull("island-1", 0, 0, 0))
-    parts = [script.await_message(messages.StatePart, payload=True)]
+    parts = [script.await_message(messages.StateChunk, payload=True)]
     first = parts[0][0]
     assert first.receiver == "island-1" and first.parts >= 2
     for number in range(1, first.parts):
         script.say(messages.StatePull("island-1", 0, first.local_step, number))
-        parts.append(script.await_message(messages.StatePart, payload=True))
+        parts.append(script.await_message(messages.StateChunk, payload=True))
     assert [part.part for part, _ in parts] == list(range(first.parts))
     assert {len(payload) for _, payload in parts[:-1]} == {part_bytes}
     assert all(part.digest == codec.digest(payload) for part, payload in parts)
@@ -319,7 +319,7 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
     script.admit(4)
     script.await_message(messages.StateRequest)
     payload = b"no state of this model"
-    part = messages.StatePart("donor", 3, NAME, 30, 0, 1, codec.digest(payload), len(payload), clock=4)
+    part = messages.StateChunk("donor", 3, NAME, 30, 0, 1, codec.digest(payload), len(payload), clock=4)
     script.say(part, payload)
     script.await_message(messages.StateDone)
     script.await_message(messages.StateRequest)  # somebody else may have a better one

@@ -26,7 +26,7 @@ from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import newest_run_dir
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, _rewind, mode_of
-from diloco_jax.runtime.syncer.parts import RunClock
+from diloco_jax.runtime.syncer.context import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig, TrainConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
@@ -330,8 +330,8 @@ def test_incarnations_never_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_time_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("diloco_jax.runtime.syncer.parts.time.time", lambda: now[0])
-    monkeypatch.setattr("diloco_jax.runtime.syncer.parts.time.monotonic", lambda: 77.0)
+    monkeypatch.setattr("diloco_jax.runtime.syncer.context.time.time", lambda: now[0])
+    monkeypatch.setattr("diloco_jax.runtime.syncer.context.time.monotonic", lambda: 77.0)
     assert RunClock(tmp_path, 0.0).now_s() == 0.0
     now[0] = 1030.0
     assert RunClock(tmp_path, 12.0).now_s() == 30.0, "the time without a process counts"

@@ -9,7 +9,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import OuterConfig
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
 from tests.runtime.models import model_of
 
@@ -33,7 +33,9 @@ class Sent(NamedTuple):
 
 def merge(model: GlobalModel, number: int, fragment_id: int, sent: Mapping[str, Sent]) -> Merged:
     """A round from its values to its publication."""
-    parts = tuple(Part(name, number, one.steps, 64 * one.steps, one.base, 4) for name, one in sorted(sent.items()))
+    parts = tuple(
+        Contribution(name, number, one.steps, 64 * one.steps, one.base, 4) for name, one in sorted(sent.items())
+    )
     payloads = {name: codec.encode(one.values, "float32") for name, one in sent.items()}
     merged = model.merge(Merge(number, fragment_id, parts), payloads)
     model.publish(merged)

@@ -39,7 +39,7 @@ def sent(model: GlobalModel, norm: float, steps: int = 24, base: int | None = No
 def settle(model: GlobalModel, norm: float, rounds: int = RATES_MIN, fragment_id: int = 0, number: int = 1) -> int:
     """Rounds of one learner whose values have this norm after 24 steps; returns the next round's number."""
     for step in range(number, number + rounds):
-        assert not merge(model, step, fragment_id, {"a": sent(model, norm, fragment_id=fragment_id)}).left_out
+        assert not merge(model, step, fragment_id, {"a": sent(model, norm, fragment_id=fragment_id)}).excluded
     return number + rounds
 
 
@@ -57,7 +57,7 @@ def lasting(model: GlobalModel, number: int, norms: Iterable[float], names: str 
         values = {name: sent(model, held, steps) for name in names}
         values |= {name: sent(model, 0.024) for name in steady}
         merged = merge(model, number + n, 0, values)
-        found.append("a" in merged.left_out)
+        found.append("a" in merged.excluded)
         if merged.state is not None:
             held, steps = 0.0, 0
     return found
@@ -93,10 +93,10 @@ def test_a_late_learner_answers_for_its_own_steps(shards: int) -> None:
     for step in range(number, number + 2):
         merge(model, step, 0, {"a": sent(model, 2.0)})
     damaged = sent(model, 2.4, steps=1, base=number - 1)
-    assert merge(model, number + 2, 0, {"c": damaged}).left_out.keys() == {"c"}
+    assert merge(model, number + 2, 0, {"c": damaged}).excluded.keys() == {"c"}
     late = sent(model, 0.001, steps=1, base=number - 1)
     merged = merge(model, number + 3, 0, {"b": late})
-    assert not merged.left_out and merged.state is not None
+    assert not merged.excluded and merged.state is not None
     assert merged.state.history.rates[-1] == pytest.approx(0.001)
 
 
@@ -113,7 +113,7 @@ def test_sparse_embeddings_are_merged(seed: int, dense: bool) -> None:
     decay, b2 = float(rng.choice([0, 0.01, 0.1])), float(rng.choice([0.95, 0.99, 0.999]))
     learner, tokens = AdamW(parameters, rng, rng.uniform(1e-3, 3e-3), b2, decay), bursts(rng, rows)
     anchors = [model.slices(model.capture(), fragment_id) for fragment_id in range(fragments)]
-    steps, in_a_row, left_out = [0] * fragments, [0] * fragments, 0
+    steps, in_a_row, excluded = [0] * fragments, [0] * fragments, 0
     for number in range(1, 100 * fragments + 1):
         fragment_id = number % fragments
         for _ in range(24 // fragments):
@@ -122,13 +122,13 @@ def test_sparse_embeddings_are_merged(seed: int, dense: bool) -> None:
         local = take(learner.parameters, model.plan.fragments[fragment_id])
         values = {key: anchor - local[key] for key, anchor in anchors[fragment_id].items()}
         merged = merge(model, number, fragment_id, {"a": Sent(values, steps[fragment_id], model.versions[fragment_id])})
-        in_a_row[fragment_id] = in_a_row[fragment_id] + 1 if merged.left_out else 0
-        left_out += len(merged.left_out)
+        in_a_row[fragment_id] = in_a_row[fragment_id] + 1 if merged.excluded else 0
+        excluded += len(merged.excluded)
         assert max(in_a_row) <= 2, f"left out of rounds up to {number}"
         if merged.state is not None:
             anchors[fragment_id], steps[fragment_id] = model.slices(model.capture(), fragment_id), 0
             learner.parameters = dict(put(learner.parameters, model.plan.fragments[fragment_id], anchors[fragment_id]))
-    assert left_out <= (0 if dense else 4)
+    assert excluded <= (0 if dense else 4)
 
 
 def test_single_huge_values_are_left_out_and_one_is_one_strike() -> None:
@@ -144,28 +144,31 @@ def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:
     number = settle(model, 0.24, fragment_id=1)
     number = settle(model, 0.0024, number=number)
     assert lasting(model, number, [0.7 * 100, 0.7 * 100]) == [True, True]
-    go_on(other, saved(model))
+    arrays, plain = saved(model)
+    assert plain.keys() == {"versions", "digests", "rates", "peaks", "odd", "elsewhere"}, "as older releases saved them"
+    assert plain["odd"][0][0] == ["a", number - 1, 24, pytest.approx(70.0), pytest.approx(70.0 / 24), True, False]
+    go_on(other, (arrays, plain))
     assert other.capture().marks == tuple(mark._replace(base=-1) for mark in model.capture().marks)
     for one in (model, other):
         merged = merge(one, number + 2, 0, {"a": sent(one, 3 * 70.0, 72)})
-        assert not merged.left_out, "the third round"
+        assert not merged.excluded, "the third round"
     assert model.capture().marks[0] == other.capture().marks[0]
 
 
-def test_a_replay_leaves_out_whom_the_run_left_out() -> None:
+def test_a_replay_leaves_out_whom_the_run_excluded() -> None:
     """It does not decide anew: a value that was damaged on its way is whole in a replay."""
     from diloco_jax.core import codec
-    from diloco_jax.protocol.effects import Merge, Part
+    from diloco_jax.protocol.effects import Contribution, Merge
 
     model, again = one_fragment(), one_fragment()
     for number in range(1, 20):
         values = {name: sent(model, 0.024 * (1 + n)) for n, name in enumerate("ab")}
         damaged = {**values, "a": sent(model, 240.0)} if number % 10 == 9 else values
         merged = merge(model, number, 0, damaged)
-        assert merged.left_out.keys() == ({"a"} if number % 10 == 9 else set())
-        parts = tuple(Part(name, number, 24, 64 * 24, one.base, 4) for name, one in values.items())
+        assert merged.excluded.keys() == ({"a"} if number % 10 == 9 else set())
+        parts = tuple(Contribution(name, number, 24, 64 * 24, one.base, 4) for name, one in values.items())
         payloads = {name: codec.encode(one.values, "float32") for name, one in values.items()}
-        repeated = again.merge(Merge(number, 0, parts), payloads, merged.left_out)
+        repeated = again.merge(Merge(number, 0, parts), payloads, merged.excluded)
         again.publish(repeated)
-        assert repeated.left_out.keys() == merged.left_out.keys() and again.digests == model.digests
+        assert repeated.excluded.keys() == merged.excluded.keys() and again.digests == model.digests
         assert again.capture().marks[0].history.rates == model.capture().marks[0].history.rates

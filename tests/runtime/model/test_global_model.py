@@ -13,7 +13,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import FINEST
 from diloco_jax.core.layout import value_digest
 from diloco_jax.core.outer import OuterConfig
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import RATES_KEPT, RATES_MIN
 from diloco_jax.runtime.model import model_share
 from diloco_jax.runtime.model.global_model import GlobalModel
@@ -53,7 +53,7 @@ def test_a_merge_changes_nothing_until_it_is_published() -> None:
     assert model.payload(0) == payload and model.digests == digests and model.versions == [0, 0]
     assert all(np.array_equal(before[path], value) for path, value in model.parameters().items())
     model.publish(merged)
-    assert merged.state is not None and merged.left_out == {}
+    assert merged.state is not None and merged.excluded == {}
     assert model.versions == [1, 0] and model.payload(0) != payload
     assert model.digests[0] == value_digest(model.slices(model.capture(), 0)) == merged.state.digest
     assert model.digests[1] == digests[1]
@@ -115,13 +115,13 @@ def test_nan_and_infinity_are_left_out_and_named(poison: float) -> None:
     bad[3] = poison
     merged = merge(model, 1, {"a": gradient(model, 0, 1), "b": bad.tobytes()})
     merge(clean, 1, {"a": gradient(model, 0, 1)})
-    assert merged.left_out.keys() == {"b"} and "NaN or infinity" in merged.left_out["b"]
+    assert merged.excluded.keys() == {"b"} and "NaN or infinity" in merged.excluded["b"]
     assert model.payload(0) == clean.payload(0)
 
 
-def test_a_value_that_cannot_be_decoded_is_left_out() -> None:
+def test_a_value_that_cannot_be_decoded_is_excluded() -> None:
     merged = merge(make_model(), 1, {"a": gradient(make_model(), 0, 1), "b": b"", "c": b"x" * 7})
-    assert merged.left_out.keys() == {"b", "c"}
+    assert merged.excluded.keys() == {"b", "c"}
 
 
 def test_a_wildly_large_value_is_left_out_once_the_usual_size_is_known() -> None:
@@ -130,7 +130,7 @@ def test_a_wildly_large_value_is_left_out_once_the_usual_size_is_known() -> None
     assert merge(model, step, {"a": gradient(model, 0, 1, norm=90.0)}).state is not None
     before = model.payload(0)
     merged = merge(model, step + 1, {"a": gradient(model, 0, 2, norm=110.0)})
-    assert merged.state is None and "is usual (merge.outlier_factor 100)" in merged.left_out["a"]
+    assert merged.state is None and "is usual (merge.outlier_factor 100)" in merged.excluded["a"]
     assert model.payload(0) == before
     steps = merge(model, step + 2, {"a": gradient(model, 0, 2, norm=110.0)}, steps=2)
     assert steps.state is not None, "the limit is per inner step"
@@ -151,7 +151,7 @@ def test_one_of_three_is_judged_by_the_others_from_the_first_round_on() -> None:
     model = make_model()
     payloads = {"a": gradient(model, 0, 1), "b": gradient(model, 0, 2), "c": gradient(model, 0, 3, norm=300.0)}
     merged = merge(model, 1, payloads)
-    assert merged.left_out.keys() == {"c"} and merged.state is not None
+    assert merged.excluded.keys() == {"c"} and merged.state is not None
 
 
 @pytest.mark.parametrize("before", [1e-3, 0.0])
@@ -161,7 +161,7 @@ def test_a_change_that_concerns_everybody_leaves_nobody_out(before: float) -> No
     step = settle(model, norm=before)
     assert bool(model.capture().marks[0].history.rates) == bool(before)
     loud = {name: gradient(model, 0, 20 + n, norm=1.0 + n / 10) for n, name in enumerate("abc")}
-    assert merge(model, step, loud).left_out == {}
+    assert merge(model, step, loud).excluded == {}
 
 
 def test_what_is_small_against_the_fragment_is_never_wildly_large() -> None:
@@ -169,8 +169,8 @@ def test_what_is_small_against_the_fragment_is_never_wildly_large() -> None:
     model = make_model()
     step = settle(model, norm=1e-9)
     norm = math.sqrt(sum(float((value**2).sum()) for value in model.slices(model.capture(), 0).values()))
-    assert merge(model, step, {"a": gradient(model, 0, 1, norm=0.9e-3 * norm)}).left_out == {}
-    assert merge(model, step + 1, {"a": gradient(model, 0, 2, norm=0.2 * norm)}).left_out.keys() == {"a"}
+    assert merge(model, step, {"a": gradient(model, 0, 1, norm=0.9e-3 * norm)}).excluded == {}
+    assert merge(model, step + 1, {"a": gradient(model, 0, 2, norm=0.2 * norm)}).excluded.keys() == {"a"}
 
 
 def test_the_past_is_bounded() -> None:
@@ -185,7 +185,7 @@ def test_finite_values_that_overflow_together_never_reach_the_model() -> None:
     huge = np.full(len(good) // 4, 3e38, np.float32).tobytes()
     merged = merge(model, 1, {"a": good, "b": huge, "c": gradient(model, 0, 3)})
     merge(clean, 1, {"a": good, "c": gradient(model, 0, 3)})
-    assert merged.left_out.keys() == {"b"} and "not finite" in merged.left_out["b"]
+    assert merged.excluded.keys() == {"b"} and "not finite" in merged.excluded["b"]
     assert model.payload(0) == clean.payload(0)
     assert all(np.isfinite(value).all() for value in model.parameters().values())
 
@@ -221,7 +221,7 @@ def story(model: GlobalModel, up: codec.Format) -> list[Any]:
         newest, capture = model.versions[fragment_id], model.capture()
         older = max(0, newest - 2) if step > 4 else newest
         parts = tuple(
-            Part(name, step, 1 + n, 64 * (n + 1), base, 4)
+            Contribution(name, step, 1 + n, 64 * (n + 1), base, 4)
             for n, (name, base) in enumerate(zip("abcd", [newest, older, newest, newest], strict=True))
         )
         payloads = {name: leafy_payload(fragment_id, 10 * step + n, up) for n, name in enumerate("abcd")}
@@ -229,8 +229,8 @@ def story(model: GlobalModel, up: codec.Format) -> list[Any]:
         payloads["d"] = b"" if step == 3 else payloads["d"]
         merged = model.merge(Merge(step, fragment_id, parts), payloads)
         model.publish(merged)
-        step_bytes = bytes(model.payload(fragment_id, newest))
-        seen.append((sorted(merged.left_out), merged.state, step_bytes, bytes(model.payload(fragment_id))))
+        delta_bytes = bytes(model.payload(fragment_id, newest))
+        seen.append((sorted(merged.excluded), merged.state, delta_bytes, bytes(model.payload(fragment_id))))
         assert capture.marks[fragment_id].version == newest
     return [*seen, model.digests]
 
@@ -239,7 +239,7 @@ def story(model: GlobalModel, up: codec.Format) -> list[Any]:
 def test_any_number_of_shares_gives_the_same_bits(up: codec.Format) -> None:
     outer = OuterConfig(learning_rate=0.7, momentum=0.9)
     expected = story(cut_model(1, outer, up), up)
-    assert {"c", "d"} <= {name for left_out, *_ in expected[:-1] for name in left_out}
+    assert {"c", "d"} <= {name for excluded, *_ in expected[:-1] for name in excluded}
     for shards in (2, 3, 4):
         assert story(cut_model(shards, outer, up), up) == expected
 
@@ -257,7 +257,7 @@ def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
     assert plain_again == plain and again.keys() == pieces.keys()
     assert all(np.array_equal(again[key], array) for key, array in pieces.items())
     payloads = {"a": leafy_payload(1, 1, "int4"), "b": leafy_payload(1, 2, "int4")}
-    parts = tuple(Part(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
+    parts = tuple(Contribution(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
     for one in (model, other):
         one.publish(one.merge(Merge(9, 1, parts), payloads))
     if outer.elementwise:  # XLA may fuse the same operations of a smaller program in another way
@@ -282,7 +282,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
     was, moved = models[0].capture().value(0), np.zeros(models[0].layout(0).size, np.float32)
     for step in (1, 2):
         for model in models:
-            order = Merge(step, 0, (Part("a", 1, 1, 64, step - 1, 4),))
+            order = Merge(step, 0, (Contribution("a", 1, 1, 64, step - 1, 4),))
             model.publish(model.merge(order, {"a": leafy_payload(0, step, "float32", 1.0)}))
         now = models[0].capture().value(0)
         if down == "float32":
@@ -292,7 +292,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
             moved += layout.flat(codec.decode(payload, LEAFY_PLAN.fragments[0].keys_shapes, down))
     value = np.frombuffer(leafy_payload(0, 3, "float32", 1.0), np.float32)
     for model, base, sent in zip(models, (0, 2), (value, value + moved), strict=True):
-        model.publish(model.merge(Merge(3, 0, (Part("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
+        model.publish(model.merge(Merge(3, 0, (Contribution("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
     ours, theirs = (model.capture().value(0) for model in models)
     assert np.abs(moved).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Heartbeat, Hello
 from diloco_jax.runtime.model import merge_shards
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
@@ -22,7 +22,7 @@ from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.model.shard_process import ShardRun
-from diloco_jax.runtime.syncer.parts import Results
+from diloco_jax.runtime.syncer.context import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
@@ -148,7 +148,9 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
             value = FragmentValue(name, 1, step, fragment_id, step, 1, 64, newest, step, len(values[name]))
             link.send(value, values[name])
         came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, len(NAMES))}
-        order = Merge(step, fragment_id, tuple(Part(name, step, 1, 64 + n, newest, 1) for n, name in enumerate(NAMES)))
+        order = Merge(
+            step, fragment_id, tuple(Contribution(name, step, 1, 64 + n, newest, 1) for n, name in enumerate(NAMES))
+        )
         merged, wanted = bench.model.merge(order, came), alone.merge(order, values)
         assert merged == wanted and merged.state is not None
         bench.model.publish(merged)
@@ -212,15 +214,15 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     share.tell = tell  # type: ignore[method-assign]
 
 
-def test_an_unusable_value_is_left_out(bench: Bench) -> None:
+def test_an_unusable_value_is_excluded(bench: Bench) -> None:
     bench.greet()
     version = bench.model.versions[0]
     good = leafy_payload(0, 1, "int4")
     for name, data in (("a", good), ("b", b"")):
         bench.links[name].send(FragmentValue(name, 1, 1, 0, 1, 1, 64, version, 1, len(good)), data)
     came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, 2)}
-    merged = bench.model.merge(Merge(1, 0, tuple(Part(name, 1, 1, 64, version, 1) for name in NAMES)), came)
-    assert merged.left_out.keys() == {"b"} and merged.state is not None
+    merged = bench.model.merge(Merge(1, 0, tuple(Contribution(name, 1, 1, 64, version, 1) for name in NAMES)), came)
+    assert merged.excluded.keys() == {"b"} and merged.state is not None
 
 
 def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path) -> None:

@@ -43,10 +43,10 @@ class Scraped:
             self.exposed.on_report(message, now_s)
         self._execute(self.syncer.on_message(message, now_s))
 
-    def merge(self, global_step: int, now_s: float, left_out: tuple[str, ...] = ()) -> None:
+    def merge(self, global_step: int, now_s: float, excluded: tuple[str, ...] = ()) -> None:
         """End a merge."""
-        self.exposed.on_merged(global_step, left_out, now_s)
-        self._execute(merged(self.syncer, global_step, now_s, left_out))
+        self.exposed.on_merged(global_step, excluded, now_s)
+        self._execute(merged(self.syncer, global_step, now_s, excluded))
 
     def _execute(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -34,7 +34,7 @@ class Process:
         self.folder, self.model, self.now_s = folder, make_model(), now_s
         self.machine = new_syncer()
         self.tape = TapeFile(folder / "tape.jsonl", threading.Event(), lambda: None, segment_bytes=400)
-        self.parts: Any = SimpleNamespace(
+        self.context: Any = SimpleNamespace(
             config=SimpleNamespace(
                 name="run", checkpoints=SimpleNamespace(keep=keep), model=SimpleNamespace(weights=None)
             ),
@@ -47,14 +47,14 @@ class Process:
             model=self.model,
             stats=RunStats((), 0, self.machine),
         )
-        self.writer = SnapshotWriter(self.parts)
-        begin(self.parts, lambda: self.model.parameters().items(), mode, now_s)
+        self.writer = SnapshotWriter(self.context)
+        begin(self.context, lambda: self.model.parameters().items(), mode, now_s)
 
     def live(self, *global_steps: int) -> "Process":
         """Reach these global steps, and save each."""
         for global_step in global_steps:
             self.now_s += 1.0
-            self.parts.taped.on_tick(self.now_s)
+            self.context.taped.on_tick(self.now_s)
             self.machine.progress.global_step = global_step
             self.writer.save()
             self.writer.wait()

@@ -80,7 +80,7 @@ def test_what_merges_leave_out_is_counted(tmp_path: Path) -> None:
     scraped.hear(hello("island-1"), 0.0)
     scraped.hear(report("island-1", 1), 1.0)
     scraped.hear(value("island-1", 1, 1, 1), 2.0)
-    scraped.merge(1, 3.0, left_out=("island-1",))
+    scraped.merge(1, 3.0, excluded=("island-1",))
     found = scrape(scraped)
     rejected = [found["diloco_values_rejected_total", (("island", f"island-{number}"),)] for number in (0, 1)]
     assert rejected == [0, 1]

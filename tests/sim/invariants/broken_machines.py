@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from diloco_jax.protocol.effects import AdoptState, Effect, Effects, Merge, Part, Send, UnstageState
+from diloco_jax.protocol.effects import AdoptState, Contribution, Effect, Effects, Merge, Send, UnstageState
 from diloco_jax.protocol.learner.anchors import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner, ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
@@ -18,7 +18,7 @@ from diloco_jax.protocol.messages import (
     Hello,
     PullRequest,
     Score,
-    StatePart,
+    StateChunk,
     StepReport,
     SyncerMessage,
 )
@@ -56,7 +56,7 @@ class Diligent(Syncer):
 class Lenient(Syncer):
     """Counts values that were left out."""
 
-    def on_merged(self, global_step: int, digest: int, left_out: tuple[str, ...], now_s: float) -> list[Effect]:
+    def on_merged(self, global_step: int, digest: int, excluded: tuple[str, ...], now_s: float) -> list[Effect]:
         return super().on_merged(global_step, digest, (), now_s)
 
 
@@ -94,7 +94,7 @@ class Greedy(Learner):
     """Takes a state over before it is whole."""
 
     def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
-        if isinstance(message, StatePart) and self.state == RECOVERING:
+        if isinstance(message, StateChunk) and self.state == RECOVERING:
             message = message._replace(parts=max(1, message.parts - 1))
         return super().on_message(message, now_s)
 
@@ -286,8 +286,8 @@ class Distracted(Learner):
 class Partial(Syncer):
     """Forgets one member in its broadcasts."""
 
-    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
-        effects = super().on_merged(global_step, digest, left_out, now_s)
+    def on_merged(self, global_step: int, digest: int, excluded: Sequence[str], now_s: float) -> list[Effect]:
+        effects = super().on_merged(global_step, digest, excluded, now_s)
         return [e for e in effects if not (isinstance(e, Send) and _forgotten(e))]
 
 
@@ -311,7 +311,7 @@ class Overbooking(Progress):
 class Generous(RoundBook):
     """Counts what a value holds, counted before or not."""
 
-    def credit(self, this: Round, parts: Sequence[Part]) -> list[Member]:
+    def credit(self, this: Round, parts: Sequence[Contribution]) -> list[Member]:
         self.progress.merged_tokens += sum(part.tokens for part in parts)
         return super().credit(this, parts)
 
@@ -343,7 +343,7 @@ class OfAnotherTable(Syncer):
 
     def __init__(self, config: ProtocolConfig, *args: Any, **others: Any) -> None:
         super().__init__(config, *args, **others)
-        self.rounds.schedule = replace(config, sync_later={}).schedule
+        self.rounds.turns = replace(config, sync_later={}).turns
 
 
 class Skips(RoundBook):

@@ -36,7 +36,7 @@ from diloco_jax.sim.scenario import Scenario
 from tests.sim.invariants import broken_machines as broken
 
 CONFIG = ProtocolConfig(
-    sync_every=4, num_fragments=4, overlap_steps=2, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0
+    sync_every=4, num_fragments=4, overlap_steps=2, silence_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0
 )
 NETWORK = NetworkOptions(
     faults=LinkFaults(loss=0.05, duplication=0.1, reorder=0.1, reorder_s=3.0, late=0.5, heals_s=40.0)
@@ -88,7 +88,7 @@ TOKENS = replace(ONE_FRAGMENT, tokens=400_000, config=replace(CONFIG, num_fragme
 STEPS = replace(
     SCENARIO,
     payload_bytes=8000,
-    step_bytes=1000,
+    delta_bytes=1000,
     faults=(*SCENARIO.faults, Fault(30.0, "corrupt", ("island-3",), 20.0)),
 )
 MANY_PARTS = replace(RECOVERY, config=replace(RECOVERY.config, recovery_turns=1), state_parts=40)
@@ -160,7 +160,7 @@ class Credulous(Syncer):
 
 
 def _with_steps(merge: Merge, steps: int) -> Merge:
-    return merge._replace(parts=tuple(part._replace(steps=steps, tokens=steps) for part in merge.parts))
+    return merge._replace(contributions=tuple(each._replace(steps=steps, tokens=steps) for each in merge.contributions))
 
 
 class Hoarder(Syncer):
@@ -322,7 +322,7 @@ BROKEN = [
     (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value"),
     (checkers.AnchorsAgree, with_syncer(broken.Careless, FAILOVER), "island-. holds version .* but .*nobody holds it"),
     (checkers.AnchorsAgree, with_syncer(broken.Confused, STEPS), "is sent, a step is of"),
-    (checkers.StepsApply, with_learner(broken.Gullible, STEPS), "applies .* to version"),
+    (checkers.DeltasApply, with_learner(broken.Gullible, STEPS), "applies .* to version"),
     (checkers.WholeWhereNeeded, with_syncer(broken.Wasteful, STEPS), "but gets .* whole"),
     (checkers.WholeWhereNeeded, with_syncer(broken.Presumptuous, STEPS), "will hold .*, and gets"),
     (checkers.WholeWhereNeeded, with_syncer(broken.Insistent, STEPS), "once more"),

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from diloco_jax.protocol import exclusion
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import Decision, MeasuredValue, RateHistory
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.invariants import __main__ as cli
@@ -108,7 +108,7 @@ def test_a_norm_is_the_sum_over_the_inner_steps_of_a_value() -> None:
     norms = DrawnNorms(NormSettings(rate=1.0, events=(DAMAGE, NOT_FINITE), ends_s=50.0), seed=1, num_fragments=1)
 
     def norm(name: str, local_step: int, steps: int, now_s: float = 0.0) -> float:
-        order = Merge(7, 0, (Part(name, local_step, steps, 64 * steps, 0, 4),))
+        order = Merge(7, 0, (Contribution(name, local_step, steps, 64 * steps, 0, 4),))
         return norms.measure(order, (), now_s)[0].norm
 
     assert 10 / SPREAD <= norm("island-1", 29, 10) <= 10 * SPREAD

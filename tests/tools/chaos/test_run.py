@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
 
 CHANGES = {
     "islands": {"devices": 1, "batch_size": 4},
-    "protocol": {"lease_s": 2.0, "heartbeat_s": 0.5, "pull_timeout_s": 2.0, "resend_s": 0.5, "snapshot_every": 200},
+    "protocol": {"silence_s": 2.0, "heartbeat_s": 0.5, "pull_timeout_s": 2.0, "resend_s": 0.5, "snapshot_every": 200},
     "transport": {"connect_timeout_s": 5.0, "keepalive_s": 2.0, "keepalive_timeout_s": 2.0},
 }
 QUICK = ("cut,corrupt,nan,stop,kill", 2, 1000, 5, 19)  # a cut, which always fits, and then the kill
@@ -79,7 +79,7 @@ def test_every_alarm_is_shown_by_a_fault(tmp_path: Path) -> None:
     kinds |= {"wrong-clock": {"clock"}, "block-snapshots": {"snapshot"}, "old-certificate": {"certificate"}}
     with small_disk(tmp_path / "disk") as mounted:
         kinds |= {"low-disk": {"disk"}} if mounted else {}
-        asked: dict[str, Any] = {"faults": len(kinds), "steps": 16_000, "lease_s": 2.0}
+        asked: dict[str, Any] = {"faults": len(kinds), "steps": 16_000, "silence_s": 2.0}
         targets = [(each.kind, each.target) for each in draw_schedule(1604, names, **asked, kinds=[*kinds])]
         words = ("--faults", len(kinds), "--seed", 1604, "--kinds", ",".join(kinds), "--json")
         result = run("chaos", config, *words, "--run-dir", tmp_path / "disk" / "run", timeout_s=1100)
@@ -110,7 +110,7 @@ ISLANDS = ("island-0", "island-1", "island-2", "island-3")
 
 
 def draw(seed: int = 1, **changes: Any) -> tuple[ChaosFault, ...]:
-    options: dict[str, Any] = {"faults": 48, "steps": 10_000, "lease_s": 3.0} | changes
+    options: dict[str, Any] = {"faults": 48, "steps": 10_000, "silence_s": 3.0} | changes
     return draw_schedule(seed, options.pop("islands", ISLANDS), **options)
 
 

@@ -140,7 +140,7 @@ def copy_tensor(folder: Path, name: str) -> None:
         (lambda folder: train_tokenizer([TEXT], 310, folder), ["has ids below 310, config.json only 300"]),
         (lambda folder: shutil.rmtree(folder), ["config.json cannot be read", "public model"]),
         (described(is_causal=False), ["is_causal is False"]),
-        (described(residual_scale=0.5, **{"a\x1b[2J": 1}), ["not understood: a\\x1b[2J, residual_scale; remove them"]),
+        (described(residual_scale=0.5, **{"a\x1b[2J": 1}), ["unknown keys: a\\x1b[2J, residual_scale; remove them"]),
         (described(**{f"key{n:02}": n for n in range(20)}), ["key00", "key07 and 12 more"]),
         (described(hidden_size="32"), ["hidden_size is '32'; it must be a whole number of at least 1"]),
         (described(num_attention_heads=True), ["num_attention_heads is True; it must be a whole number"]),
@@ -163,7 +163,10 @@ def copy_tensor(folder: Path, name: str) -> None:
             both(described(model_type="bert"), tensors_of(lambda found: found.update(x=np.ones(3, np.int64)))),
             ["model_type is 'bert'"],
         ),
-        (lambda folder: copy_tensor(folder, "model.norm.weight"), ["tensor model.norm.weight of", "is in", "too"]),
+        (
+            lambda folder: copy_tensor(folder, "model.norm.weight"),
+            ["tensor model.norm.weight of", "is also in", "remove one of the two files"],
+        ),
     ],
 )
 def test_a_wrong_folder_is_one_error(

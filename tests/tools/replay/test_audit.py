@@ -45,7 +45,7 @@ def test_quiet_run(tmp_path: Path) -> None:
     result = result_of(pair)
     assert result["violations"] == 0 and result["repeated"] == result["released"] == 0
     assert result["merged"] > 20 and result["rounds"] >= 10 and result["learner_tapes"] == 2
-    assert "every one has one fate" in describe(result)
+    assert "every sample has one fate" in describe(result)
 
 
 def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path: Path) -> None:
@@ -56,12 +56,12 @@ def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path
         pair.held = {"b:StepReport"} if 3 <= number < 6 else set()
         pair.step("a", "b")
         pair.wait(2.0)
-    shares = [part for merge in pair.merges() for part in merge.parts if part.learner_id == "b"]
+    shares = [each for merge in pair.merges() for each in merge.contributions if each.learner_id == "b"]
     assert [(part.since, part.samples, part.tokens) for part in shares] == [(8, 14, 30), (14, 18, 20)]
     result = result_of(pair)
     assert result["violations"] == 0
     assert (result["merged"], result["overwritten"]) == (18 + 10, 8), "of a and of b"
-    assert "8 were trained on for nothing" in describe(result)
+    assert "8 were trained on without effect" in describe(result)
 
 
 def test_loss_and_return(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_end_of_a_learners_tape_knows_its_lines(tmp_path: Path) -> None:
     lines = pair.path_of("a").read_text().splitlines(keepends=True)
     at = next(number for number, line in enumerate(lines) if line.startswith('["sent"'))
     pair.path_of("a").write_text("".join([*lines[:at], *lines[at + 1 :]]))
-    with pytest.raises(ValueError, match=rf"a\.1\.jsonl: among its lines before line {len(lines) - 1} one is missing"):
+    with pytest.raises(ValueError, match=rf"a\.1\.jsonl: a line before line {len(lines) - 1} is missing"):
         result_of(pair)
 
 
@@ -319,11 +319,11 @@ def test_book_names_positions() -> None:
     book.lease(A, 0, 0, 10, found)  # repeated
     assert (book.leased, book.fates.out, found.count) == (10, 10, 0)
     book.lease(B, 0, 8, 12, found)
-    assert found.texts == ["position 8 (and 1 more) was leased to b while it was out, leased before to a"]
+    assert found.texts == ["position 8 (and 1 more) was leased to b while it was still leased, leased before to a"]
     book.lease(A, 2, 3, 5, found)
     assert found.texts[1:] == ["a was told that it has [(2, 4)], then 3 to 4"]
     book.lease(A, 12, 20, 21, found)
-    assert found.texts[2:] == ["a was never leased its samples 10 to 11", "positions 12 to 19 were left out"]
+    assert found.texts[2:] == ["a was never leased its samples 10 to 11", "positions 12 to 19 were skipped"]
     book.lease(("a", 2), 0, 21, 22, found)
     assert "(incarnation 1) were neither merged nor released when it ended: 0 to 9, 20 to 20" in found.texts[4]
     book.lease(B, 4, 5, 5, found)

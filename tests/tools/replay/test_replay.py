@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.core.fragments import take
-from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
@@ -97,7 +97,7 @@ def test_script_tells_what_happened(tmp_path: Path) -> None:
     orders = {(order.global_step, order.fragment_id) for order in pair.merges()}
     assert {(this.order.global_step, this.order.fragment_id) for this in rounds} == orders
     assert len(rounds) == sum('["merged"' in line for line in pair.tape)
-    assert all(len(this.lives) == len(this.order.parts) for this in rounds)
+    assert all(len(this.lives) == len(this.order.contributions) for this in rounds)
     lives = [("b", 1), ("b", 2), ("b", 3), ("c", 1)]
     assert {life for this in rounds for life in this.lives} >= {LearnerLife(*life) for life in lives}
     restart = next(json.loads(line) for line in pair.tape if line.startswith('["restart"'))
@@ -138,10 +138,10 @@ def test_only_what_is_needed_is_asked_for(tmp_path: Path) -> None:
     need = needs.lives[LearnerLife("a", 1)]
     assert took.donor == LearnerLife("a", 1) and need.copies == Counter({took.donor_step: 1})
     parts = [
-        (event.order.fragment_id, part.local_step)
+        (event.order.fragment_id, each.local_step)
         for event in rounds_of(script)
-        for part in event.order.parts
-        if part.learner_id == "a"
+        for each in event.order.contributions
+        if each.learner_id == "a"
     ]
     assert need.values == Counter(parts)
     assert need.stop == need.steps[max(step for _, step in parts) - 1]
@@ -153,7 +153,7 @@ def test_a_donor_is_repeated_as_far_as_its_receiver_needs(tmp_path: Path) -> Non
     _write_tape(tmp_path, "a", [["step", 1, 0, [[0, 1]], 1.0], ["staged_state", 1], ["step", 2, 0, [[1, 2]], 1.0]])
     _write_tape(tmp_path, "b", [["state", "a", 1, 1, [0]], ["step", 1, 0, [[2, 3]], 1.0], ["saved", 1, 4]])
     _write_tape(tmp_path, "c", [["state", "b", 1, 1, []], ["step", 1, 0, [[3, 4]], 1.0]])
-    order = Merge(1, 0, (Part("c", 1, 1, 10, 0, 1),))
+    order = Merge(1, 0, (Contribution("c", 1, 1, 10, 0, 1),))
     script.events.append(MergedRound(order, (LearnerLife("c", 1),), 5, (), ()))
     needs = NeededLives(tmp_path, script)
     assert {life.learner_id: need.stop for life, need in needs.lives.items()} == {"a": 3, "b": 4, "c": 3}
@@ -195,7 +195,7 @@ def test_torn_last_line_does_no_harm(tmp_path: Path) -> None:
         (3, '["step","2",1,[[0,1]],2.0]', "line 3 cannot be read"),
         (3, '["walk",2]', "line 3 cannot be read"),
         (3, '["step",3,1,[[0,1]],2.0]', "line 3 is of local step 3, expected 2: steps are missing"),
-        (3, '["state","b",1,1,[0]]', "line 3: a state is taken over before the first step"),
+        (3, '["state","b",1,1,[0]]', "line 3: a state can be loaded only before the first step"),
         (3, '["begin","a",1,1]', "line 3: 'begin' must be the first line"),
         (1, '["step",1,1,[[0,1]],2.0]', "line 1: 'begin' must be the first line"),
     ],
@@ -236,9 +236,9 @@ def test_broken_syncer_tapes_are_named(tmp_path: Path) -> None:
     pair = trained(tmp_path, 3, "a")
     good = list(pair.tape)
     for tape, says in (
-        ([], r"tape\.jsonl holds no step of any learner"),
+        ([], r"tape\.jsonl has no step of any learner"),
         ([*good[:-1], '["merged",1.0,99,1,[]]'], rf"tape\.jsonl: tape line {len(good)} cannot be replayed"),
-        (good[1:], "does not begin with the digests"),
+        (good[1:], "does not start with the digests"),
     ):
         pair.tape = tape
         pair.finish()

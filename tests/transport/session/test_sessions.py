@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_jax.core.parts import pack_part, runs_of_box
+from diloco_jax.core.host_bytes import pack_host_bytes, runs_of_box
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -193,7 +193,7 @@ def of(fragment_id: int, size: int = 0) -> FragmentValue:
 
 
 def part(start: int, data: bytes) -> bytes:
-    return b"".join(pack_part(runs_of_box(start, (len(data),), (slice(None),), 1), [data]))
+    return b"".join(pack_host_bytes(runs_of_box(start, (len(data),), (slice(None),), 1), [data]))
 
 
 def separate(hosts: int, payload_bytes_max: int = 100) -> list[Quiet]:

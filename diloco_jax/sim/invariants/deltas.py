@@ -23,7 +23,7 @@ from diloco_jax.sim.node import Effects, LearnerProcess
 Fragment = tuple[str, int, int]
 
 
-class StepsApply(Checker):
+class DeltasApply(Checker):
     """A step is applied to its base only and leads to the value that the syncer made; nothing else is ever adopted."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -42,7 +42,7 @@ class StepsApply(Checker):
         for fragment_id, (version, digest) in enumerate(self._values):
             self._made[self.lineage, fragment_id, version] = digest
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._made[self.lineage, fragment_id, version] = digest
@@ -73,10 +73,10 @@ class StepsApply(Checker):
 
 
 class WholeWhereNeeded(Checker):
-    """Only a member that will hold a version's base gets a step to it, and only a few steps.
+    """Only a member that will hold a version's base gets a delta to it, and only a few deltas.
 
-    Where steps are used a value goes out whole only to those who lack its base, or had the step twice. A broadcast that
-    has to be repeated is a step to whoever reports to hold its base.
+    If deltas are used, a member gets a whole value only if it lacks the base or got the delta twice. A repeated
+    broadcast is a delta for each member that reports to hold the base.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -111,7 +111,7 @@ class WholeWhereNeeded(Checker):
                 self._sends(effect.peer, effect.message)
         self._values = list(self.values)
 
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+    def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         for fragment_id, (version, _) in enumerate(self.values):
             if version == global_step:
                 self._bases[fragment_id] = self._values[fragment_id]
@@ -128,7 +128,7 @@ class WholeWhereNeeded(Checker):
             self.check(held == base or repeated, f"{peer} will hold {held}, and gets {message}")
             self.check(self._steps[key] <= STEPS_MAX, f"{peer} gets {message} once more")
         else:
-            steps = self.cluster.scenario.step_bytes is not None and self._steps[key] < STEPS_MAX
+            steps = self.cluster.scenario.delta_bytes is not None and self._steps[key] < STEPS_MAX
             self.check(not (steps and held == base), f"{peer} will hold {held}, but gets {message} whole")
             self._steps[key] = STEPS_MAX
         self._will_hold[peer][fragment_id] = (message.version, message.digest)

@@ -24,7 +24,7 @@ _ENTRY_BYTES = 32
 # With this limit of addresses, sums over all entries stay within int64.
 _ADDRESS_MAX = 1 << 46
 
-Part = Buffer | Sequence[Buffer]
+HostBytes = Buffer | Sequence[Buffer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def concat(*runs: Runs) -> Runs:
     return Runs(np.concatenate([np.empty((0, 4), np.int64), *(each.table for each in runs)]))
 
 
-def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
+def pack_host_bytes(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
     """Return a part in pieces: its head, then the buffers with the data of the runs, which are not copied.
 
     Raises:
@@ -106,7 +106,7 @@ def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
     return [head, *buffers]
 
 
-def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
+def cut_host_bytes(part: HostBytes, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
     """Return the bytes of a part that are within ranges of the payload, as a part; an empty part stays empty.
 
     Args:
@@ -146,10 +146,10 @@ def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
             append_range(spans, begin, end)
         offset += high - low
     cut = concat(*(_runs(table) for table in tables))
-    return pack_part(cut, split(pieces, spans))
+    return pack_host_bytes(cut, split(pieces, spans))
 
 
-def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
+def join_host_bytes(parts: Sequence[HostBytes], size_max: int) -> memoryview:
     """Join the parts of all hosts to the whole payload; empty if one of them is empty.
 
     The parts come from the network, so everything in them is checked.
@@ -208,7 +208,7 @@ def _check_count(entries: int) -> None:
         )
 
 
-def _pieces(part: Part) -> list[memoryview]:
+def _pieces(part: HostBytes) -> list[memoryview]:
     """Return flat views of the buffers that are not empty."""
     buffers = [part] if isinstance(part, Buffer) else part
     views = [memoryview(buffer) for buffer in buffers]

@@ -48,7 +48,7 @@ class RunClock:
         return round(time.monotonic() - self._zero_s, 6)
 
 
-class Parts(NamedTuple):
+class SyncerContext(NamedTuple):
     """The objects of one process of a syncer."""
 
     # Resolved for the model.
