@@ -87,7 +87,7 @@ class MeasuredSteps:
         from diloco_jax.training.data.corpus import load_source
         from diloco_jax.training.data.order import SampleOrder
 
-        self._plan, self._island = learner.host.plan, learner.host.island
+        self._run, self._island = learner.host.run, learner.host.island
         self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)
         self._step, self._adopt = self._island.step, self._island.adopt
         self._island.step, self._island.adopt = self._measured, self._counted
@@ -132,7 +132,7 @@ class MeasuredSteps:
             "step time with a syncer / step time alone",
             self._pairs,
             adopted_per_step=self._adopted / (len(self._pairs) * self._arguments.steps),
-            parameters=sum(fragment.num_elements for fragment in self._plan.fragments),
+            parameters=self._run.num_parameters,
             devices=self._arguments.devices,
         )
 
