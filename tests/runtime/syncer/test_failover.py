@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from diloco_jax.protocol.member import ACTIVE, GONE
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED
 from diloco_jax.protocol.messages import MetricsReport
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
@@ -188,14 +188,14 @@ class Scene:
         self.driver = SyncerDriver(parts, listener, results=results, merges=other, snapshots=other, watch=other)
 
     def connected(self) -> list[Any]:
-        return [] if self.member.state == GONE else [self.member]
+        return [] if self.member.state == DISCONNECTED else [self.member]
 
     def receive(self, timeout_s: float) -> Delivery | None:
         self.now_s += timeout_s
         return self._deliveries.pop(0) if self._deliveries else None
 
     def lose(self, *_: object) -> list[Any]:
-        self.member.state = GONE
+        self.member.state = DISCONNECTED
         return []
 
 
@@ -208,7 +208,7 @@ BROKEN, BACK = Delivery("disconnected", "a", reason="lost"), Delivery("message",
         ([BROKEN], ACTIVE, 0.0, True),  # it may be on its way back: nobody else can tell it that the run is over
         ([BROKEN, BACK], ACTIVE, 0.0, False),  # it was heard again, and has left
         ([BROKEN], ACTIVE, ADRIFT_S, False),  # dead
-        ([BROKEN], GONE, 0.0, False),  # it had said goodbye
+        ([BROKEN], DISCONNECTED, 0.0, False),  # it had said goodbye
     ],
 )
 def test_a_learner_whose_link_broke_lately_hears_of_the_end(
