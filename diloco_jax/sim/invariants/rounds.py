@@ -107,7 +107,7 @@ class MergedOnce(Checker):
                 # hostile.py has the rule for hostile learners.
                 continue
             # The limit on tokens is a multiple of the learners' median. A hostile learner may be the median of two.
-            outvoted = not self.hostile or len(self.cluster.syncer.membership.members) > 2
+            outvoted = not self.hostile or len(self.cluster.syncer.membership.live_members()) > 2
             tokens = value.tokens if outvoted else min(value.tokens, part.tokens)
             self.check(
                 (part.local_step, part.steps, part.tokens, part.base_version, part.samples)
