@@ -1,6 +1,6 @@
 """Drivers of both machines, in memory: the values that they keep, and what they may expect of a machine.
 
-Values, states and payloads are stood for by digests and names; whoever asks for one that is not there, frees one twice
+Digests and names stand for values, states and payloads. A machine that asks for one that is not there, frees one twice
 or keeps too many fails the test.
 """
 
@@ -55,7 +55,8 @@ class Snapshot(NamedTuple):
     """Files of one moment of the run."""
 
     global_step: int
-    state: str  # of the machine, as JSON
+    # The state of the machine, as JSON.
+    state: str
     values: tuple[Value, ...]
     tape_lines: int
 
@@ -65,9 +66,11 @@ class SyncerDriver:
 
     def __init__(self, num_fragments: int) -> None:
         self.values = [value_of(p, 0, 0) for p in range(num_fragments)]
-        self.bases: dict[tuple[int, Value], Value] = {}  # fragment, value -> the value from which a step leads to it
+        # (fragment, value): the value that a delta to it starts from.
+        self.bases: dict[tuple[int, Value], Value] = {}
         self.snapshots: list[Snapshot] = []
-        self.orders: dict[int, Merge] = {}  # rounds whose merge has begun
+        # The rounds whose merge has started.
+        self.orders: dict[int, Merge] = {}
         self._payloads: set[tuple[int, str]] = set()
 
     def keep(self, global_step: int, learner_id: str) -> None:
@@ -136,12 +139,16 @@ class LearnerDriver:
         self.machine = machine
         self.mailbox: Mailbox[None] = Mailbox(machine)
         self.anchors: dict[int, Value] = {}
-        self.heads: dict[int, Value] = {}  # read last, adopted or not
-        self.misreads = False  # whether its arithmetic differs from the syncer's
-        self.states: set[int] = set()  # local steps of the copies
+        # The newest values that the learner has read, adopted or not.
+        self.heads: dict[int, Value] = {}
+        # True if the learner's arithmetic differs from the syncer's.
+        self.misreads = False
+        # The local steps of the staged copies.
+        self.states: set[int] = set()
         self.state_adopted: AdoptState | None = None
         self._num_parts = num_parts
-        self._parts: set[tuple[str, int, int]] = set()  # donor, its step, part
+        # (donor, its local step, number of the chunk).
+        self._parts: set[tuple[str, int, int]] = set()
         self._epochs: dict[int, int] = {}
 
     def given(
@@ -150,7 +157,8 @@ class LearnerDriver:
         """A message came, and no step runs: what the machine is given. Arguments as of `read`."""
         if isinstance(message, GlobalFragment):
             self.read(message, bases, now_s)
-        elif isinstance(message, StatePull):  # no step runs, so the state may be copied now
+        # No step is running, so the state may be copied now.
+        elif isinstance(message, StatePull):
             yield Given(message, None, self.machine.on_message(message, now_s))
         elif (at_once := self.mailbox.arrive(message, None, now_s)) is not None:
             yield at_once

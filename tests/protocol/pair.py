@@ -67,19 +67,28 @@ class Pair:
         self.now_s = 0.0
         self.learners: dict[str, Learner] = {}
         self.drivers: dict[str, LearnerDriver] = {}
-        self.saved: dict[str, Saved] = {}  # states of learners on disk
+        # The states that learners have saved to disk.
+        self.saved: dict[str, Saved] = {}
         self.linked: set[str] = set()
-        self.held: set[str] = set()  # whose wire holds what is sent: "a", or "a:StepReport" for one kind of message
+        # Senders whose messages wait on the wire: "a" holds everything, "a:StepReport" one kind of message.
+        self.held: set[str] = set()
         self.holds_merges = False
-        self.poisoned: set[str] = set()  # whose values cannot be used
-        self.broken: set[str] = set()  # who cannot use a state that it takes over
-        self.dies_in: int | None = None  # inputs of the syncer until it dies, after the line on the tape
+        # Learners whose values cannot be used.
+        self.poisoned: set[str] = set()
+        # Learners that cannot use a state that they recover.
+        self.broken: set[str] = set()
+        # The syncer crashes after so many more inputs, once the line of the last one is on its tape.
+        self.dies_in: int | None = None
         self.wire: deque[tuple[str, str, Message]] = deque()  # sender, receiver, message
-        self.sent: list[tuple[str, str, Message]] = []  # everything that was ever sent
-        self.effects: list[Effect] = []  # everything that the syncer asked for
-        self.history: list[list[Effect]] = []  # the same, input by input
+        # All messages that were ever sent: sender, receiver, message.
+        self.sent: list[tuple[str, str, Message]] = []
+        # All effects that the syncer ever asked for.
+        self.effects: list[Effect] = []
+        # The same effects, one list for each input.
+        self.history: list[list[Effect]] = []
         self.adoptions: list[tuple[str, int, int]] = []  # learner, fragment, version
-        self.lines: list[str] = []  # what happened, as prose
+        # The events of the run, as sentences.
+        self.lines: list[str] = []
         self._says_copies = says_copies
         self._state_parts = state_parts
         self._run_syncer(self._taped.on_begin([value.digest for value in self.driver.values], self.now_s))
@@ -215,7 +224,8 @@ class Pair:
         """Everything under way from and to the learner is lost, without anybody noticing."""
         lost = [message for sender, receiver, message in self.wire if name in (sender, receiver)]
         for message in lost:
-            if not isinstance(message, Heartbeat):  # they come by themselves and would drown the rest
+            # Heartbeats come by themselves and would drown the rest.
+            if not isinstance(message, Heartbeat):
                 self._say(f"never arrives: {message_text(message)}")
         self.wire = deque(item for item in self.wire if name not in item[:2])
         return lost
@@ -250,8 +260,8 @@ class Pair:
         self._run_syncer(self._taped.on_restart(held, digests, loaded, self.now_s))
 
     def rewind(self, *spared: str) -> None:
-        """Every process is dead but for those that were overlooked; the run begins again from its newest snapshot."""
-        self._say(f"everybody {'else ' if spared else ''}is killed; the run goes on from its newest snapshot")
+        """Kill every process but the spared ones, and resume the run from its newest snapshot."""
+        self._say(f"everybody {'else ' if spared else ''}is killed; the run resumes from its newest snapshot")
         for name, learner in list(self.learners.items()):
             self._unlink(name)
             if name in spared:
@@ -287,7 +297,7 @@ class Pair:
         assert list(replay(self.tape, self._new_syncer())) == self.history
 
     def check_bits(self) -> None:
-        """Whoever holds the newest version of a fragment holds the same bits as the syncer."""
+        """Check that each learner with the newest version of a fragment holds the same bits as the syncer."""
         for name in self.linked:
             for fragment_id, anchor in self.drivers[name].anchors.items():
                 newest = self.driver.values[fragment_id]
@@ -335,7 +345,8 @@ class Pair:
         self.effects += effects
         if self.dies_in is not None:
             self.dies_in -= 1
-            if self.dies_in < 0:  # what it was about to do is on the tape, and never happens
+            # The decision is on the tape, and its effects never happen.
+            if self.dies_in < 0:
                 self.restart_syncer()
                 return
         for effect in effects:

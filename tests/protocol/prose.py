@@ -7,7 +7,8 @@ from diloco_jax.protocol import effects as e
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.leases import BOOK
 
-_WORDS: dict[type, str] = {  # of whatever always reads the same
+# Effects whose sentence is always the same.
+_WORDS: dict[type, str] = {
     m.FragmentValue: (
         "FragmentValue {0.fragment_id} for round {0.global_step}, as after step {0.local_step}: {0.steps} steps and "
         "{0.tokens} tokens since version {0.base_version}"
@@ -44,7 +45,7 @@ _NOTES: dict[str, str] = {
     "merged": "fragment {0.fragment_id} is now version {0.global_step}",
     "abandoned": "gives up round {0.global_step} (fragment {0.fragment_id}): {0.reason}",
     "finished": "the run ends at global step {0.global_step}: {0.reason}",
-    "restarted": "begins anew at global step {0.global_step}: {0.reason}",
+    "restarted": "restarts at global step {0.global_step}: {0.reason}",
     "restored": "fragment {0.fragment_id} restored: {0.reason}",
     "lost": "fragment {0.fragment_id} lost: {0.reason}",
     "recovering": "{0.members[0]} takes the state of {0.members[1]}",
@@ -57,7 +58,8 @@ def versions_text(versions: Iterable[int]) -> str:
 
 
 def _life(epoch: int) -> str:
-    return f", life {epoch}" if epoch > 1 else ""  # most stories know one life of the syncer only
+    # Most stories have only one life of the syncer.
+    return f", life {epoch}" if epoch > 1 else ""
 
 
 def message_text(message: Any) -> str:

@@ -26,7 +26,7 @@ def config(**settings: Any) -> ProtocolConfig:
 
 
 class Alone:
-    """One part of a machine, with an effects of its own: a call that returns nothing gives its effects instead."""
+    """One component of a machine with its separate list of effects; a call that returns nothing returns them."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._effects = Effects()

@@ -18,7 +18,8 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 
 FINGERPRINT = (("model", "abc"),)
-LEASED = 1000  # samples that a member got when it greeted: enough for every test that is not about them
+# The samples that a member gets when it greets; enough for every test that is not about leases.
+LEASED = 1000
 
 
 def new(total_steps: int = 100, sizes: Sequence[dict[int, int]] = (), **settings: Any) -> Syncer:
@@ -79,7 +80,7 @@ def running(*names: str, **settings: Any) -> Syncer:
 
 
 def sent(effects: list[Effect], peer: str = "") -> list[Message]:
-    """Messages to everybody or to one, but for leases: those have tests of their own."""
+    """Return the messages to everybody or to one peer, without leases; test_leases.py covers those."""
     sends = [e for e in effects if isinstance(e, Send) and not isinstance(e.message, Lease)]
     return [e.message for e in sends if peer in ("", e.peer)]
 

@@ -232,7 +232,7 @@ def test_a_first_round_that_takes_long_is_an_episode_with_its_figures() -> None:
     for _ in range(64):
         for name in NAMES:
             outrun.on_steps(name, 1, 0)
-    assert outrun.current, "while it goes on"
+    assert outrun.current, "the alarm stays while the cause lasts"
     clock = walk(outrun, 200, 1.0)
     assert not outrun.current and len(outrun.episodes) == 1 and clock == 200
     assert str(outrun.episodes[0]) == "islands outran rounds: 64 steps each while 0 rounds closed, from global step 0"
@@ -250,7 +250,8 @@ def test_twofold_is_the_limit(per_round: float, expected: bool) -> None:
 
 def test_islands_of_very_different_speed_count_as_their_mean() -> None:
     outrun = Outrun()
-    for clock in range(1, 501):  # it follows the fastest
+    # The clock of the others follows the fastest learner.
+    for clock in range(1, 501):
         outrun.on_steps("fast", 1, clock)
         if clock % 10 == 0:
             outrun.on_steps("slow", 1, clock)
@@ -267,7 +268,8 @@ def test_steps_that_nobody_reported_count_when_they_are_heard_of() -> None:
 def test_short_steps_count_in_longer_windows() -> None:
     outrun = Outrun()
     for step in range(800):
-        clock = 0 if step < STEPS_MIN else step  # a snapshot holds rounds up for 16 steps
+        # A snapshot holds up the rounds for 16 steps.
+        clock = 0 if step < STEPS_MIN else step
         outrun.on_steps("a", 1, clock, 2 * SECONDS_MIN / 400)
     assert not outrun.episodes
     for _ in range(400):

@@ -72,7 +72,7 @@ def test_a_part_for_who_is_away_is_not_sent() -> None:
     assert isinstance(drop, Drop) and "who is away" in drop.reason
     membership.join(hello("r", 3), 2.0)
     pulled = it.on_request(of("r", donor="a", step=50, number=4), 7)
-    assert pulled == [Send("a", StatePull("r", 10, 50, 4))], "it is back, and goes on"
+    assert pulled == [Send("a", StatePull("r", 10, 50, 4))], "it is back, and continues"
 
 
 def test_when_a_donor_dies_another_is_chosen() -> None:
@@ -95,7 +95,7 @@ def test_whoever_failed_is_the_last_choice_but_a_choice() -> None:
     it.on_refused(StateRefused("b", 1, "r", "busy"))
     membership.set_state(membership.members["b"], GONE, 1.0)
     it.on_request(of("r"), 7)
-    assert it.donor_of("r") == "a", "busy once is not busy for ever"
+    assert it.donor_of("r") == "a", "busy once is not busy forever"
 
 
 def test_a_refusal_of_who_is_not_the_donor_changes_nothing() -> None:

@@ -95,7 +95,7 @@ def test_everything_twice_and_in_the_wrong_order_decides_the_same() -> None:
 
 
 def lockstep(**settings: Any) -> Pair:
-    """Both learners stand before their second step, at which the only fragment is due."""
+    """Return two learners before their second step; the only fragment is due at that step."""
     return pair("a", "b", **{"quorum": 2, "sync_every": 2, "num_fragments": 1, "overlap_steps": 0} | settings)
 
 
@@ -113,7 +113,8 @@ def test_lockstep_survives_the_loss_of_any_message(lost: str) -> None:
 
 def test_lockstep_goes_on_after_a_reconnection_while_it_waits() -> None:
     it = lockstep()
-    it.step("a")  # reported, waits for b
+    # It has reported and waits for b.
+    it.step("a")
     it.cut("a")
     it.connect("a")
     it.step("b")

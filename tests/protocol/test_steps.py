@@ -59,8 +59,10 @@ def fragments(effects: list[Effect], peer: str) -> list[tuple[int, int, int, int
 
 def test_a_new_version_goes_out_as_a_step_to_whoever_holds_its_base() -> None:
     syncer = stepping("a", "b")
-    syncer.on_message(hello("late", versions=(0, -1, 0, 0)), 1.0)  # gets version 0 of fragment 1 whole, then the step
-    syncer.on_message(hello("other", versions=(0, 0, 0, 0), digests=(0, 5, 0, 0)), 1.0)  # of other bits: likewise
+    # It gets version 0 of fragment 1 whole, and then the delta.
+    syncer.on_message(hello("late", versions=(0, -1, 0, 0)), 1.0)
+    # It holds other bits, so it gets the same as a late learner.
+    syncer.on_message(hello("other", versions=(0, 0, 0, 0), digests=(0, 5, 0, 0)), 1.0)
     effects = first_version(syncer, "a", "b")
     for name in ("a", "b", "late", "other"):
         assert fragments(effects, name) == [(1, 1, 0, STEP)], name
@@ -167,7 +169,7 @@ def take(machine: Learner, message: GlobalFragment) -> list[Effect]:
 
 
 def asks_at_s(machine: Learner) -> float | None:
-    """Return the time at which it greets again, if it is going to."""
+    """Return the time of its next greeting; None if it does not plan one."""
     deadline_s = machine.next_deadline_s()
     return deadline_s if deadline_s != HEARTBEAT_S else None
 
@@ -248,7 +250,8 @@ def test_a_pair_of_answers_that_cross_a_broadcast_leaves_nothing_behind() -> Non
     it.held = {"b:GlobalFragment"}
     it.rounds(3, "a", "b")
     it.lose_wire("b")
-    it.held = {"b:Hello"}  # its question is under way while the next versions are made
+    # Its request is under way while the syncer makes the next versions.
+    it.held = {"b:Hello"}
     for _ in range(4):
         it.wait(1.5)
         it.step("a", "b")
@@ -291,7 +294,8 @@ def test_whoever_was_left_out_is_told_so_and_is_not_asked_again_before_it_holds_
     syncer, heard = first_round(excluded=("b",))
     assert told(heard["a"]) == [(1, 1)] and told(heard["b"]) == [(1, NO_VERSION)]
     syncer.on_message(report("a", 2, (Adopted(1, 1, 10),)), 4.0)
-    for step in (2, 3):  # what is bad is still in its parameters: it would be a second strike for one value
+    # Its parameters still hold the bad value, which would be a second strike for one value.
+    for step in (2, 3):
         effects = syncer.on_message(report("b", step, (Adopted(0),)), 4.0 + step)
         assert not [m for m in sent(effects, "b") if isinstance(m, PullRequest)]
     effects = syncer.on_message(report("b", 4, (Adopted(1, 3, 30),)), 9.0)
@@ -308,7 +312,8 @@ def test_without_a_new_version_nothing_will_replace_its_parameters_so_it_is_aske
 
 def test_whoever_missed_a_version_learns_later_that_it_has_a_share_in_it() -> None:
     syncer, _ = first_round()
-    syncer.on_disconnect("b", 1, "lost", 4.0)  # with the version on its way
+    # The version is on its way to "b".
+    syncer.on_disconnect("b", 1, "lost", 4.0)
     back = syncer.on_message(hello("b", versions=(0,)), 5.0)
     assert told(list(sent(back, "b"))) == [(1, 1)]
     newer = syncer.on_message(hello("b", 2, versions=(NO_VERSION,)), 6.0)
@@ -328,7 +333,8 @@ def test_what_a_learner_gave_is_told_after_a_restart() -> None:
 def test_of_a_version_that_was_lost_with_the_syncer_nobody_has_a_share() -> None:
     syncer, _ = first_round()
     syncer.on_restart([0], [0], 10.0)
-    for name in ("a", "b"):  # neither has taken version 1: it is gone
+    # Neither learner has adopted version 1, so the version is lost.
+    for name in ("a", "b"):
         syncer.on_message(hello(name, versions=(0,)), 11.0)
     assert syncer.versions == [0]
     effects = syncer.on_message(hello("a", versions=(NO_VERSION,)), 12.0)

@@ -30,7 +30,8 @@ from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import hello, new, report, value
 from tests.protocol.transcript import FOLDER
 
-DIGEST = 2**64 - 1  # JSON keeps whole numbers of any size
+# JSON keeps whole numbers of any size.
+DIGEST = 2**64 - 1
 
 MESSAGES: list[LearnerMessage] = [
     hello("a", versions=(-1, 0, -1, 0)),

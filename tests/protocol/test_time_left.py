@@ -6,7 +6,7 @@ from diloco_jax.protocol.watch.time_left import POINTS, STEPS_LEAST, WINDOW_S, T
 
 
 def fed(times_s: list[float]) -> TimeLeft:
-    """Return a pace to which the n-th time is that of global step n + 1."""
+    """Return a pace that got the n-th time as the time of global step n + 1."""
     pace = TimeLeft()
     for step, now_s in enumerate(times_s, 1):
         pace.step(now_s, step)
