@@ -114,7 +114,8 @@ def call(*arguments: object) -> subprocess.CompletedProcess[str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(words)
-        except SystemExit as ended:  # of the parsers of arguments
+        # The parsers of arguments end the process this way.
+        except SystemExit as ended:
             assert isinstance(ended.code, int)
             code = ended.code
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())

@@ -22,8 +22,10 @@ class TapedPair(Pair):
         self.folder = folder
         self.step_samples = step_samples
         self._tapes: dict[tuple[str, int], LearnerTape] = {}
-        self._copied: dict[tuple[str, int], int] = {}  # donor and step -> its incarnation
-        self._own: dict[str, tuple[int, int]] = {}  # learner -> incarnation and step of its saved state
+        # (donor, step) -> incarnation of the donor
+        self._copied: dict[tuple[str, int], int] = {}
+        # learner -> incarnation and step of its saved state
+        self._own: dict[str, tuple[int, int]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(**settings)
 

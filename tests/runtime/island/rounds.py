@@ -37,7 +37,7 @@ def sharding() -> NamedSharding:
 def exchange(
     shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: np.dtype, up: codec.Format, rebase: bool
 ) -> Exchange:
-    """Its programs are compiled once; what an island holds is set by whoever uses it."""
+    """Make an exchange whose programs are compiled once; each test sets what its island holds."""
     tensors = {path: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding()) for path, shape in shapes}
     return Exchange(tensors, up, rebase)
 

@@ -128,7 +128,8 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def die(reason: str) -> None:
         found.append(reason)
-        threading.Event().wait()  # the process would be gone
+        # A real process would have ended here.
+        threading.Event().wait()
 
     monkeypatch.setattr(host_leader, "die", die)
     monkeypatch.setattr(follower_module, "die", die)
@@ -156,7 +157,8 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.settle()
     assert pair.same()
     pair.give(3, 0.25)
-    late = pair.give(2, 0.125)  # of a syncer that went back
+    # This value comes from a syncer that went back to a snapshot.
+    late = pair.give(2, 0.125)
     pair.leader.adopt(*late)
     pair.leader.unstage(0, 3)
     pair.settle()
@@ -207,7 +209,8 @@ def test_hosts_save_together_and_agree_on_what_all_of_them_have(pair: Pair, capl
         wait_for(lambda outcome=pair.leader._saving[1]: outcome() == "", "a save")
         kept = pair.moments()
         if step == 2:
-            shutil.rmtree(pair.folder / "host-1-of-2")  # what the other host had is lost
+            # The saved state of the other host is lost.
+            shutil.rmtree(pair.folder / "host-1-of-2")
     steps = [[name.global_step for name in host.saved()] for host in (pair.leader, pair.follows)]
     assert steps == [[30, 20], [30]]
     pair.step([(0, 8)], 4)

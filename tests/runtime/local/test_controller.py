@@ -141,7 +141,7 @@ def test_an_island_that_fails_starts_again_alone_on_its_devices(tmp_path: Path) 
     fleet.run()
     assert fleet.starts == {"island-0": 1, "island-1": 3}
     assert fleet.devices == {"island-0": {0, 1}, "island-1": {2, 3}}
-    assert all(life.is_set() for life in fleet.lives)  # nothing of an earlier life goes on
+    assert all(life.is_set() for life in fleet.lives)  # =no thread is left
 
 
 def test_wrong_settings_stay_wrong_and_end_a_run_below_its_quorum(tmp_path: Path) -> None:
@@ -169,7 +169,8 @@ def test_too_many_deaths_are_final_but_others_go_on(tmp_path: Path) -> None:
         raise RuntimeError("again")
 
     fleet = Fleet(tmp_path, body, protocol={"quorum": 1})
-    with pytest.raises(ValueError, match="island-1 failed: RuntimeError: again"):  # island-0 has left: nobody is there
+    # Nobody is left, since island-0 has left before.
+    with pytest.raises(ValueError, match="island-1 failed: RuntimeError: again"):
         fleet.run()
     assert fleet.starts == {"island-0": 1, "island-1": 3}
 

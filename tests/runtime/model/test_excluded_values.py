@@ -153,7 +153,7 @@ def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:
 
 
 def test_a_replay_leaves_out_whom_the_run_excluded() -> None:
-    """It does not decide anew: a value that was damaged on its way is whole in a replay."""
+    """A replay takes the run's decision, because a value that was damaged on its way is whole in a replay."""
     from diloco_jax.core import codec
     from diloco_jax.protocol.effects import Contribution, Merge
 

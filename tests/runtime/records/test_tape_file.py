@@ -166,7 +166,8 @@ def test_what_json_cannot_say_becomes_null(tmp_path: Path, bad: float) -> None:
 
 @given(PLAIN)
 def test_finite_changes_only_what_is_not_finite(value: Any) -> None:
-    text = json.dumps(finite(value), allow_nan=False)  # raises if anything is left
+    # This raises if a non-finite value is left.
+    text = json.dumps(finite(value), allow_nan=False)
     expected = json.loads(json.dumps(value), parse_constant=lambda word: None)
     assert json.loads(text) == expected
 
@@ -180,7 +181,7 @@ def test_a_file_cut_anywhere_still_reads(cut: int) -> None:
         path.write_bytes(whole[:cut])
         complete = whole[:cut].count(b"\n")
         assert [record["n"] for record in read_metrics(path)] == list(range(complete))
-        # a restarted writer goes on behind the last complete line, so nothing in the middle is ever torn
+        # A restarted writer continues behind the last complete line, so no line in the middle is ever torn.
         telemetry = Telemetry(folder)
         telemetry.write({"n": -1})
         telemetry.close()
