@@ -183,7 +183,7 @@ def test_4_a_merge_without_a_usable_value_leaves_model_and_momentum_alone() -> N
         merge(one, 1, {"a": gradient(one, 0, 1)})
     broken = np.full(len(gradient(model, 0, 2)) // 4, np.nan, np.float32).tobytes()
     failed = merge(model, 2, {"a": broken, "b": b"torn"})
-    assert failed.state is None and failed.left_out.keys() == {"a", "b"}
+    assert failed.state is None and failed.excluded.keys() == {"a", "b"}
     assert model.payload(0) == calm.payload(0)
     for one in (model, calm):
         merge(one, 3, {"a": gradient(one, 0, 3)})

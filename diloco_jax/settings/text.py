@@ -32,7 +32,7 @@ WRITTEN_BY = "# diloco-jax"
 # table. With the values here, such a run decides as its release did.
 BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0}
 # Old names of settings, which this release still accepts.
-RENAMED: Mapping[str, str] = {"protocol.silence_s": "protocol.silence_s"}
+RENAMED: Mapping[str, str] = {"protocol.lease_s": "protocol.silence_s"}
 # Pydantic's words for the type of a value, and the words of this project.
 PLAINER = {
     "Input should be": "it must be",

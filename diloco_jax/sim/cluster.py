@@ -88,7 +88,7 @@ class Cluster:
 
     @property
     def finished_s(self) -> float:
-        """Time at which the syncer saved the end of the run."""
+        """Time when the syncer saved the end of the run."""
         return self.host.process.finished_s
 
     @property

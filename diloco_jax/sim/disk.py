@@ -1,4 +1,4 @@
-"""The disk of the syncer: snapshots from which a process continues the run."""
+"""The disk of the syncer: the snapshots that a new process can continue."""
 
 import json
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Disk:
         del self.snapshots[:-SNAPSHOTS_KEPT]
 
     def newest_readable(self) -> SyncerSnapshot | None:
-        """Return the snapshot from which a new process continues; None if there is none."""
+        """Return the snapshot that a new process continues; None if there is none."""
         return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
 
     def break_newest(self) -> None:

@@ -59,7 +59,7 @@ class Fault(NamedTuple):
 
     @property
     def over_s(self) -> float:
-        """Time at which the fault is over; its start if it has no end."""
+        """Time when the fault is over; its start if it has no end."""
         if self.duration_s == NEVER_S:
             return self.at_s
         return self.at_s + self.duration_s + (ARMED_S if self.kind in ARMED else 0.0)

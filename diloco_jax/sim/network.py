@@ -14,7 +14,7 @@ from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragm
 from diloco_jax.sim.engine import Engine
 
 Deliver = Callable[["tuple[SimulatedLink, Any]"], None]
-# Messages with a payload travel on a lane of their own.
+# Messages with a payload travel on a separate lane.
 BULK = (FragmentValue, GlobalFragment, AnchorValue, StateChunk)
 # These name the digest of their payload, so that a receiver recognises a garbled one.
 DIGESTED = (GlobalFragment, AnchorValue, StateChunk)
@@ -41,7 +41,7 @@ class LinkFaults:
     late: float = 0.0
     """Probability that a message still arrives although its link broke while the message was under way."""
     heals_s: float = 0.0
-    """Time at which loss, duplication and reorder end; 0 means never."""
+    """Time when loss, duplication and reorder end; 0 means never."""
 
     def __post_init__(self) -> None:
         for name in ("loss", "duplication", "reorder", "late"):
@@ -135,7 +135,7 @@ Travelling = tuple[LinkDirection, Message | Garbled]
 
 
 class _Hold:
-    """The directions in which a learner's link is held, and the messages that wait there."""
+    """The directions of a learner's link that are held, and the messages that wait there."""
 
     __slots__ = ("directions", "waiting")
 

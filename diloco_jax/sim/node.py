@@ -142,7 +142,7 @@ class Node:
         pace: pace of its steps.
         step_samples: samples in an inner step.
         factor: how many times longer its steps take in the current slow phases.
-        poisoned: number of current phases in which its values are unusable.
+        poisoned: number of current phases that make its values unusable.
         incarnation: number of its newest process.
         process: the running process.
         gone: the learner left or was stopped, for good.

@@ -119,7 +119,7 @@ class DrawnNorms:
         return norm if math.isfinite(norm) else math.nan
 
     def _move(self, learner_id: str, local_step: int, events: tuple[NormEvent, ...]) -> float:
-        """Return the norm by which one inner step moves the fragment."""
+        """Return the norm of the fragment's change in one inner step."""
         move = self.settings.rate * self._spread(learner_id, local_step)
         for event in events:
             if not event.covers(local_step):

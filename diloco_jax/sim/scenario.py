@@ -20,9 +20,9 @@ class Scenario:
     learners: int = 4
     """M: number of learners, including those that join late."""
     total_steps: int = 100
-    """Global steps after which the run is complete."""
+    """Global steps of the complete run."""
     tokens: int = 0
-    """Merged tokens after which the run is complete earlier; 0 means no budget."""
+    """Merged tokens that complete the run earlier; 0 means no budget."""
     network: NetworkOptions = field(default_factory=NetworkOptions)
     """Delay, bandwidth and random faults of links."""
     faults: tuple[Fault, ...] = ()
@@ -56,7 +56,7 @@ class Scenario:
     redials_s: tuple[float, ...] = (0.5,)
     """Seconds before each attempt to connect again; the last value repeats."""
     connect_timeout_s: float = NEVER_S
-    """Seconds after which a process without any connection since its start ends, and is started again."""
+    """Seconds until a process that never connected ends and is started again."""
     restart_s: float = 0.0
     """Seconds that a supervisor needs to start a process again, in addition to the time that the simulation draws."""
     bad_states: float = 0.0

@@ -49,7 +49,7 @@ class SyncerHost:
         self.process.execute(self.process.inputs.on_begin(digests, 0.0))
 
     def new_syncer(self) -> Syncer:
-        """Build a machine equal to the one with which this run started."""
+        """Build a machine equal to the first one of this run."""
         scenario = self._world.scenario
         fragments = range(scenario.config.num_fragments)
         return self._make_syncer(

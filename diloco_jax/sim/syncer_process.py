@@ -1,6 +1,6 @@
 """The driver of the syncer's machine, for one process: the counterpart of runtime/syncer/run.py.
 
-Messages to a learner take the link on which it was last heard. A merge takes time and reports its end. Every input is
+Messages to a learner take the link of its newest message. A merge takes time and reports its end. Every input is
 on the tape before its effects are executed. Snapshots are captured at once and written in the background.
 """
 
@@ -37,9 +37,9 @@ class SyncerProcess:
         die: is called when the process ends in the middle of an input.
 
     Attributes:
-        heard: the link on which each learner was last heard.
-        steps: fragment -> the value from which there is an encoded step to its newest value.
-        dies_after: number of effects of the next input after which the process ends; None: it does not end.
+        heard: the link of each learner's newest message.
+        steps: fragment -> the base of the encoded delta to its newest value.
+        dies_after: number of effects of the next input until the process ends; None: it does not end.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tapes of a simulated run in the formats of a real one, from which `diloco replay` trains on real data.
+"""Tapes of a simulated run in the formats of a real one; `diloco replay` can train on real data with them.
 
     DIR/tape.jsonl                      inputs of the syncer (protocol/syncer/tape.py)
     DIR/tapes/NAME.INCARNATION.jsonl    actions of each process of a learner (runtime/learner/tape.py)

@@ -24,21 +24,7 @@ TRAILING_WORDS_MAX = 3
 DIRECTIVE = re.compile(r"# ?(noqa|type:|pragma|pyright|mypy|ruff|fmt:|language:)")
 
 # Rooms that still have findings; this list only shrinks.
-NOT_YET: tuple[str, ...] = (
-    "diloco_jax/__init__.py",
-    "diloco_jax/cli/",
-    "diloco_jax/protocol/",
-    "diloco_jax/runtime/",
-    "diloco_jax/settings/",
-    "diloco_jax/sim/",
-    "diloco_jax/tools/live/",
-    "diloco_jax/tools/report/",
-    "diloco_jax/tools/view/",
-    "diloco_jax/transport/",
-    "docs/",
-    "scripts/",
-    "tests/",
-)
+NOT_YET: tuple[str, ...] = ("diloco_jax/sim/goodput/", "docs/", "scripts/", "tests/")
 
 # This file and its test hold the phrases themselves.
 EXEMPT = ("scripts/manual/language.py", "scripts/manual/test_language.py")

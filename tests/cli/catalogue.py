@@ -342,7 +342,7 @@ COMMAND_LINES = (
     Wrong("profile damaged --island island-0 --steps 0", "--steps is 0", "1 to 1000", "use"),
     Wrong("audit none", "none", "is not the folder of a run: it has no config.yaml", "give one, such as runs/NAME"),
     Wrong("audit damaged", "damaged/tape.jsonl", "has no step of any learner", "give the folder of another run"),
-    Wrong("audit cut", "cut/tape.jsonl: tape line 1", "less than 5 fields", '["Hello"]'),
+    Wrong("audit cut", "cut/tape.jsonl: tape line 1", "fewer than 5 fields", '["Hello"]'),
     Wrong(
         "audit changed",
         "changed/tape.jsonl: between its lines 0 and 1",

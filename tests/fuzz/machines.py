@@ -220,8 +220,8 @@ def syncer_event(
     if event < 200:
         return syncer.on_tick(now_s)
     if event < 230 and merges:
-        left_out = tuple(each.learner_id for each in merges[0].contributions[: max(0, source.byte() - 200) % 3])
-        return syncer.on_merged(merges.pop(0).global_step, source.number(), left_out, now_s)
+        excluded = tuple(each.learner_id for each in merges[0].contributions[: max(0, source.byte() - 200) % 3])
+        return syncer.on_merged(merges.pop(0).global_step, source.number(), excluded, now_s)
     if event < 240:
         return syncer.on_disconnect(source.name(), 1 + (source.byte() >= 220), "lost", now_s)
     if event < 250:

@@ -280,13 +280,13 @@ def test_a_config_for_another_release_has_only_what_was_chosen() -> None:
 
 def test_the_old_name_of_a_setting_is_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "old.yaml"
-    path.write_text("protocol: {silence_s: 21.0}\n", encoding="utf-8")
+    path.write_text("protocol: {lease_s: 21.0}\n", encoding="utf-8")
     assert load(path).protocol.silence_s == 21.0
-    assert "protocol.silence_s is now protocol.silence_s" in caplog.text
+    assert "protocol.lease_s is now protocol.silence_s" in caplog.text
     caplog.clear()
-    assert load(path, ["--protocol.silence_s", "22"]).protocol.silence_s == 22.0
-    assert "--protocol.silence_s is now --protocol.silence_s" in caplog.text
-    path.write_text("protocol: {silence_s: 21.0, silence_s: 22.0}\n", encoding="utf-8")
+    assert load(path, ["--protocol.lease_s", "22"]).protocol.silence_s == 22.0
+    assert "--protocol.lease_s is now --protocol.silence_s" in caplog.text
+    path.write_text("protocol: {lease_s: 21.0, silence_s: 22.0}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"both are set; write protocol\.silence_s alone"):
         load(path)
 
@@ -294,5 +294,5 @@ def test_the_old_name_of_a_setting_is_accepted_with_a_warning(tmp_path: Path, ca
 def test_text_for_islands_of_the_release_before_has_old_names(caplog: pytest.LogCaptureFixture) -> None:
     config = parse({"protocol": {"silence_s": 21.0}}, "test")
     text = dump_chosen(config)
-    assert "silence_s: 21.0" in text and "silence_s" not in text
+    assert "lease_s: 21.0" in text and "silence_s" not in text
     assert parse_text(text, "test") == config and not caplog.text

@@ -1,4 +1,4 @@
-"""All checkers, in the order in which they are asked."""
+"""All checkers, in the order of their calls."""
 
 from diloco_jax.sim.invariants.budget import BudgetHolds
 from diloco_jax.sim.invariants.checker import Checker

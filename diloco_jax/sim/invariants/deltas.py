@@ -73,10 +73,10 @@ class DeltasApply(Checker):
 
 
 class WholeWhereNeeded(Checker):
-    """Only a member that will hold a version's base gets a step to it, and only a few steps.
+    """Only a member that will hold a version's base gets a delta to it, and only a few deltas.
 
-    Where steps are used a value goes out whole only to those who lack its base, or had the step twice. A broadcast that
-    has to be repeated is a step to whoever reports to hold its base.
+    If deltas are used, a member gets a whole value only if it lacks the base or got the delta twice. A repeated
+    broadcast is a delta for each member that reports to hold the base.
     """
 
     def __init__(self, cluster: Cluster) -> None:

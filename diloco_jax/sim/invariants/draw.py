@@ -29,9 +29,9 @@ WEIGHTS = {
     "rewind": 2,
 }
 KINDS = tuple(WEIGHTS)
-# Share of seeds in which a learner is hostile for a while.
+# Share of seeds with a learner that is hostile for a while.
 HOSTILE_SHARE = 0.15
-# Share of seeds in which fragments have different periods, or periods change during the run.
+# Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3
 
 

@@ -15,7 +15,7 @@ from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants.checker import Checker, HealthyChecker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-# Mean number of inputs after which another machine loads the state.
+# Mean number of inputs until another machine loads the state.
 SHADOW_EVERY = 300
 
 

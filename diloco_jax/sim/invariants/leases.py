@@ -1,4 +1,4 @@
-"""The checker of who trains on which data: the book of the audit, held against the machine's all the time."""
+"""The checker of leases: it compares the book of the audit with the machine's leases throughout the run."""
 
 import json
 
@@ -69,7 +69,7 @@ class LeasesAccount(Checker):
         count = sum(last - first for first, last in ranges)
         self.check(count == size, f"{life[0]} reads {ranges} in a step of {size}")
         read = self._read.setdefault(life, RangeMap(False))
-        # The range was leased again, or a new book has started, of which nothing is read yet.
+        # The range was leased again, or a new book has started and nothing of it is read yet.
         if stop == end or (stop > end and stop % BOOK == 0):
             known = all(seen for first, last in ranges for _, _, seen in read.over(first, last))
             self.check(known, f"{life[0]} reads {ranges} again after sample {end}")

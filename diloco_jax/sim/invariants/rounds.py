@@ -136,7 +136,7 @@ class SharesAreTold(Checker):
         self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}
         # Lineage, fragment, round, and each process whose value is merged there.
         self._merged: set[tuple[int, int, int, Life]] = set()
-        # Lineage, fragment and version of each value with which a fragment continues after a loss.
+        # Lineage, fragment and version of each value that a fragment continues with after a loss.
         self._goes_on: set[tuple[int, int, int]] = set()
 
     def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:

@@ -133,7 +133,7 @@ def test_one_process_for_all_islands_and_hosts_of_one() -> None:
     [
         (run_of(4, 2), Machine(GPUS[:1]), "8 devices in all, but this machine has 1 GPU; set islands.devices to auto"),
         (run_of(2, hosts=3), Machine(GPUS), "island-0: 3 hosts cannot share 4 GPUs equally"),
-        (run_of(2, each={"island-1": {"devices": 8}}), Machine(GPUS), "nothing is left to share"),
+        (run_of(2, each={"island-1": {"devices": 8}}), Machine(GPUS), "none is left for islands with devices auto"),
         (run_of(2), Machine(tpu_chips=4), "set islands.controller to single"),
         (run_of(1), Machine(GPUS[:7]), "batch of 24 sequences cannot be shared equally by 7 devices"),
         (run_of(2, mesh={"fsdp": 3}), Machine(), "mesh"),

@@ -144,7 +144,10 @@ def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:
     number = settle(model, 0.24, fragment_id=1)
     number = settle(model, 0.0024, number=number)
     assert lasting(model, number, [0.7 * 100, 0.7 * 100]) == [True, True]
-    go_on(other, saved(model))
+    arrays, plain = saved(model)
+    assert plain.keys() == {"versions", "digests", "rates", "peaks", "odd", "elsewhere"}, "as older releases saved them"
+    assert plain["odd"][0][0] == ["a", number - 1, 24, pytest.approx(70.0), pytest.approx(70.0 / 24), True, False]
+    go_on(other, (arrays, plain))
     assert other.capture().marks == tuple(mark._replace(base=-1) for mark in model.capture().marks)
     for one in (model, other):
         merged = merge(one, number + 2, 0, {"a": sent(one, 3 * 70.0, 72)})

@@ -47,7 +47,7 @@ def test_memory(tmp_path: Path, free_gb: float, status: str) -> None:
     path.write_text(f"MemTotal:  99 kB\nMemAvailable:  {round(free_gb * 1e9) // 1024} kB\n")
     found = doctor_host.check_memory(10e9, path)
     assert found.status == status and f"{free_gb:.3g} GB available, about 10 GB needed" in found.found
-    assert "not known" in doctor_host.check_memory(GIB, tmp_path / "none").found
+    assert "unknown" in doctor_host.check_memory(GIB, tmp_path / "none").found
 
 
 @pytest.mark.parametrize(("free_gib", "status"), [(9, "fail"), (15, "warn"), (30, "ok")])

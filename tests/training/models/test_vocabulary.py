@@ -62,7 +62,7 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"loss_chunk is 5; it must divide vocab_size \(32\)"):
         chunked_cross_entropy(X, TABLE, LABELS, 5)
     layout = MeshLayout(make_mesh(MeshConfig(fsdp=8), jax.devices()))
-    with use_layout(layout), pytest.raises(ValueError, match="multiple of the 8 parts"):
+    with use_layout(layout), pytest.raises(ValueError, match="multiple of 8, the number of parts"):
         chunked_cross_entropy(X, TABLE, LABELS, 4)
 
 
