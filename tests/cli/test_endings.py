@@ -1,4 +1,4 @@
-"""The line with which `diloco train` ends, and its warning of a batch that cannot fit."""
+"""The last line of `diloco train`, and its warning of a batch that cannot fit."""
 
 from dataclasses import replace
 from typing import Any

@@ -50,7 +50,7 @@ class Target(NamedTuple):
     """One parser.
 
     Args:
-        seeds: inputs from which mutations start.
+        seeds: the first inputs; all others are mutations of them.
         run: tries one input.
     """
 
@@ -175,7 +175,8 @@ def run_message(data: bytes) -> None:
     except (wire.WireError, DecodeError):
         return
     again = wire.unpack_body(pb.Frame.FromString(wire.pack_body(message)), name)
-    assert repr(again) == repr(message)  # NaN is not equal to itself
+    # NaN is not equal to itself.
+    assert repr(again) == repr(message)
 
 
 def run_metadata(data: bytes) -> None:
@@ -272,7 +273,8 @@ def run_state(data: bytes) -> None:
         assert len(data) == STATE_LAYOUT.num_bytes
 
 
-PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
+# These parts are two rows, and the rest in a third.
+PARTS = parts_of(bytes(range(66)))
 ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
 COMMANDS = (
     c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),

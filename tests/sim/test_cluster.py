@@ -159,7 +159,7 @@ def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, s
         return
     ((from_s, _),), ((to_s, _),) = asked, had
     rounds = [at_s for at_s in watch.times_s("merged").values() if from_s <= at_s < to_s]
-    assert 5 * SMALL.sync_every <= len(rounds) <= 7 * SMALL.sync_every, "rounds went on meanwhile"
+    assert 5 * SMALL.sync_every <= len(rounds) <= 7 * SMALL.sync_every, "rounds continued meanwhile"
     assert not [at_s for at_s in watch.began["island-1"] if from_s <= at_s < to_s - 0.5]
     assert max(watch.gaps_s("island-0")) < 1.2 and watch.mergers(to_s + 2, to_s + 9) == ALL
 

@@ -99,11 +99,13 @@ def test_micro_batches_of_unequal_weight_make_the_step_of_the_whole_batch() -> N
     graphdef, params = split_model(Masked())
     tx = optax.sgd(1.0)
     found = []
-    for count in (1, 2, 4):  # of four parts one weighs nothing
+    # One of four parts has no weight.
+    for count in (1, 2, 4):
         step = jax.jit(make_train_step(graphdef, tx, count))
         state, metrics = step(TrainState(params, tx.init(params)), BATCH, jnp.float32(0.5))
         found.append([float(state.params["w"][0]), *(float(metrics[name]) for name in ("loss", "off", "weight"))])
-    assert found == [pytest.approx([2.0, 14 / 3, 2.0, 3.0])] * 3  # w - 0.5 * -2 mean(x)
+    # Each value is w - 0.5 * -2 mean(x).
+    assert found == [pytest.approx([2.0, 14 / 3, 2.0, 3.0])] * 3
 
 
 def test_an_evaluation_weighs_batches_by_what_they_predict() -> None:

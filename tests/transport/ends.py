@@ -13,7 +13,8 @@ from diloco_jax.transport.link import Delivery, TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.inbox import Inbox, Session
 
-WAIT_S = 20.0  # a deadline, never a duration: nothing waits it out when the code is right
+# The tests never wait so long when the code is right.
+WAIT_S = 20.0
 LIMIT = 1 << 25
 CONFIG = TransportConfig(payload_bytes_max=LIMIT, chunk_bytes=1 << 16, connect_timeout_s=WAIT_S)
 NAMES = inspect.signature(grpc_link.connect).parameters
@@ -26,7 +27,7 @@ class Ends:
 
     def __init__(self) -> None:
         self._close: list[Callable[[float], None]] = []
-        self.listener: GrpcListener  # the one that was opened last, to which links go
+        self.listener: GrpcListener  # opened last
 
     def keep(self, made: T) -> T:
         """Close this at the end too."""
@@ -46,7 +47,7 @@ class Ends:
         return self.keep(grpc_link.connect(config, learner_id=learner_id, incarnation=incarnation, **names))
 
     def meet(self, learner_id: str = "a", incarnation: int = 0, **changes: Any) -> GrpcLink:
-        """Open a link of which the listener has heard."""
+        """Open a link, and wait until the listener has noticed it."""
         link = self.connect(learner_id, incarnation, **changes)
         greet(self.listener, link, learner_id, incarnation)
         return link

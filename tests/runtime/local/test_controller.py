@@ -141,7 +141,7 @@ def test_an_island_that_fails_starts_again_alone_on_its_devices(tmp_path: Path) 
     fleet.run()
     assert fleet.starts == {"island-0": 1, "island-1": 3}
     assert fleet.devices == {"island-0": {0, 1}, "island-1": {2, 3}}
-    assert all(life.is_set() for life in fleet.lives)  # =no thread is left
+    assert all(life.is_set() for life in fleet.lives)  # none is left
 
 
 def test_wrong_settings_stay_wrong_and_end_a_run_below_its_quorum(tmp_path: Path) -> None:

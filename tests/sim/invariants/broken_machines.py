@@ -32,7 +32,7 @@ from diloco_jax.protocol.syncer.roster import Roster
 
 
 def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]:
-    """Make machines of which one part is a broken one."""
+    """Return a function that makes machines with one broken component."""
 
     def make_machine(*args: Any, **kwargs: Any) -> Syncer | Learner:
         with patch.object(sys.modules[make.__mro__[-2].__module__], part.__mro__[1].__name__, part):

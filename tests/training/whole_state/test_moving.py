@@ -1,4 +1,4 @@
-"""Moments as they travel: exact, in bfloat16, or in blocks of int8, of which second moments come out no smaller."""
+"""Encoded moments: exact, in bfloat16, or in blocks of int8; second moments never become smaller."""
 
 import ml_dtypes
 import numpy as np
