@@ -73,7 +73,7 @@ def test_adam_uses_momentum_as_its_first_decay() -> None:
     params = {"w": np.zeros(2, np.float32)}
     _, state = outer.update(merged({"w": np.full(2, 3.0, np.float32)}), outer.init(params), params)
     (mu,) = [leaf for name, leaf in state.items() if "mu" in name]
-    np.testing.assert_allclose(mu, [1.5, 1.5])  # (1 - 0.5) * 3
+    np.testing.assert_allclose(mu, [1.5, 1.5])
     assert_close(run(outer, 3), by_optax(optax.adam(0.1, b1=0.5), 3))
 
 

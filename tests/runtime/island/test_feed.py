@@ -1,4 +1,4 @@
-"""Reading samples ahead: which samples, in which thread, how far ahead, and where an error is raised."""
+"""Reading samples ahead: the samples, the thread, how far ahead, and where an error is raised."""
 
 import threading
 from types import SimpleNamespace
