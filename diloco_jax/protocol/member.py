@@ -11,7 +11,8 @@ from diloco_jax.protocol.claims import AskedReport, Reported
 from diloco_jax.protocol.messages import NO_VERSION, Adopted, Arrived, Hello, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
-JOINING, ACTIVE, SILENT, GONE = "joining", "active", "silent", "gone"
+# Records and JSON keep the older word for a learner without a connection.
+JOINING, ACTIVE, SILENT, DISCONNECTED = "joining", "active", "silent", "gone"
 
 
 class Sent(NamedTuple):

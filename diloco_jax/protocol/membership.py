@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any
 
-from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import STALE, SYNCER, Hello
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 
@@ -59,13 +59,13 @@ class Membership:
     def get(self, learner_id: str, incarnation: int) -> Member | None:
         """Return the member if this incarnation of it is connected, else None."""
         member = self.members.get(learner_id)
-        if member is None or member.incarnation != incarnation or member.state == GONE:
+        if member is None or member.incarnation != incarnation or member.state == DISCONNECTED:
             return None
         return member
 
     def connected(self) -> list[Member]:
         """Return the members with a link, sorted by name."""
-        return [m for _, m in sorted(self.members.items()) if m.state != GONE]
+        return [m for _, m in sorted(self.members.items()) if m.state != DISCONNECTED]
 
     def present(self) -> list[Member]:
         """Return the connected members that are not silent, sorted by name."""
@@ -100,7 +100,7 @@ class Membership:
             )
         if known is not None and known.credit.expelled and hello.incarnation == known.incarnation:
             return f"incarnation {hello.incarnation} of {hello.learner_id} was expelled; start the learner again"
-        if (known is None or known.state == GONE) and len(self.connected()) >= self._learners_max:
+        if (known is None or known.state == DISCONNECTED) and len(self.connected()) >= self._learners_max:
             return f"{self._learners_max} learners are connected, the limit; raise protocol.learners_max"
         if what := difference(self._fingerprint, hello.fingerprint, self.agreed):
             whose = "the first learner of the run" if what in self.agreed else "the syncer"
@@ -138,9 +138,9 @@ class Membership:
         if member is None:
             member = self.members[hello.learner_id] = Member(hello.learner_id, hello.incarnation, now_s, now_s)
         elif hello.incarnation > member.incarnation:
-            self.set_state(member, GONE, now_s)
+            self.set_state(member, DISCONNECTED, now_s)
             member = self.members[hello.learner_id] = member.restarted(hello.incarnation, now_s)
-        elif member.state == GONE:
+        elif member.state == DISCONNECTED:
             self.set_state(member, JOINING, now_s)
         member.heard_s = now_s
         member.down.greeted(hello)

@@ -36,7 +36,7 @@ from diloco_jax.protocol.effects import (
     StageState,
     UnstageState,
 )
-from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, Member
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     SYNCER,
@@ -450,7 +450,7 @@ class Matchmaker:
             self._drop(part, f"part {part.part} of {part.parts} of a state is impossible")
         elif self._donors.get(part.receiver) != (part.learner_id, part.incarnation):
             self._drop(part, f"a part of its state for {part.receiver[:64]!r}, who asked for none")
-        elif self._membership.members[part.receiver].state == GONE:
+        elif self._membership.members[part.receiver].state == DISCONNECTED:
             self._drop(part, f"a part of its state for {part.receiver}, who is away")
         else:
             self._send(part.receiver, part)

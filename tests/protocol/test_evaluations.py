@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.protocol.effects import Drop, Effect, Evaluated, EvaluateModel, Finish, Note, Send
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.member import ACTIVE
-from diloco_jax.protocol.messages import SYNCER, Evaluate, Leave, Metric, PullRequest, Score, Stop, Welcome
+from diloco_jax.protocol.messages import SYNCER, Evaluate, Hello, Leave, Metric, PullRequest, Score, Stop, Welcome
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import hello, merged, new, only, report, sent, value
@@ -164,3 +164,17 @@ def test_a_learner_waits_for_the_final_model_and_makes_no_step_after_it() -> Non
     assert not learner.may_step()
     learner.on_message(Welcome(1, (0, 1, 0, 0), 2), 6.0)
     assert learner.may_step(), "the syncer died, and may have lost the end of the run"
+
+
+def test_a_lost_greeting_is_repeated_after_the_final_evaluation_though_no_step_follows() -> None:
+    learner = trained(steps=1)
+    learner.on_message(Evaluate(7, (0, 1, 0, 0)), 2.0)
+    learner.on_message(fragment(1, 1, 1), 4.0)
+    learner.on_evaluated(score("", 0), 5.0)
+    learner.on_disconnected(6.0)
+    assert [type(effect.message) for effect in only(learner.on_connected(7.0), Send)] == [Hello]
+    deadline_s = 7.0 + learner.contact.config.resend_s
+    sent_again = [type(effect.message) for effect in only(learner.on_tick(deadline_s), Send)]
+    assert sent_again.count(Hello) == 1, (
+        "otherwise the syncer would drop every heartbeat, and never say that the run is over"
+    )

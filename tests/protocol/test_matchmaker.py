@@ -3,7 +3,7 @@
 import json
 
 from diloco_jax.protocol.effects import Drop, Note, Send
-from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import StateEnd, StatePull, StateRefused, StateRequest, StateUnavailable
 from diloco_jax.protocol.recovery import Matchmaker
@@ -67,7 +67,7 @@ def test_parts_are_passed_on_only_from_the_donor_to_its_receiver() -> None:
 def test_a_part_for_who_is_away_is_not_sent() -> None:
     membership, it = matched("a")
     it.on_request(of("r"), 7)
-    membership.set_state(membership.members["r"], GONE, 1.0)
+    membership.set_state(membership.members["r"], DISCONNECTED, 1.0)
     (drop,) = it.on_part(part(0, donor="a"))
     assert isinstance(drop, Drop) and "who is away" in drop.reason
     membership.join(hello("r", 3), 2.0)
@@ -80,7 +80,7 @@ def test_when_a_donor_dies_another_is_chosen() -> None:
     for name in ("q", "r"):
         it.on_request(of(name), 7)
     assert (it.donor_of("q"), it.donor_of("r")) == ("a", "b")
-    membership.set_state(membership.members["a"], GONE, 1.0)
+    membership.set_state(membership.members["a"], DISCONNECTED, 1.0)
     assert it.on_lost("a", "it is gone") == [Send("q", StateUnavailable("a", "it is gone"))]
     it.on_request(of("q"), 8)
     assert it.donor_of("q") == "b"
@@ -93,7 +93,7 @@ def test_whoever_failed_is_the_last_choice_but_a_choice() -> None:
     it.on_request(of("r"), 7)
     assert it.donor_of("r") == "b"
     it.on_refused(StateRefused("b", 1, "r", "busy"))
-    membership.set_state(membership.members["b"], GONE, 1.0)
+    membership.set_state(membership.members["b"], DISCONNECTED, 1.0)
     it.on_request(of("r"), 7)
     assert it.donor_of("r") == "a", "busy once is not busy forever"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT
 from diloco_jax.protocol.membership import OPEN, Membership
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -107,7 +107,7 @@ def test_an_older_incarnation_is_refused() -> None:
     members.join(hello(incarnation=3), 0.0)
     refusal = members.refusal(hello(incarnation=2), EPOCH, 0)
     assert "incarnation 2 of a is stale: 3" in refusal and "stop one of the two" in refusal
-    members.set_state(members.members["a"], GONE, 1.0)
+    members.set_state(members.members["a"], DISCONNECTED, 1.0)
     assert members.refusal(hello(incarnation=2), EPOCH, 0), "an older process stays refused after the newer one left"
 
 
@@ -129,7 +129,7 @@ def test_the_same_incarnation_that_dials_again_keeps_its_counters() -> None:
     members = membership()
     member = members.join(hello(), 0.0)
     member.local_step = 7
-    members.set_state(member, GONE, 1.0)
+    members.set_state(member, DISCONNECTED, 1.0)
     assert members.get("a", 1) is None
     members.join(hello(), 2.0)
     assert (member.state, member.local_step, member.restarts, member.heard_s) == (JOINING, 7, 0, 2.0)
@@ -138,7 +138,7 @@ def test_the_same_incarnation_that_dials_again_keeps_its_counters() -> None:
 def test_live_counts_the_active_ones() -> None:
     members = membership()
     a, b = members.join(hello("a"), 0.0), members.join(hello("b"), 0.0)
-    for state, live in [(ACTIVE, 1), (ACTIVE, 1), (SILENT, 0), (ACTIVE, 1), (GONE, 0), (GONE, 0)]:
+    for state, live in [(ACTIVE, 1), (ACTIVE, 1), (SILENT, 0), (ACTIVE, 1), (DISCONNECTED, 0), (DISCONNECTED, 0)]:
         members.set_state(a, state, 0.0)
         assert members.live == live, state
     members.set_state(b, ACTIVE, 0.0)
@@ -164,7 +164,7 @@ def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:
     members = membership()
     member = members.join(hello(), 0.0)
     member.credit.expelled, member.credit.strikes = True, 3
-    members.set_state(member, GONE, 1.0)
+    members.set_state(member, DISCONNECTED, 1.0)
     assert "incarnation 1 of a was expelled; start the learner again" in members.refusal(hello(), EPOCH, 0)
     assert members.refusal(hello(incarnation=2), EPOCH, 0) == ""
     member = members.join(hello(incarnation=2), 2.0)
@@ -173,7 +173,7 @@ def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:
 
 def test_whoever_is_connected_expires_at_the_lease() -> None:
     members = membership()
-    for name, state in [("c", ACTIVE), ("a", ACTIVE), ("joining", JOINING), ("silent", SILENT), ("gone", GONE)]:
+    for name, state in [("c", ACTIVE), ("a", ACTIVE), ("joining", JOINING), ("silent", SILENT), ("gone", DISCONNECTED)]:
         members.set_state(members.join(hello(name), 0.0), state, 0.0)
     late = members.join(hello("late"), 0.5)
     members.set_state(late, ACTIVE, 0.5)
@@ -187,13 +187,13 @@ def test_learners_max() -> None:
     members.join(hello("b"), 0.0)
     assert members.refusal(hello("c"), EPOCH, 0) == "2 learners are connected, the limit; raise protocol.learners_max"
     assert members.refusal(hello("a"), EPOCH, 0) == "", "a member may greet again"
-    members.set_state(members.members["b"], GONE, 1.0)
+    members.set_state(members.members["b"], DISCONNECTED, 1.0)
     assert members.refusal(hello("c"), EPOCH, 0) == "", "a place is free"
 
 
 def test_learners_max_holds_for_those_who_come_back() -> None:
     members = membership(learners_max=1)
-    members.set_state(members.join(hello("a"), 0.0), GONE, 1.0)
+    members.set_state(members.join(hello("a"), 0.0), DISCONNECTED, 1.0)
     members.join(hello("b"), 2.0)
     assert "the limit" in members.refusal(hello("a"), EPOCH, 0)
     assert "the limit" in members.refusal(hello("a", incarnation=2), EPOCH, 0)
@@ -214,5 +214,5 @@ def test_lower_median_of_the_live() -> None:
         member.step_s = step_s
         members.set_state(member, state, 0.0)
     assert members.median_step_s() == 2.0, "the median of 1, 2, 4, 90"
-    members.set_state(members.members["b"], GONE, 0.0)
+    members.set_state(members.members["b"], DISCONNECTED, 0.0)
     assert members.median_step_s() == 4.0, "the median of 2, 4, 90"

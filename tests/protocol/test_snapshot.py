@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot
-from diloco_jax.protocol.member import GONE
+from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     Adopted,
@@ -140,7 +140,7 @@ def test_a_restart_forgets_links_and_rounds_and_counts_the_life() -> None:
     syncer = lived()
     effects = syncer.on_restart(**HELD_ALL, now_s=5.0)
     assert effects == [Note("restarted", 2, -1, (), "life 2 of the syncer"), Discard(2), Discard(3)]
-    assert {m.state for m in syncer.membership.members.values()} == {GONE} and syncer.membership.live == 0
+    assert {m.state for m in syncer.membership.members.values()} == {DISCONNECTED} and syncer.membership.live == 0
     assert not syncer.restoring, "the driver has every value"
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     effects = syncer.on_message(hello("b", versions=(0, 1, 0, 0), epoch=1), 6.0)

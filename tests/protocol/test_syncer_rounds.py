@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effect, Merge, Note, Restore, Send
-from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, AnchorRequest, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
 from diloco_jax.protocol.syncer.book import MERGING, PULLING, Pace, Round
@@ -28,7 +28,7 @@ def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> No
         Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
         *released,
     ]
-    assert syncer.membership.members["a"].state == GONE
+    assert syncer.membership.members["a"].state == DISCONNECTED
     assert syncer.on_disconnect("a", 1, "again", 3.0) == []
 
 

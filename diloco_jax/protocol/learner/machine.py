@@ -520,8 +520,8 @@ class Learner:
         if not contact.connected or self.state == STOPPED:
             return []
         if contact.resend_at_s is not None and now_s >= contact.resend_at_s:
-            if self.state == TRAINING and contact.hello_step == self.local_step:
-                # The answer may wait for the end of the step.
+            if self.state == TRAINING and not self.examination.over and contact.hello_step == self.local_step:
+                # The answer may wait for the end of the step. No step follows the final evaluation.
                 contact.ask_again(now_s)
             else:
                 self._greet(now_s)

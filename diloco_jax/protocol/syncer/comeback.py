@@ -28,7 +28,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Drop, Effects, Restore, Send
 from diloco_jax.protocol.leases import LeaseBook
-from diloco_jax.protocol.member import GONE, Member
+from diloco_jax.protocol.member import DISCONNECTED, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, AnchorRequest, AnchorValue
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -266,7 +266,7 @@ class Comeback:
     def _begin(self, restoring: Restoring | None, now_s: float) -> None:
         """Forget all links, and what was in transit on them."""
         for member in self.membership.connected():
-            self.membership.set_state(member, GONE, now_s)
+            self.membership.set_state(member, DISCONNECTED, now_s)
         self.rounds.clear()
         self.downstream.forget_steps()
         self._set_restoring(restoring)

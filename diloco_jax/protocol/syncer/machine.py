@@ -23,7 +23,7 @@ from typing import Any, get_args
 from diloco_jax.protocol import bounds, messages
 from diloco_jax.protocol.effects import Drop, Effect, Effects, Send
 from diloco_jax.protocol.leases import LeaseBook
-from diloco_jax.protocol.member import GONE, SILENT, Member
+from diloco_jax.protocol.member import DISCONNECTED, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, Hello, LearnerMessage, StateMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -128,7 +128,7 @@ class Syncer:
         known = self.membership.members.get(message.learner_id)
         if known is not None and message.incarnation > known.incarnation:
             self.roster.replace(known, now_s)
-        entered = known is None or known.state == GONE
+        entered = known is None or known.state == DISCONNECTED
         member = self.membership.join(message, now_s)
         if entered:
             note = progress.note("joined", -1, (member.learner_id,), f"incarnation {member.incarnation}")
@@ -233,7 +233,7 @@ class Syncer:
 
     def _on_leave(self, member: Member, message: messages.Leave, now_s: float) -> None:
         """Take a learner's goodbye: its unfinished data is free at once."""
-        self.roster.lose(member, GONE, message.reason, now_s)
+        self.roster.lose(member, DISCONNECTED, message.reason, now_s)
         member.goodbye = message.reason
         if not self.progress.finished:
             self.roster.release(member)
@@ -244,7 +244,7 @@ class Syncer:
         """Record that the link to a learner broke. The learner may return; its data waits for it for a while."""
         member = self.membership.get(learner_id, incarnation)
         if member is not None:
-            self.roster.lose(member, GONE, reason, now_s)
+            self.roster.lose(member, DISCONNECTED, reason, now_s)
             self.comeback.proceed(now_s)
             self.rounds.proceed(now_s)
         return self._effects.drain()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from diloco_jax.protocol.effects import Effects, Send
 from diloco_jax.protocol.leases import LeaseBook
-from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Expel, Hello, Lease, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -35,8 +35,8 @@ class Roster:
         The values that it gave to rounds in flight count as values of a former incarnation.
         """
         name, restoring = known.learner_id, self.comeback.restoring
-        if known.state != GONE:
-            self.lose(known, GONE, "replaced by a newer incarnation", now_s)
+        if known.state != DISCONNECTED:
+            self.lose(known, DISCONNECTED, "replaced by a newer incarnation", now_s)
         self.release(known)
         uncertain = restoring.uncertain.values() if restoring is not None else ()
         for this in [*self.rounds.flying.values(), *uncertain]:
@@ -51,7 +51,7 @@ class Roster:
         if not self.progress.finished:
             for name in sorted(self.leases.holdings):
                 member = self.membership.members[name]
-                if member.state in (GONE, SILENT) and now_s - member.since_s >= self.config.release_s:
+                if member.state in (DISCONNECTED, SILENT) and now_s - member.since_s >= self.config.release_s:
                     self.release(member)
 
     def heard(self, member: Member, now_s: float) -> None:
@@ -102,11 +102,11 @@ class Roster:
         name = member.learner_id
         self.membership.set_state(member, state, now_s)
         self._note("silent" if state == SILENT else "left", member, reason)
-        if state == GONE:
+        if state == DISCONNECTED:
             self.matches.on_lost(name, f"it is gone: {reason}")
         self.comeback.on_lost(name)
         # At the end of the run a silent learner keeps the request, because no other learner is left to ask.
-        if state == GONE or not self.progress.finished:
+        if state == DISCONNECTED or not self.progress.finished:
             self.rounds.evaluations.lose(name, reason, now_s)
         self.rounds.lose(name, now_s)
 
@@ -119,7 +119,7 @@ class Roster:
 
     def strike(self, member: Member, this: Round, now_s: float) -> None:
         """Count an unusable value, and expel a learner whose last values were all unusable."""
-        if member.state == GONE:
+        if member.state == DISCONNECTED:
             return
         member.credit.strikes += 1
         name, note = member.learner_id, self.progress.note
@@ -132,7 +132,7 @@ class Roster:
         reason = f"{most} values in a row were NaN, infinite, wildly large or unreadable"
         self.effects.append(Send(name, Expel(reason)))
         self._note("expelled", member, reason)
-        self.lose(member, GONE, "expelled", now_s)
+        self.lose(member, DISCONNECTED, "expelled", now_s)
         self.release(member)
 
     def watch_shares(self) -> None:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import ON_PURPOSE
 from diloco_jax.protocol.syncer.machine import Syncer
 
@@ -38,7 +38,7 @@ def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: fl
     quiet_s = now_s - member.heard_s
     if member.credit.expelled:
         return "expelled", since_s, f"{strikes} values in a row were not usable"
-    if member.state == GONE:
+    if member.state == DISCONNECTED:
         if syncer.finished:
             return "left", since_s, "the run is complete"
         if member.goodbye in ON_PURPOSE:

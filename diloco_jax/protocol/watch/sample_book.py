@@ -1,13 +1,13 @@
 """The fate of every sample index, range by range: an independent check of the machine's own counts (leases.py).
 
-    never --leased--> out --passed by every fragment--> merged, or overwritten
-                       out --released--> free --leased again--> out
+    never --leased--> still leased --passed by every fragment--> merged, or overwritten
+                      still leased --released--> free --leased again--> still leased
 
 A fragment has passed a position when two things are true: it took a value of its learner that had seen the position,
 and a learner was seen to hold the version that contains the newest such value. The position is merged if one of these
 values still contained its work, and overwritten if the learner had adopted newer versions in every fragment before. The
-book is filled from the tape, and it records what must not happen. It grows with the number of ranges that are out;
-neighbouring ranges of the same fate are joined.
+book is filled from the tape, and it records what must not happen. It grows with the number of ranges that are still
+leased; neighbouring ranges of the same fate are joined.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from diloco_jax.protocol.leases import Fates
 
-NEVER, OUT, FREE, MERGED, OVERWRITTEN = "never leased", "out", "released", "merged", "overwritten"
+NEVER, STILL_LEASED, FREE, MERGED, OVERWRITTEN = "never leased", "still leased", "released", "merged", "overwritten"
 # Violations that are described one by one.
 VIOLATIONS_MAX = 100
 # Positions of one run.
@@ -99,7 +99,7 @@ class SampleShare(NamedTuple):
 
 @dataclass(slots=True)
 class Ownership:
-    """The samples of one life of a learner that are out, numbered in the order of the grants."""
+    """The samples of one life of a learner that are still leased, numbered in the order of the grants."""
 
     life: Life
     # Number of samples so far.
@@ -114,13 +114,13 @@ class Ownership:
     pending: list[tuple[int, int, SampleShare]] = field(default_factory=list)
 
     def positions(self, first: int, last: int) -> list[Range]:
-        """Return the positions of the samples first to last - 1 that are out, as ranges [start, stop)."""
+        """Return the positions of the samples first to last - 1 that are still leased, as ranges [start, stop)."""
         found = self.offsets.over(first, last)
         return joined((start + offset, stop + offset) for start, stop, offset in found if offset is not None)
 
     @property
     def left(self) -> list[Range]:
-        """Return all positions that are out."""
+        """Return all positions that are still leased."""
         return self.positions(self.settled, self.granted)
 
 
@@ -146,7 +146,7 @@ class Book:
     @property
     def fates(self) -> Fates:
         """Return the counts to compare with the machine's."""
-        merged, overwritten, out = (self._sizes[fate] for fate in (MERGED, OVERWRITTEN, OUT))
+        merged, overwritten, out = (self._sizes[fate] for fate in (MERGED, OVERWRITTEN, STILL_LEASED))
         return Fates(self.leased, merged, overwritten, self.released, out)
 
     @property
@@ -178,7 +178,7 @@ class Book:
         if hidden < repeated and told != [(start + hidden, start + repeated)]:
             findings.add(f"{name} was told that it has {told}, then {start} to {start + repeated - 1}")
         if start + repeated < stop:
-            self._hand_out(owner, start + repeated, stop, findings)
+            self._lease(owner, start + repeated, stop, findings)
 
     def _owner(self, life: Life, first_sample: int, findings: Findings) -> Ownership:
         """Return the ownership of this life; make one if it has none."""
@@ -195,9 +195,9 @@ class Book:
         owner = self.owners[name] = Ownership(life, first_sample, first_sample, [first_sample] * len(self.versions))
         return owner
 
-    def _hand_out(self, owner: Ownership, start: int, stop: int, findings: Findings) -> None:
+    def _lease(self, owner: Ownership, start: int, stop: int, findings: Findings) -> None:
         pieces = self._fates.over(start, stop)
-        for wrong in (OUT, MERGED, OVERWRITTEN):
+        for wrong in (STILL_LEASED, MERGED, OVERWRITTEN):
             found = [(begin, end) for begin, end, fate in pieces if fate == wrong]
             if found:
                 first, more = found[0][0], sum(end - begin for begin, end in found) - 1
@@ -206,10 +206,10 @@ class Book:
                     f"before to {findings.owners(first)}"
                 )
         if start > self.end:
-            findings.add(f"positions {self.end} to {start - 1} were left out")
+            findings.add(f"positions {self.end} to {start - 1} were skipped")
         self.repeated += sum(end - begin for begin, end, fate in pieces if fate != NEVER)
         self.leased += stop - start
-        self._mark(start, stop, OUT)
+        self._mark(start, stop, STILL_LEASED)
         if stop > self.end and self._sizes[FREE]:
             findings.add(f"{stop - self.end} new positions were leased, while {self._sizes[FREE]} released ones wait")
         self.end = max(self.end, stop)
@@ -221,7 +221,7 @@ class Book:
         findings.granted.setdefault(owner.life, []).append((start, stop))
 
     def release(self, learner_id: str) -> None:
-        """Free the positions of a learner that are out, for others."""
+        """Free the positions that a learner still leases, for others."""
         owner = self.owners.pop(learner_id, None)
         for start, stop in owner.left if owner is not None else ():
             self._mark(start, stop, FREE)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol import effects, messages
-from diloco_jax.protocol.member import GONE
+from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
@@ -144,7 +144,7 @@ class SyncerDriver:
         if delivery.kind == "disconnected":
             member = self._machine.membership.members.get(delivery.peer)
             if member is not None:
-                if member.state != GONE:
+                if member.state != DISCONNECTED:
                     self._adrift[delivery.peer] = now_s
                 self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
             return

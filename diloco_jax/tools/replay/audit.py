@@ -56,7 +56,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     book, findings = auditor.book, auditor.findings
     leased, *fates = book.fates
     if leased != sum(fates):
-        told = "{} merged, {} overwritten, {} released and {} out".format(*fates)
+        told = "{} merged, {} overwritten, {} released and {} still leased".format(*fates)
         findings.add(f"{leased} were leased, but {told} make {sum(fates)}")
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
     for path in tapes:

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from diloco_jax.protocol.member import ACTIVE, GONE
+from diloco_jax.protocol.member import ACTIVE, DISCONNECTED
 from diloco_jax.protocol.messages import MetricsReport
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
@@ -188,14 +188,14 @@ class Scene:
         self.driver = SyncerDriver(parts, listener, results=results, merges=other, snapshots=other, watch=other)
 
     def connected(self) -> list[Any]:
-        return [] if self.member.state == GONE else [self.member]
+        return [] if self.member.state == DISCONNECTED else [self.member]
 
     def receive(self, timeout_s: float) -> Delivery | None:
         self.now_s += timeout_s
         return self._deliveries.pop(0) if self._deliveries else None
 
     def lose(self, *_: object) -> list[Any]:
-        self.member.state = GONE
+        self.member.state = DISCONNECTED
         return []
 
 
@@ -211,7 +211,7 @@ BROKEN, BACK = Delivery("disconnected", "a", reason="lost"), Delivery("message",
         ([BROKEN, BACK], ACTIVE, 0.0, False),
         ([BROKEN], ACTIVE, ADRIFT_S, False),  # dead
         # The learner had said goodbye.
-        ([BROKEN], GONE, 0.0, False),
+        ([BROKEN], DISCONNECTED, 0.0, False),
     ],
 )
 def test_a_learner_whose_link_broke_lately_hears_of_the_end(

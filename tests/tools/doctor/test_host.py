@@ -122,8 +122,8 @@ def test_windows_that_limit_a_long_link(tmp_path: Path) -> None:
 
 def test_step_time_that_a_link_suffices_for() -> None:
     needs = LinkNeeds((100, 300), (200, 200), 4000, sync_every=4, overlap_steps=2)
-    # The link carries 400 bytes each way in 4 steps. A round moves 300 up and 200 down in 1.5 round trips, within 2 steps
-    # minus the half step that the quorum needs to report.
+    # The link carries 400 bytes each way in 4 steps. A round moves 300 up and 200 down in 1.5 round trips, within 2
+    # steps minus the half step that the quorum needs to report.
     assert needs.step_s(1000.0, 1000.0, 0.0) == pytest.approx(0.5 / 1.5)
     assert needs.step_s(1000.0, 1000.0, 1.0) == pytest.approx(2.0 / 1.5)
     just = needs.rounds(needs.step_s(1000.0, 1000.0, 1.0), round_trip_s=1.0)

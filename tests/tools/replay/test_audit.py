@@ -319,11 +319,11 @@ def test_book_names_positions() -> None:
     book.lease(A, 0, 0, 10, found)  # repeated
     assert (book.leased, book.fates.out, found.count) == (10, 10, 0)
     book.lease(B, 0, 8, 12, found)
-    assert found.texts == ["position 8 (and 1 more) was leased to b while it was out, leased before to a"]
+    assert found.texts == ["position 8 (and 1 more) was leased to b while it was still leased, leased before to a"]
     book.lease(A, 2, 3, 5, found)
     assert found.texts[1:] == ["a was told that it has [(2, 4)], then 3 to 4"]
     book.lease(A, 12, 20, 21, found)
-    assert found.texts[2:] == ["a was never leased its samples 10 to 11", "positions 12 to 19 were left out"]
+    assert found.texts[2:] == ["a was never leased its samples 10 to 11", "positions 12 to 19 were skipped"]
     book.lease(("a", 2), 0, 21, 22, found)
     assert "(incarnation 1) were neither merged nor released when it ended: 0 to 9, 20 to 20" in found.texts[4]
     book.lease(B, 4, 5, 5, found)
