@@ -143,7 +143,7 @@ def test_3_donor_dies_while_a_learner_recovers(arrived: int) -> None:
     assert all(not driver.states for driver in pair.drivers.values() if driver.name != "a"), "copies are freed"
 
 
-def test_3_every_donor_dies_in_turn_and_the_last_one_left_goes_on_from_the_syncer() -> None:
+def test_3_every_donor_dies_in_turn_and_the_last_one_left_continues_from_the_syncer() -> None:
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, recovery_attempts=10)
     pair.join("a", "b")
     pair.rounds(3, "a", "b")

@@ -252,7 +252,7 @@ def stacks(seed: int, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("up", FORMATS)
 @pytest.mark.parametrize("name", STACKS)
-def test_units_are_merged_as_tensors_of_their_own(name: str, up: Format) -> None:
+def test_units_are_merged_as_separate_tensors(name: str, up: Format) -> None:
     shape, layout = STACKS[name], layout_of({"w": STACKS[name]})
     payloads = [payload_of({"w": stacks(m, name)}, up) for m in range(3)]
     moved = stacks(7, name).reshape(-1)

@@ -315,7 +315,7 @@ def test_halves_between_two_codes_are_rounded_as_by_the_codec(down: Format, most
     assert step.tobytes() == payload_of({"x": -gradient["x"]}, down).tobytes()
 
 
-def test_a_change_of_blocks_is_compiled_anew() -> None:
+def test_a_change_of_blocks_is_compiled_again() -> None:
     """Numba looks at the date of the file that calls, which has to change with the one that is called."""
     source = Path(blocks.__file__).read_bytes()
     assert xxhash.xxh3_64_hexdigest(source) == kernels.BLOCKS, "write this digest into core/kernels.py"

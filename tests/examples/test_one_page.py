@@ -146,7 +146,7 @@ def test_weights_are_the_systems() -> None:
     assert got[3] == 0
 
 
-def test_counters_grow_with_steps_and_begin_anew_with_a_version() -> None:
+def test_counters_grow_with_steps_and_restart_with_a_version() -> None:
     params = {"x": jnp.ones((2, 3)), "y": jnp.ones((2, 3))}
     inner = optax.sgd(0.1)
     zeros = jnp.zeros((2, 2), jnp.int32)

@@ -93,7 +93,7 @@ def test_who_was_asked_to_leave_has_left(reason: str) -> None:
     assert said(syncer, "a", 11.0)[0] == "joining"
 
 
-def test_leaving_a_complete_run_is_no_loss() -> None:
+def test_leaving_a_complete_run_is_not_a_loss() -> None:
     pair = Pair(total_steps=2)
     pair.join("a", "b")
     for _ in range(6):
@@ -194,7 +194,7 @@ def test_drain_asks_one_learner_to_leave() -> None:
     ("names", "name", "words"),
     [(("a",), "ghost", "there are a"), ((), "ghost", "there are nobody"), (("a", "b"), "b", "there are a")],
 )
-def test_drain_of_who_is_not_there_says_who_is(names: tuple[str, ...], name: str, words: str) -> None:
+def test_drain_of_an_unknown_island_names_the_known_ones(names: tuple[str, ...], name: str, words: str) -> None:
     syncer = running(*names) if names else new()
     syncer.on_disconnect("b", 1, "broke", 2.0)
     with pytest.raises(ValueError, match=f"no learner '{name}' is connected; {words}"):
@@ -284,7 +284,7 @@ def test_a_run_that_went_back_begins_a_new_window() -> None:
     assert not outrun.episodes
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_it_continues_from_its_state() -> None:
     numbers = random.Random(3)
     events = [(numbers.choice(NAMES), numbers.randint(1, 3), step // 9) for step in range(2000)]
     whole, first = Outrun(), Outrun()

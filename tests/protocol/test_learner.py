@@ -322,7 +322,7 @@ def test_lockstep_waits_at_a_due_step_until_its_fragment_is_back() -> None:
     assert learner.may_step() and learner.global_step == 2
 
 
-def test_lockstep_goes_on_when_the_round_is_given_up() -> None:
+def test_lockstep_continues_when_the_round_is_given_up() -> None:
     learner = trained(2, overlap_steps=0, sync_every=2, num_fragments=1)
     learner.on_message(Advance(1), 1.0)
     assert learner.state == WAITING, "an older step's end is not this one's"

@@ -164,7 +164,7 @@ def held(version: int) -> tuple[Adopted, ...]:
 
 
 @pytest.mark.parametrize("newest", [2, 1], ids=["a version of others alone", "the version after it is lost"])
-def test_a_merge_counts_by_the_version_that_goes_on(newest: int) -> None:
+def test_a_merge_counts_by_the_version_that_stays(newest: int) -> None:
     """Seeds 300138 and 300776 of the simulator: the book waited for a version that nobody would ever tell of."""
     book = LeaseBook(1)
     book.open("a")

@@ -51,7 +51,7 @@ def test_a_receiver_that_dies_frees_its_donor_after_release_s() -> None:
     assert pair.drivers["a"].states == set()
 
 
-def test_the_next_life_of_a_receiver_gets_a_state_of_its_own() -> None:
+def test_the_next_life_of_a_receiver_gets_another_state() -> None:
     pair = under_way()
     pair.crash("c")
     pair.rounds(1, "a", "b")
@@ -217,7 +217,7 @@ def test_damaged_values_make_it_greet_once_a_while_later() -> None:
 
 
 @pytest.mark.parametrize("lost_lines", range(0, 14))
-def test_lockstep_goes_on_when_the_syncer_forgot_what_its_learners_know(lost_lines: int) -> None:
+def test_lockstep_continues_when_the_syncer_forgot_what_its_learners_hold(lost_lines: int) -> None:
     pair = Pair(overlap_steps=0, quorum=2, pull_timeout_s=5.0, snapshot_every=4)
     pair.join("a", "b")
     pair.rounds(7, "a", "b")

@@ -86,7 +86,7 @@ def test_when_a_donor_dies_another_is_chosen() -> None:
     assert it.donor_of("q") == "b"
 
 
-def test_whoever_failed_is_the_last_choice_but_a_choice() -> None:
+def test_a_donor_that_failed_is_the_last_choice() -> None:
     membership, it = matched("a", "b")
     it.on_request(of("r"), 7)
     assert it.on_refused(StateRefused("a", 1, "r", "busy")) == [Send("r", StateUnavailable("a", "busy"))]

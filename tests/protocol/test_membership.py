@@ -111,7 +111,7 @@ def test_an_older_incarnation_is_refused() -> None:
     assert members.refusal(hello(incarnation=2), EPOCH, 0), "an older process stays refused after the newer one left"
 
 
-def test_a_newer_incarnation_starts_anew_and_keeps_the_totals() -> None:
+def test_a_newer_incarnation_starts_again_and_keeps_the_totals() -> None:
     members = membership()
     member = members.join(hello(), 0.0)
     members.set_state(member, ACTIVE, 0.0)
@@ -146,7 +146,7 @@ def test_live_counts_the_active_ones() -> None:
     assert [m.learner_id for m in members.connected()] == ["b"]
 
 
-def test_whoever_remembers_what_was_made_void_is_refused() -> None:
+def test_a_learner_that_remembers_a_void_version_is_refused() -> None:
     members = membership()
     assert [members.refusal(hello()._replace(epoch=epoch), 5, 4) == "" for epoch in range(6)] == [
         True,  # knows nothing yet
@@ -171,7 +171,7 @@ def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:
     assert (member.credit.expelled, member.credit.strikes) == (False, 0)
 
 
-def test_whoever_is_connected_expires_at_the_lease() -> None:
+def test_a_connected_learner_expires_after_silence_s() -> None:
     members = membership()
     for name, state in [("c", ACTIVE), ("a", ACTIVE), ("joining", JOINING), ("silent", SILENT), ("gone", DISCONNECTED)]:
         members.set_state(members.join(hello(name), 0.0), state, 0.0)

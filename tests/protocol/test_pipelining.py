@@ -66,7 +66,7 @@ def test_a_round_is_merged_without_the_late_value_when_its_time_is_over() -> Non
     assert versions[:5] == [0, 1, 5, 9, 13]
 
 
-def test_whoever_owes_a_value_counts_when_the_quorum_needs_it() -> None:
+def test_a_learner_that_owes_a_value_counts_when_the_quorum_needs_it() -> None:
     it = pair("a", "b", "c", late={"c"}, quorum=3)
     it.rounds(1, "a", "b", "c")
     assert it.syncer.global_step == 10 and not merged(it), "round 10 is pulled too, and waits"
@@ -85,7 +85,7 @@ def test_as_long_as_most_are_under_way_nobody_is_late() -> None:
     assert merged(it) == {9: "abcd", 10: "abcd"}
 
 
-def test_whoever_has_answered_counts_at_once() -> None:
+def test_a_learner_that_has_answered_counts_at_once() -> None:
     it = pair("a", "b", "c", "d", late={"c", "d"})
     it.wait(1.5)
     it.step("a", "c", "d")

@@ -73,7 +73,7 @@ def fail_power(pair: Pair, lines: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_after_any_troubles_rounds_go_on(seed: int) -> None:
+def test_after_any_troubles_rounds_continue(seed: int) -> None:
     rng = random.Random(seed)
     tau, quorum = rng.choice([0, 1, 2, 4]), rng.randint(1, 3)
     pair = Pair(

@@ -146,7 +146,7 @@ def test_a_repeated_request_names_the_same_clock() -> None:
     assert it.on_connected(13.0) == [Send(SYNCER, request(clock=10))]
 
 
-def test_goes_on_where_it_was_when_the_link_is_back() -> None:
+def test_continues_where_it_was_when_the_link_is_back() -> None:
     it = begun()
     for number in (0, 1, 3):
         it.on_part(part(number), 10, 0.0)
@@ -156,7 +156,7 @@ def test_goes_on_where_it_was_when_the_link_is_back() -> None:
     assert it.complete and it.on_connected(7.0) == []
 
 
-def test_a_transfer_of_more_than_h_global_steps_begins_anew() -> None:
+def test_a_transfer_of_more_than_h_global_steps_starts_again() -> None:
     it = begun(part(0))
     assert it.on_part(part(1), 10 + H, 0.1)[0] == KeepChunk(1, 9), "H are allowed"
     assert it.on_part(part(2), 11 + H, 0.2) == [Send(SYNCER, StateDone("r", 3, "")), DropChunks()]

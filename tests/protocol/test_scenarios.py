@@ -111,7 +111,7 @@ def test_lockstep_survives_the_loss_of_any_message(lost: str) -> None:
     assert it.contributors() == [("a", "b")]
 
 
-def test_lockstep_goes_on_after_a_reconnection_while_it_waits() -> None:
+def test_lockstep_continues_after_a_reconnection_while_it_waits() -> None:
     it = lockstep()
     # It has reported and waits for b.
     it.step("a")
@@ -123,7 +123,7 @@ def test_lockstep_goes_on_after_a_reconnection_while_it_waits() -> None:
     assert it.learners["a"].may_step() and it.learners["b"].may_step()
 
 
-def test_lockstep_goes_on_after_silence_while_it_waits() -> None:
+def test_lockstep_continues_after_silence_while_it_waits() -> None:
     it = lockstep()
     it.step("a")
     it.held.add("a")

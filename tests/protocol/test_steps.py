@@ -57,7 +57,7 @@ def fragments(effects: list[Effect], peer: str) -> list[tuple[int, int, int, int
     return [(m.fragment_id, m.version, m.base, m.payload_bytes) for m in found]
 
 
-def test_a_new_version_goes_out_as_a_step_to_whoever_holds_its_base() -> None:
+def test_a_new_version_is_sent_as_a_delta_to_learners_that_hold_its_base() -> None:
     syncer = stepping("a", "b")
     # It gets version 0 of fragment 1 whole, and then the delta.
     syncer.on_message(hello("late", versions=(0, -1, 0, 0)), 1.0)
@@ -203,7 +203,7 @@ def test_a_gap_is_asked_for_once() -> None:
     assert machine.wants(whole(0, 7), 4.0), "a whole value helps"
 
 
-def test_a_later_life_of_the_syncer_may_go_on_from_an_earlier_version() -> None:
+def test_a_later_life_of_the_syncer_may_continue_from_an_earlier_version() -> None:
     machine = learner()
     take(machine, whole(0, 5))
     assert not machine.wants(step(0, 3, 7, epoch=2), 2.0), "5 is lost, and 7 was made of 3"
@@ -233,7 +233,7 @@ def test_without_faults_nothing_is_whole_after_the_beginning() -> None:
     it.check_bits()
 
 
-def test_a_learner_whose_arithmetic_differs_goes_on_with_whole_values_and_few_greetings() -> None:
+def test_a_learner_whose_arithmetic_differs_continues_with_whole_values_and_few_greetings() -> None:
     it = Pair(quorum=1, steps=True, resend_s=2.0)
     it.join("a", "b")
     it.drivers["b"].misreads = True
@@ -290,7 +290,7 @@ def running_one() -> Syncer:
     return syncer
 
 
-def test_whoever_was_left_out_is_told_so_and_is_not_asked_again_before_it_holds_the_new_version() -> None:
+def test_an_excluded_learner_is_informed_and_not_asked_again_before_it_holds_the_new_version() -> None:
     syncer, heard = first_round(excluded=("b",))
     assert told(heard["a"]) == [(1, 1)] and told(heard["b"]) == [(1, NO_VERSION)]
     syncer.on_message(report("a", 2, (Adopted(1, 1, 10),)), 4.0)
@@ -310,7 +310,7 @@ def test_without_a_new_version_nothing_will_replace_its_parameters_so_it_is_aske
     assert PullRequest(2, 0, 2) in sent(syncer.on_message(report("b", 2, (Adopted(0),)), 4.0), "b")
 
 
-def test_whoever_missed_a_version_learns_later_that_it_has_a_share_in_it() -> None:
+def test_a_learner_that_missed_a_version_learns_later_that_it_has_a_share_in_it() -> None:
     syncer, _ = first_round()
     # The version is on its way to "b".
     syncer.on_disconnect("b", 1, "lost", 4.0)

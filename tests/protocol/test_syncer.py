@@ -129,7 +129,7 @@ def test_a_report_of_another_number_of_fragments_is_dropped() -> None:
     assert syncer.membership.members["a"].local_step == 0
 
 
-def test_the_first_step_is_no_sample_of_the_speed() -> None:
+def test_the_first_step_is_not_a_sample_of_the_speed() -> None:
     syncer = new(quorum=2, ema_decay=0.5)
     syncer.on_message(hello("a"), 0.0)
     member = syncer.membership.members["a"]

@@ -15,7 +15,7 @@ from tests.protocol.test_snapshot import HELD_NONE, anchor, restarted
 
 
 @pytest.mark.parametrize("goes", ["disconnect", "leave"])
-def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> None:
+def test_a_learner_that_leaves_while_a_round_is_pulled_is_not_waited_for(goes: str) -> None:
     syncer = running("a", "b")
     syncer.on_message(value("b", 1, 1, 1), 2.0)
     if goes == "leave":
@@ -32,7 +32,7 @@ def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> No
     assert syncer.on_disconnect("a", 1, "again", 3.0) == []
 
 
-def test_whoever_goes_while_a_round_collects_takes_its_report_along() -> None:
+def test_a_learner_that_leaves_while_a_round_collects_loses_its_report() -> None:
     syncer = running("a", "b", "c", quorum=3)
     for name in ("a", "b"):
         syncer.on_message(report(name, 2), 2.0)
@@ -182,7 +182,7 @@ def test_a_lost_broadcast_is_repaired_also_for_who_counts_with_an_older_version(
     assert sent(effects, "b") == [PullRequest(5, 1, 4), fragment(5, 1, 1)]
 
 
-def test_stop_goes_to_everybody_and_to_whoever_missed_it() -> None:
+def test_stop_goes_to_everybody_and_to_learners_that_missed_it() -> None:
     syncer = running("a", total_steps=1)
     syncer.on_message(hello("b"), 1.0)
     syncer.on_message(value("a", 1, 1, 1), 2.0)
@@ -209,7 +209,7 @@ def test_averages_start_at_their_first_sample() -> None:
     assert pace.after_merge(1.25, 1.0, CONFIG) == Pace(0.5, 0.5)
 
 
-def test_a_wait_for_compilers_is_no_sample() -> None:
+def test_a_wait_for_compilers_is_not_a_sample() -> None:
     assert Pace().after_quorum(60.0, None, CONFIG).after_merge(60.0, None, CONFIG) == Pace()
 
 
@@ -264,7 +264,7 @@ def test_the_wait_ends_restore_s_after_the_first_is_back() -> None:
     assert not syncer.restoring and only(effects, Note)[-1].kind == "lost"
 
 
-def test_what_somebody_who_is_back_holds_is_asked_for_behind_the_deadline_but_not_for_ever() -> None:
+def test_a_returned_learner_is_asked_after_the_deadline_but_not_forever() -> None:
     syncer = restarted()
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     asked = []

@@ -143,7 +143,7 @@ def check_nobody_waited(job: Job, killed: str, others: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_another_donor_takes_over_when_one_dies_in_the_middle(tmp_path: Path, jobs: list[Job]) -> None:
+def test_another_donor_replaces_one_that_dies_in_the_middle(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(
         tmp_path,
         islands={"count": 3, "devices": 1},
@@ -179,7 +179,7 @@ def wait_for_donor(job: Job, names: tuple[str, ...]) -> str:
     raise AssertionError("nobody was asked for a state")
 
 
-def test_an_island_without_peers_finds_what_it_saved_or_goes_on_from_the_syncer_alone(
+def test_an_island_without_peers_loads_what_it_saved_or_continues_from_the_syncer_alone(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
     job = Job(tmp_path, islands={"count": 1, "devices": 1}, protocol={**PROTOCOL, "snapshot_every": 20})

@@ -64,7 +64,7 @@ def test_an_unnoticed_crash_ends_with_the_lease() -> None:
     assert steps.mergers(40.0, 99.0) == ALL
 
 
-def test_a_disconnected_learner_goes_on_and_comes_back_as_it_was() -> None:
+def test_a_disconnected_learner_continues_and_returns_as_it_was() -> None:
     steps = run(Fault(10.0, "disconnect", ("island-2",), 15.0, notice_s=0.05))
     assert ("island-2", 2) not in steps.adopted
     assert len([s for s in steps.ended["island-2"] if 10 < s < 25]) >= 13
@@ -95,7 +95,7 @@ def test_leave_and_late_join() -> None:
 
 @pytest.mark.parametrize("kind", ["disconnect", "partition", "pause"])
 @pytest.mark.parametrize("at_s", [10.05, 11.5, 12.15])
-def test_lockstep_goes_on_after_a_fault(kind: str, at_s: float) -> None:
+def test_lockstep_continues_after_a_fault(kind: str, at_s: float) -> None:
     # a learner that waits makes no new step, so its old report must count again when it is back
     config = replace(SMALL, sync_every=2, num_fragments=1, overlap_steps=0, quorum=3)
     run(Fault(at_s, kind, ("island-1",), 12.0, notice_s=0.02), config=config)

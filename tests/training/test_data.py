@@ -112,7 +112,7 @@ def test_a_corpus_that_cannot_be_read_is_an_error_with_its_path(
         load_source(made, seq_len=16)
 
 
-def test_the_order_has_every_window_once_in_each_epoch_and_an_order_of_its_own_in_each() -> None:
+def test_each_epoch_has_every_window_once_in_another_order() -> None:
     order = SampleOrder(numbered(20), seed=5)
     epochs = [[order.window_id(epoch * 20 + i) for i in range(20)] for epoch in range(3)]
     assert all(sorted(ids) == list(range(20)) for ids in epochs)
@@ -143,7 +143,7 @@ def test_a_batch_of_no_positions_is_refused(ranges: tuple[tuple[int, int], ...])
         SampleOrder(numbered(20), seed=5).batch(ranges)
 
 
-def test_a_corpus_is_known_by_what_it_holds_not_by_where_it_lies(tmp_path: Path) -> None:
+def test_a_corpus_is_known_by_its_contents_not_by_its_path(tmp_path: Path) -> None:
     for name, text in (("one", "a text " * 200), ("two", "a text " * 200), ("else", "a test " * 200)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file.txt").write_text(text, encoding="utf-8")

@@ -44,7 +44,7 @@ def test_each_source_gives_its_own_samples_in_turn_beyond_the_pattern() -> None:
         last = {**last, source: number} if position == before + 1 else {source: number}
 
 
-def test_a_small_source_begins_again_in_another_order() -> None:
+def test_a_small_source_restarts_in_another_order() -> None:
     order = Order([50, 7], (1.0, 1.0), seed=3)
     found = [order[position] for position in range(140)]
     small = [number - 50 for number in found if number >= 50]
@@ -54,7 +54,7 @@ def test_a_small_source_begins_again_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("islands", [1, 2, 4])
-def test_all_leases_together_are_the_order_whoever_has_them(islands: int) -> None:
+def test_all_leases_together_are_the_order(islands: int) -> None:
     source = numbered(900, 700, 500, weights=(4.0, 2.0, 1.0))
     whole = SampleOrder(source, seed=1).batch(((0, 240),))[TOKENS]
     found = np.zeros_like(whole)

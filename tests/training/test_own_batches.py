@@ -115,7 +115,7 @@ def test_an_evaluation_weighs_batches_by_what_they_predict() -> None:
     assert island.evaluate(halves) == {"loss": pytest.approx(14 / 3), "off": 2.0, "tokens": 3.0}
 
 
-def test_waiting_for_data_is_no_goodput_and_is_told_where_it_matters() -> None:
+def test_waiting_for_data_is_not_goodput_and_is_reported_where_it_matters() -> None:
     members: Any = SimpleNamespace(membership=SimpleNamespace(members={}), merged_rounds=1)
     stats = RunStats(("a", "b"), 1, members)
     stats._learners = {"a": LearnerStats(busy_s=8.0), "b": LearnerStats(busy_s=4.0)}

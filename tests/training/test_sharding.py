@@ -87,7 +87,7 @@ def test_a_weight_is_gathered_along_what_splits_the_batch_but_experts_stay() -> 
     assert two.gathered((4, 8, 8), ("expert", "embed", "mlp")).spec == P(("expert",), None, ("tensor",))
 
 
-def test_a_gathered_weight_has_the_same_value_and_its_gradient_lies_like_the_weight() -> None:
+def test_a_gathered_weight_has_the_same_value_and_its_gradient_is_sharded_like_the_weight() -> None:
     two = layout(fsdp=2, tensor=2)
     stored = two.sharding((4, 6), ("embed", "mlp"))
     weight = jax.device_put(jnp.arange(24.0).reshape(4, 6), stored)

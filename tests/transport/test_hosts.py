@@ -260,7 +260,7 @@ def test_the_end_of_one_session_is_the_end_of_the_link(rig: Rig) -> None:
     assert delivery == Delivery("disconnected", SYNCER, reason="merge shard 1: it broke")
 
 
-def test_what_a_shard_must_not_say_is_not_heard(rig: Rig) -> None:
+def test_messages_that_a_shard_must_not_send_are_ignored(rig: Rig) -> None:
     rig.inbox.waiting.append(Delivery("message", "shard-1", Advance(7)))
     rig.inbox.waiting.append(Delivery("message", SYNCER, Advance(8)))
     assert [each.message for each in rig.drain()] == [Advance(8)]

@@ -175,7 +175,7 @@ def leave_a_part(ends: Ends, payload: bytes) -> None:
     assert ends.listener._partials["a", 0][1].held_bytes == len(payload)
 
 
-def test_another_payload_and_a_newer_process_begin_anew(ends: Ends, listener: GrpcListener) -> None:
+def test_another_payload_and_a_newer_process_start_again(ends: Ends, listener: GrpcListener) -> None:
     payload, other = os.urandom(SIZE), os.urandom(SIZE)
     leave_a_part(ends, payload)
     link = ends.connect()

@@ -55,7 +55,7 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
     loop.close()
 
 
-def test_what_goes_wrong_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_errors_are_reported_and_training_continues(tmp_path: Path) -> None:
     config = load(write_config(tmp_path))
     loop = BuiltInLoop(config, "island-0", jax.devices()[:1])
     run = resolve(config, loop.island.shapes, loop.island.kinds)

@@ -116,7 +116,7 @@ def test_a_damaged_state_is_refused_in_words(tmp_path: Path, harm: Callable[[Pat
     assert_restores(saves, 24, 0.0)
 
 
-def test_what_was_not_finished_or_is_no_record_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unfinished_files_and_other_files_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saves = SavedStates([str(tmp_path)])
     save(saves, 24)
     folder = tmp_path / "host-0-of-1"

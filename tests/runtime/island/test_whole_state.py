@@ -130,7 +130,7 @@ def big_state() -> MovingState:
     return MovingState(MovingLayout(StateLayout(arrays), "float32"), arrays.__getitem__)
 
 
-def test_a_lost_link_is_no_failure_and_a_value_that_does_not_fit_is_an_empty_answer() -> None:
+def test_a_lost_link_is_not_a_failure_and_a_value_that_does_not_fit_is_an_empty_answer() -> None:
     failures: list[Exception] = []
     sender, wire = PayloadSender(failures.append), Wire()
     wire.go.set()

@@ -157,7 +157,7 @@ def test_wrong_settings_stay_wrong_and_end_a_run_below_its_quorum(tmp_path: Path
     assert fleet.starts == {"island-0": 1, "island-1": 1}
 
 
-def test_too_many_deaths_are_final_but_others_go_on(tmp_path: Path) -> None:
+def test_too_many_deaths_are_final_but_others_continue(tmp_path: Path) -> None:
     gave_up = threading.Event()
 
     def body(name: str, start: int, stop: threading.Event) -> str:

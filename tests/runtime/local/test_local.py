@@ -267,7 +267,7 @@ def test_islands_that_end_with_the_run_are_not_started_again(tmp_path: Path) -> 
     assert len(told.lines) == 1 and "emulated" in told.said, "what islands run on, and nothing else"
 
 
-def test_stopping_while_the_syncer_is_away_says_how_to_go_on(tmp_path: Path) -> None:
+def test_stopping_while_the_syncer_is_away_prints_how_to_resume(tmp_path: Path) -> None:
     told = Told(tmp_path, ["kill -9 $$", FOREVER], [[FOREVER]])
     # The supervisor has noticed the death when it prints this line.
     told.run._say = lambda line: told.stop.set()

@@ -248,7 +248,7 @@ def test_any_number_of_shares_gives_the_same_bits(up: codec.Format) -> None:
 @pytest.mark.parametrize(
     "outer", [OuterConfig(learning_rate=0.7, momentum=0.9), OuterConfig(optimizer="adam"), OuterConfig(module=OWN)]
 )
-def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
+def test_three_shares_continue_with_what_two_saved(outer: OuterConfig) -> None:
     model, other = cut_model(2, outer), cut_model(3, outer)
     story(model, "int4")
     pieces, plain = saved(model)
@@ -303,7 +303,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
         assert models[0].digests == models[1].digests, "bit for bit, however many shards"
 
 
-def test_a_bounded_capture_holds_up_whoever_replaces_it_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_capture_holds_up_its_replacement_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     merge(model, 1, {"a": gradient(model, 0, 1)})
     capture, wanted, merges = model.capture(bounded=True), saved(model)[0], ThreadPoolExecutor(2)

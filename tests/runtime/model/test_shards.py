@@ -226,7 +226,7 @@ def test_an_unusable_value_is_excluded(bench: Bench) -> None:
     assert merged.excluded.keys() == {"b"} and merged.state is not None
 
 
-def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path) -> None:
+def test_the_death_of_a_shard_is_reported_and_ends_what_waits_for_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, 2)
     bench.dial_all()
     capture = bench.model.capture()

@@ -114,7 +114,7 @@ def test_a_process_that_hangs_ends_with_its_stacks_and_a_reason(tmp_path: Path) 
     ],
     ids=["alone", "one controller", "a follower"],
 )
-def test_an_island_whose_step_blocks_for_ever_comes_back_and_the_run_ends_well(
+def test_an_island_whose_step_blocks_forever_restarts_and_the_run_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, islands: dict[str, object], host: int, words: str
 ) -> None:
     monkeypatch.setenv("DILOCO_TEST_HANG", str(tmp_path / "hang.file"))

@@ -92,7 +92,7 @@ def test_on_another_machine_the_age_of_the_last_word_decides(tmp_path: Path) -> 
     assert judge(folder(tmp_path), far, lambda: word(machine="host-7"))["state"] == "running"
 
 
-def test_a_data_parallel_run_cannot_go_on(tmp_path: Path) -> None:
+def test_a_data_parallel_run_cannot_be_resumed(tmp_path: Path) -> None:
     found = judge(tmp_path, word(age_s=40, process=GONE, supervisor=GONE), nobody)
     assert "data-parallel" in found["remedy"] and "--resume" not in found["remedy"]
 

@@ -55,7 +55,7 @@ def test_lines_come_back_in_order_and_the_position_is_their_end(tmp_path: Path) 
 
 
 @given(st.integers(min_value=0, max_value=60))
-def test_a_tape_cut_anywhere_goes_on_behind_its_last_whole_line(cut: int) -> None:
+def test_a_tape_cut_anywhere_continues_behind_its_last_whole_line(cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tape.jsonl"
         whole = b'["tick",1.0]\n["tick",2.0]\n["tick",3.0]\n'
@@ -150,7 +150,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_json_cannot_say_becomes_null(tmp_path: Path, bad: float) -> None:
+def test_non_finite_values_become_null(tmp_path: Path, bad: float) -> None:
     telemetry = Telemetry(tmp_path)
     telemetry.write(step(1.0, loss=bad, nested=[{"x": bad}, 1.5]))
     telemetry.close()

@@ -102,7 +102,7 @@ def test_an_incarnation_and_a_note_end_a_group() -> None:
     assert told == [*steps, ("step", "a", 3, 1), ("step", "a", 1, 1), ("step", "a", 3, 2)]
 
 
-def test_rare_records_have_a_bound_of_their_own(tmp_path: Path) -> None:
+def test_rare_records_have_a_separate_bound(tmp_path: Path) -> None:
     records = [note("silent", float(n), n, "a", reason="x" * 50) for n in range(3000)]
     path = written(tmp_path, records)
     kept = list(read_metrics(path))[1:]

@@ -174,7 +174,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     assert newest(tmp_path, model) is None
 
 
-def test_what_is_set_aside_is_no_checkpoint_any_more(tmp_path: Path) -> None:
+def test_a_snapshot_that_is_set_aside_is_not_a_checkpoint(tmp_path: Path) -> None:
     model = make_model()
     for _ in range(2):
         checkpoint.set_aside(write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3))

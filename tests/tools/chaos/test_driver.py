@@ -169,7 +169,7 @@ def test_who_recovers_without_a_donor_costs_nobody_his_life(stages: Any) -> None
     assert stage.killed == ["a"] and any("no donor that could be killed" in line for line in stage.said)
 
 
-def test_stopped_process_goes_on_when_its_time_is_over(stages: Any) -> None:
+def test_stopped_process_continues_when_its_time_is_over(stages: Any) -> None:
     stage = stages(fault(1, "stop", "a", 0.05))
     stage.polls(1)
     wait_for(stage.stops, "the stop")

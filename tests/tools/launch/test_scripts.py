@@ -56,7 +56,7 @@ def test_delete_takes_away_what_create_made_but_the_disk(stage: Stage) -> None:
     assert not any("disks" in words for words in stage.calls)
 
 
-def test_delete_goes_on_after_a_failure(stage: Stage) -> None:
+def test_delete_continues_after_a_failure(stage: Stage) -> None:
     result = stage.run("./delete.sh", there="all", FAIL="delete small-island-0")
     assert result.returncode == 1
     assert any("small-syncer" in words or "syncer" in " ".join(words) for words in stage.calls)

@@ -111,7 +111,7 @@ def test_it_says_what_to_change_if_nothing_fits(tmp_path: Path, monkeypatch: pyt
     assert "nothing fits into 28.8 GB" in said and "islands.mesh.tensor 2" in said
 
 
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_other_than_a_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
     assert cli.main(["preflight", str(path), "--search", str(path)]) == 2

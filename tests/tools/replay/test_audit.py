@@ -250,7 +250,7 @@ def test_broken_tapes_are_named(tmp_path: Path) -> None:
         audit(pair.finish(), pair.config, STEPS)
 
 
-def test_a_tape_that_ends_before_its_run_is_no_proof(tmp_path: Path) -> None:
+def test_a_tape_that_ends_before_its_run_is_not_a_proof(tmp_path: Path) -> None:
     pair = TapedPair(tmp_path)
     pair.join("a")
     pair.steps(3, "a")

@@ -88,7 +88,7 @@ def test_later_epoch_is_refused_and_an_earlier_one_welcome(side: Side) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "syncer", "Syncer", "../x", ".x", "a/b", "a b", "a\n", "ä", "x" * 101, "ca"])
-def test_name_that_is_no_plain_word_is_refused(side: Side, name: str) -> None:
+def test_name_that_is_not_a_plain_word_is_refused(side: Side, name: str) -> None:
     with pytest.raises(Refused, match=r"learner_id .* is not allowed: use at most 100 letters"):
         side.admit(name)
     with pytest.raises(ValueError, match="is not allowed"):
