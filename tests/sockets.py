@@ -1,4 +1,4 @@
-"""What a process does with the network, as the kernel tells it."""
+"""The listening sockets of a process, as the kernel reports them."""
 
 import contextlib
 import os

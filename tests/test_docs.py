@@ -1,4 +1,4 @@
-"""Links in README, CONTRIBUTING and docs/ lead to what is there, and quoted messages are ones that can be printed."""
+"""Links in README, CONTRIBUTING and docs/ have a target, and quoted messages exist in the package."""
 
 import ast
 import re

@@ -155,7 +155,7 @@ def room_problem(module: str, target: str) -> str:
 
 
 def violations_of(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What one file does against the rules of layers, in words."""
+    """Return the violations of one file against the rules of layers, as messages."""
     layer = layer_of(module)
     if layer not in LAYERS:
         return [f"{module}: `{layer}` is not a layer of this package; add it to LAYERS with what it may import"]

@@ -155,7 +155,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def follow(page: str, folder: Path, within: Mapping[str, list[str]] | None = None) -> list[str]:
-    """Do all that a page says, and return what was printed."""
+    """Run all blocks of a page, and return their output."""
     said, port = blocks(page, HOST if within else ""), str(free_port())
     machines = Machines(folder, {machine for machine, _ in said}, within or {})
     try:

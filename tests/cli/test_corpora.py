@@ -1,4 +1,4 @@
-"""`diloco tokenize` and `diloco data`: text in, and what a run will read of it."""
+"""`diloco tokenize` and `diloco data`: text becomes the samples that a run reads."""
 
 import json
 import os

@@ -118,7 +118,7 @@ def entries(*rows: tuple[int, int, int, int], data: bytes = b"") -> bytes:
 
 
 class Box(NamedTuple):
-    """The part of one array that one host has."""
+    """Part of one array on one host."""
 
     host: int
     offset: int

@@ -1,4 +1,4 @@
-"""docs/examples/one_page.py gives what the system gives on the same schedule, to rounding, and trains.
+"""docs/examples/one_page.py trains, and computes the same as the system with the same turns, up to rounding.
 
 The system's side: the two machines decide (TapedPair), and a replay of their tapes trains islands and merges.
 """

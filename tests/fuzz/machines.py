@@ -53,7 +53,7 @@ class Source:
         return value or 0
 
     def number(self, least: int = 0) -> int:
-        """Mostly one that means something, or a small one; sometimes one at an end of what the wire lets through."""
+        """Draw a number: mostly a meaningful or small one, sometimes the largest or smallest that the wire allows."""
         byte = self.byte()
         if byte >= 240:
             return ODD_NUMBERS[byte % 8]
@@ -124,7 +124,7 @@ def greeting(name: str, incarnation: int = 1) -> m.Hello:
 
 
 class Honest:
-    """A learner that keeps to the protocol, so that inputs get somewhere; its words may be changed on their way."""
+    """Learner that follows the protocol, so that inputs reach far; its messages may be changed on their way."""
 
     def __init__(self, name: str) -> None:
         self.report = m.StepReport(name, 1, 0, 0, 0, (m.Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 0, 0)

@@ -77,7 +77,7 @@ TAIL = value_frames(b"", 40)[0].removeprefix(PACKED_HEADER)
 
 
 class BulkLane:
-    """The receiving end of the bulk lane, from raw frames to messages; what it would wait for never comes."""
+    """Receiving end of the bulk lane, from raw frames to messages; missing frames never arrive."""
 
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.partials = Partials(payload_bytes_max, 60.0)
@@ -253,7 +253,7 @@ def state_bytes(state: dict[str, Any]) -> bytes:
 
 
 def run_codec(data: bytes) -> None:
-    """A payload has the right size, or is refused; nothing is allocated for what it claims."""
+    """Check that a payload has the right size or is refused, and that its claims allocate no memory."""
     format = FORMATS[data[0] % 4] if data else "int4"
     payload = data[1:]
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):

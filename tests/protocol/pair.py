@@ -1,4 +1,4 @@
-"""Real machines joined by a fake wire without time: a message arrives when the test says so, in the order it was sent.
+"""Real machines joined by a fake wire without time; a test delivers messages in the order they were sent.
 
 The pair also plays the drivers' part of the contract (drivers.py), and fails the test when a machine breaks it: a kept
 payload is freed exactly once, what is sent is there, adopted versions only grow, rounds in flight stay bounded, every
@@ -100,7 +100,7 @@ class Pair:
         fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT,
         step_samples: int = STEP_SAMPLES,
     ) -> None:
-        """Start learners and let them connect; one that runs under the same name is gone."""
+        """Start learners and let them connect; a learner of the same name that still runs is killed."""
         for name in names:
             self._unlink(name)
             saved = self.saved.get(name)
@@ -112,7 +112,7 @@ class Pair:
         self.deliver()
 
     def step(self, *names: str, step_s: float = 1.0, tokens: int = 10) -> None:
-        """Each learner that may finishes one inner step; then everything that is not held is delivered."""
+        """Let each learner that may finish one inner step, then deliver everything that is not held."""
         for name in names:
             learner = self.learners[name]
             if not learner.may_step():
@@ -125,7 +125,7 @@ class Pair:
         self.deliver()
 
     def rounds(self, count: int, *names: str, step_s: float = 1.0) -> None:
-        """So many times: a second, then a step of each."""
+        """Repeat `count` times: wait a second, then let each learner make a step."""
         for _ in range(count):
             self.wait(1.0)
             self.step(*names, step_s=step_s)
@@ -149,7 +149,7 @@ class Pair:
         raise AssertionError(f"{TICKS_MAX} ticks within {seconds} s")
 
     def deliver(self) -> None:
-        """Move messages until nothing is under way but what is held."""
+        """Deliver messages until only held ones are under way."""
         waiting: deque[tuple[str, str, Message]] = deque()
         while self.wire:
             item = self.wire.popleft()
@@ -160,7 +160,7 @@ class Pair:
         self.wire = waiting
 
     def let_pass(self, key: str) -> None:
-        """The oldest message that `held` holds back under this key arrives."""
+        """Deliver the oldest message that `held` holds back under this key."""
         item = next(item for item in self.wire if key in _keys(item))
         self.wire.remove(item)
         self.arrive(*item)
@@ -188,7 +188,7 @@ class Pair:
             self.deliver()
 
     def cut(self, *names: str, reason: str = "connection reset") -> None:
-        """The link breaks; both sides learn of it, what was under way is lost."""
+        """Break the link of each learner; both sides notice it, and messages under way are lost."""
         for name in names:
             self._unlink(name)
             self._run_learner(name, self.learners[name].on_disconnected(self.now_s))
@@ -196,14 +196,14 @@ class Pair:
         self.deliver()
 
     def crash(self, *names: str, reason: str = "connection reset") -> None:
-        """The learner is dead; only the syncer is there to notice."""
+        """Kill learners; only the syncer can notice it."""
         for name in names:
             self._unlink(name)
             self._lose(name, reason, self.learners.pop(name).incarnation)
         self.deliver()
 
     def connect(self, *names: str) -> None:
-        """The same learners, with what they hold, dial again."""
+        """Let the same learners connect again with the values that they hold."""
         for name in names:
             self._link(name)
         self.deliver()
@@ -214,14 +214,14 @@ class Pair:
         self.deliver()
 
     def drain(self, *names: str) -> None:
-        """Somebody asks the syncer to let these learners go."""
+        """Let an operator ask the syncer to drain these learners."""
         for name in names:
             for effect in self._taped.on_drain(name, self.now_s):
                 self._execute(effect, None)
         self.deliver()
 
     def lose_wire(self, name: str) -> list[Message]:
-        """Everything under way from and to the learner is lost, without anybody noticing."""
+        """Lose all messages from and to the learner; neither side notices it."""
         lost = [message for sender, receiver, message in self.wire if name in (sender, receiver)]
         for message in lost:
             # Heartbeats come by themselves and would drown the rest.
@@ -231,7 +231,7 @@ class Pair:
         return lost
 
     def restart_syncer(self, lost_lines: int = 0) -> None:
-        """The syncer's process is killed and another takes its place, with its newest snapshot and its tape.
+        """Kill the syncer's process, and start another with its newest snapshot and its tape.
 
         Args:
             lost_lines: lines at the end of the tape that never reached the disk: the machine's power failed.
@@ -285,15 +285,15 @@ class Pair:
         return [effect.reason for effect in self.effects if isinstance(effect, Drop)]
 
     def messages(self, kind: type[Message], name: str = "") -> list[Any]:
-        """Messages of one kind that were sent, by or to the learner if one is named."""
+        """Return the sent messages of one kind, by or to the learner if one is named."""
         return [m for sender, receiver, m in self.sent if isinstance(m, kind) and name in ("", sender, receiver)]
 
     def contributors(self) -> list[tuple[str, ...]]:
-        """Name those that were merged, round by round."""
+        """Return the names of the merged learners, round by round."""
         return [tuple(each.learner_id for each in merge.contributions) for merge in self.merges()]
 
     def check_replay(self) -> None:
-        """A fresh syncer that is fed the tape asks for the same, input by input."""
+        """Check that a fresh syncer makes the same effects from the tape, input by input."""
         assert list(replay(self.tape, self._new_syncer())) == self.history
 
     def check_bits(self) -> None:

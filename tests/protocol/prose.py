@@ -1,4 +1,4 @@
-"""Messages and effects as words, one line each: what golden transcripts are made of."""
+"""Messages and effects as sentences, one line each, for the golden transcripts."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -63,7 +63,7 @@ def _life(epoch: int) -> str:
 
 
 def message_text(message: Any) -> str:
-    """Put a message in words. Lives of the syncer are shown when they are not the first."""
+    """Describe a message in one line; the syncer's life is shown if it is not the first."""
     match message:
         case m.Hello(_, incarnation, _, versions):
             return f"Hello, incarnation {incarnation}, holds [{versions_text(versions)}]{_life(message.epoch)}"
@@ -94,7 +94,7 @@ def message_text(message: Any) -> str:
 
 
 def effect_text(effect: e.Effect) -> str:
-    """Put an effect in words, without the name of the machine that asked for it."""
+    """Describe an effect in one line, without the name of its machine."""
     match effect:
         case e.Send(peer, message):
             return f"sends {peer}: {message_text(message)}"

@@ -1,4 +1,4 @@
-"""A receiver named r, parts of a donor's state for it, and one part of a machine whose effects a test reads."""
+"""Inputs for tests of recovery: a receiver named r, and chunks of a donor's state for it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +54,7 @@ def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **change
 
 
 def begun(*parts: StateChunk, **settings: Any) -> Alone:
-    """One that has asked at global step 10, and got these parts at once."""
+    """Return a receiver that has asked at global step 10 and got these chunks at once."""
     it = receiver(**settings)
     it.begin(10, 0.0)
     for each in parts:

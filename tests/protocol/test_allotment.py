@@ -1,4 +1,4 @@
-"""The learner's side of leases: what it reads, whatever becomes of them on their way."""
+"""The learner's side of leases: the samples that it reads when leases are lost, repeated or late."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Evaluations of the global model: who is asked, what counts as an answer, and how a run ends."""
+"""Evaluations of the global model: the learners that are asked, valid answers, and the end of a run."""
 
 import json
 from math import inf, nan

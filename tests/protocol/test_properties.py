@@ -120,7 +120,7 @@ syncer_inputs = st.lists(
 
 
 class Watch:
-    """Rules for a syncer's effects, whatever it is told."""
+    """Rules for a syncer's effects after any inputs."""
 
     def __init__(self, syncer: Syncer) -> None:
         self.syncer = syncer
@@ -229,7 +229,7 @@ learner_inputs = st.lists(
 
 
 class Looks:
-    """Rules for a learner's effects, whatever it is told."""
+    """Rules for a learner's effects after any inputs."""
 
     def __init__(self, learner: Learner, overlaps: bool) -> None:
         self.learner = learner

@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def start(self, name: str) -> None:
-        """A new process; if one ran under this name it is gone, and nobody was told."""
+        """Start a new process; an older one of this name ends without a message."""
         if self.incarnations[name] < LIVES_MAX:
             self.incarnations[name] += 1
             self.pair.join(name, incarnation=self.incarnations[name], step_samples=1 + NAMES.index(name))
@@ -193,7 +193,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def every_index_is_one_life_s(self) -> None:
-        """A sample of a life is one index for good, and no index is out twice, or out and free."""
+        """A sample of a process keeps its index, and no index is leased twice, or leased and free."""
         pair = self.pair
         for _, receiver, message in pair.sent[self.seen :]:
             if isinstance(message, Lease):
@@ -212,7 +212,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.pair.syncer.rounds.flying) <= max(1, self.pair.config.overlap_steps)
 
     def teardown(self) -> None:
-        """Nothing goes wrong any more: the run completes, and its tape leads to the same decisions."""
+        """Complete the run without further faults, and check that its tape leads to the same decisions."""
         if not hasattr(self, "begun"):
             return
         pair = self.pair

@@ -13,7 +13,7 @@ pairs: list[Pair] = []
 
 
 def pair(*names: str, **settings: Any) -> Pair:
-    """A pair whose learners are live: each has made one step."""
+    """Return a pair of learners that have made one step each."""
     made = Pair(**settings)
     pairs.append(made)
     made.join(*names)

@@ -1,4 +1,4 @@
-"""Steps from one version of a fragment to the next: who gets one, what it applies to, and how what is missing heals."""
+"""Deltas between two versions of a fragment: their receivers, their bases, and the recovery of lost ones."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def first_version(syncer: Syncer, *names: str) -> list[Effect]:
 
 
 def fragments(effects: list[Effect], peer: str) -> list[tuple[int, int, int, int]]:
-    """(fragment, version, base, bytes) of what was sent to somebody."""
+    """Return (fragment, version, base, bytes) of the fragments that were sent to a peer."""
     found = [message for message in sent(effects, peer) if isinstance(message, GlobalFragment)]
     return [(m.fragment_id, m.version, m.base, m.payload_bytes) for m in found]
 
@@ -141,7 +141,7 @@ def test_a_restored_machine_knows_who_can_use_which_step() -> None:
 
 
 def learner() -> Learner:
-    """It holds version 1 of both fragments."""
+    """Return a learner that holds version 1 of both fragments."""
     settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "silence_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
     config = ProtocolConfig(sync_every=2, num_fragments=2, recover_from_peers=False, **settings)
     machine = Learner("a", 1, config, FINGERPRINT)

@@ -236,7 +236,7 @@ def test_a_round_names_whom_it_waits_for() -> None:
 
 
 def beat(syncer: Syncer, now_s: float, *names: str) -> list[Effect]:
-    """Signs of life."""
+    """Send heartbeats of learners."""
     return [effect for name in names for effect in syncer.on_message(Heartbeat(name, 1), now_s)]
 
 

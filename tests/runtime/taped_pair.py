@@ -60,7 +60,7 @@ class TapedPair(Pair):
         return self.folder
 
     def path_of(self, name: str, incarnation: int = 1) -> Path:
-        """Where a learner's tape lies."""
+        """Return the path of a learner's tape."""
         return learner_tape_path(self.folder, name, incarnation)
 
     def _tape_of(self, name: str) -> LearnerTape:

@@ -1,4 +1,4 @@
-"""Text as token stores: what is read, what is written, and what of it a sample has."""
+"""Token stores: reading text, writing stores, and the tokens of a sample."""
 
 import gzip
 import json

@@ -58,7 +58,7 @@ class Ends:
 
 
 def greet(listener: GrpcListener, link: GrpcLink, learner_id: str = "a", incarnation: int = 0) -> None:
-    """Let a link say something, and the listener hear it as the next thing."""
+    """Send a message over a link, and check that the listener receives it next."""
     link.send(Heartbeat(learner_id, incarnation))
     heard = hear(listener)._replace(session=0)
     assert heard == Delivery("message", learner_id, Heartbeat(learner_id, incarnation))
@@ -78,7 +78,7 @@ def hear_message(side: Any) -> Message:
 
 
 def hear_end(side: Any, words: str = "") -> Delivery:
-    """The end of a session, with these words in its reason."""
+    """Receive the end of a session, and check that its reason has this text."""
     delivery = hear(side)
     assert delivery.kind == "disconnected" and words in delivery.reason, delivery
     return delivery
@@ -100,7 +100,7 @@ def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> boo
 
 
 class Quiet(Session):
-    """A session whose other end is nowhere."""
+    """Session without another end."""
 
     def __init__(self, inbox: Inbox, header: pb.Header | None = None, **settings: Any) -> None:
         header = header or pb.Header(sender="a")

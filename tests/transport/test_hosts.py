@@ -156,7 +156,7 @@ SHARES = share(PLAN, MergeConfig(), 3)
 
 
 class FakeSession:
-    """A session that only remembers what was sent."""
+    """Session that only records the messages that were sent."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, bytes]] = []

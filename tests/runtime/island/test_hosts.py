@@ -62,7 +62,7 @@ PULSE = Pulse(WatchdogConfig(least_s=0.0), "a loop", None)
 
 
 class Pair:
-    """Both hosts of an island, each with all of the model: what they are told is all that they share."""
+    """Both hosts of an island, each with the whole model; they share nothing but messages."""
 
     def __init__(self, deaths: list[str], folder: Path) -> None:
         config = replace(CONFIG, transport=replace(CONFIG.transport, connect_timeout_s=1.0))
@@ -108,7 +108,7 @@ class Pair:
         return message, values
 
     def settle(self) -> None:
-        """Wait until the follower has done what it was told."""
+        """Wait until the follower has handled all messages."""
         self.leader._questions.ask(HostWarmUp).payloads()
 
     def same(self) -> bool:
@@ -316,7 +316,7 @@ def test_an_island_forgets_that_it_could_be_a_part_of_a_multislice_job(monkeypat
 
 
 def metadata(words: bytes) -> Any:
-    """Make what asks a server of metadata that says this."""
+    """Return a function that asks a fake metadata server with this answer."""
     return lambda *handlers: SimpleNamespace(open=lambda request, timeout: io.BytesIO(words))
 
 

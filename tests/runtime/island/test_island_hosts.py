@@ -41,7 +41,7 @@ def pid_of(run_dir: Path, words: str) -> int:
 
 
 def stopped(process: Any) -> str:
-    """Interrupt a run; returns what it said."""
+    """Interrupt a run, and return its output."""
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output

@@ -97,7 +97,7 @@ class Script:
         self.listener.send(NAME, message, payload)
 
     def await_message(self, kind: type[M], payload: bool = False) -> Any:
-        """The next message of a kind; others are remembered in `heard`."""
+        """Return the next message of a kind; the others are kept in `heard`."""
         ends_s = time.monotonic() + WAIT_S
         while time.monotonic() < ends_s:
             delivery = self.listener.receive(1.0)

@@ -97,7 +97,7 @@ def test_chaos_needs_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 class Fleet:
-    """Islands that do as they are told, and what became of them."""
+    """Scripted islands with a record of their starts, devices and ends."""
 
     def __init__(self, tmp_path: Path, body: Callable[[str, int, threading.Event], str], **changes: Any) -> None:
         islands = {**ONE, "restart_delay_s": 0.0, "restarts_max": 2}

@@ -50,7 +50,7 @@ class Scripted(LocalRun):
 
 
 class Told:
-    """A supervised run of scripts, and what came of it."""
+    """Supervised run of scripts with a record of its output."""
 
     def __init__(
         self,

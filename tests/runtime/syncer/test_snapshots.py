@@ -68,7 +68,7 @@ def writer_of(folder: Path, model: GlobalModel, step: int = 0) -> SnapshotWriter
 
 
 def damage(path: Path) -> None:
-    """Do what a disk does that lost the end of every file."""
+    """Cut the end of every file, as a broken disk may do."""
     for file in path.rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

@@ -123,7 +123,7 @@ def test_tapes_of_a_run_end_and_say_what_happened(tmp_path: Path) -> None:
 
 
 class Scripted(Random):
-    """A random source that says what it is told."""
+    """Random source with scripted numbers."""
 
     def __init__(self, *values: float) -> None:
         super().__init__()

@@ -164,7 +164,7 @@ def _with_steps(merge: Merge, steps: int) -> Merge:
 
 
 class Hoarder(Syncer):
-    """Never says that a value was not used, so its payload stays."""
+    """Syncer that never frees the payload of a value that it does not use."""
 
     def _on_value(self, member: Member, message: FragmentValue, now_s: float) -> None:
         super()._on_value(member, message, now_s)

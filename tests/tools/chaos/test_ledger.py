@@ -1,4 +1,4 @@
-"""What the books of a chaos run say after invented records."""
+"""The ledger of a chaos run after invented records."""
 
 from pathlib import Path
 from typing import Any

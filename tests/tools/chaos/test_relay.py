@@ -57,7 +57,7 @@ def ends() -> Iterator[Ends]:
 
 
 def read(end: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes."""
+    """Read exactly `size` bytes."""
     data = bytearray()
     while len(data) < size:
         part = end.recv(min(size - len(data), 1 << 20))

@@ -1,4 +1,4 @@
-"""Tests of what only a real connection can do: break, lie, be somewhere else."""
+"""Links over real connections: they break, carry wrong messages, or lead to another process."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ class Child:
 
 
 class RawLearner:
-    """A learner that speaks frames by hand, so that it can say what our own code never would."""
+    """Learner that sends raw frames, so that it can send messages that the package never sends."""
 
     def __init__(self, address: str, **names: Any) -> None:
         self.channels: list[grpc.Channel] = []

@@ -1,4 +1,4 @@
-"""A driver that is behind reads the newest report of a learner, and loses nothing that an older one told."""
+"""A late driver reads the newest report of a learner, and loses nothing of an older one."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Tests of who may connect, who replaces whom, how much may wait, and values that arrive in parts."""
+"""Sessions: permission to connect, replacement, the limit of waiting bytes, and values from several hosts."""
 
 import threading
 from collections.abc import Callable
