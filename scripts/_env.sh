@@ -1,10 +1,10 @@
-# Sourced by the scripts beside it. Leaves a working .venv in the root of the repository, and `cd`s there.
+# The scripts in this folder source this file. It makes a working .venv in the root of the repository, and `cd`s there.
 #
-# The stamp in .venv names what it was installed from; nothing happens while that is unchanged, so a start costs
-# milliseconds. A .venv whose installation was cut short carries the mark `.installing` and is built again.
+# The stamp in .venv names the source of its installation. While the source is unchanged, nothing is installed, and a
+# start costs milliseconds. After an interrupted installation, .venv has the mark `.installing` and is built again.
 # Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one; DILOCO_EXTRAS the extras of
-# pyproject.toml to install (dev; CI adds parity, with PyTorch, against which models are tested); DILOCO_VENV another
-# folder for it, below the root.
+# pyproject.toml to install (dev; CI adds parity, with PyTorch for tests of models); DILOCO_VENV names another folder below
+# the root.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -41,7 +41,7 @@ find_python() {
   return 1
 }
 
-# What the environment is made from. The root is part of it: console scripts hold absolute paths, so a copy is stale.
+# Prints the source of the environment. The root is part of it, because console scripts have absolute paths.
 wanted_stamp() {
   { cat pyproject.toml constraints-py311.txt && printf '%s\n' "$root" "$extras"; } | cksum
 }
@@ -60,7 +60,7 @@ pip_install() {
     >"$venv/.install.log" 2>&1 </dev/null
 }
 
-# Called where `set -e` is off (on the left of ||), so every step that can fail is checked.
+# Its caller turns `set -e` off (left of ||), so the function checks every step that can fail.
 make_env() {
   local python="$1"
   if [ -e "$venv/.installing" ] || ! is_new_enough "$venv/bin/python" || ! "$venv/bin/python" -c 'import pip'; then
@@ -76,7 +76,7 @@ make_env() {
     return 1
   fi
   if ! pip_install; then
-    # pip fails before it changes anything or rolls back, so what was there stays usable: only a kill leaves the mark
+    # A failed pip changes nothing or rolls back, so an old environment stays usable; only a kill leaves the mark.
     rm -f "$venv/.installing"
     tail -n 20 "$venv/.install.log" >&2
     say "error: the installation failed, see above; check the network and the disk and start again" \
@@ -90,8 +90,8 @@ ensure_env() {
   env_is_ready && return 0
   local python
   python="$(find_python)" || return 1
-  # One start installs, others wait. The lock belongs to the open file and ends with its last holder (pip included), so
-  # it is never stale; Python takes it because not every system has the flock command.
+  # One start installs while others wait. The lock belongs to the open file and ends with its last holder (pip included),
+  # so it is never stale. Python locks the file, because not every system has the flock command.
   mkdir -p "$(dirname "$venv")" || return 1
   exec 9>"$venv.lock" || return 1
   if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then

@@ -20,13 +20,13 @@ MODULES = (folders, hostile, floods, wires, processes)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Attack, print a table of verdicts, and return the exit status: 1 if one attack did harm."""
     parser = argparse.ArgumentParser(prog="scripts/attack/run", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="attacks whose names begin so")
-    parser.add_argument("--long", action="store_true", help="also those that take minutes")
-    parser.add_argument("--list", action="store_true", help="print all names, and what each attack does")
-    parser.add_argument("--seed", type=int, default=0, help="of random moments and fields; default: 0")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="attacks whose names start with these")
+    parser.add_argument("--long", action="store_true", help="include attacks that take minutes")
+    parser.add_argument("--list", action="store_true", help="print the name and the description of each attack")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random moments and fields; default: 0")
     parser.add_argument("--at-once", type=int, default=2, help="attacks at a time; default: 2")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all run folders and logs in this new folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and all else on stderr")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and all other lines on stderr")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(f"{each.name:28}{each.about}" for each in CATALOGUE.attacks.values()))

@@ -1,4 +1,4 @@
-"""Hostile learners that say too much, or anything: floods, answers that nobody asked for, and random fields."""
+"""Hostile learners that send too much, or random data: floods, unrequested answers, and random fields."""
 
 import contextlib
 import time
@@ -17,13 +17,13 @@ from diloco_jax.transport.link import BULK_TYPES, LinkClosed
 
 FLOOD = 20_000
 REPORTS = 3_000
-# What a flood may add to the tape, beside the rounds that go on meanwhile.
+# A flood may add this to the tape, which rounds extend in the meantime.
 TAPE_BYTES_MAX = 4 << 20
 RANDOM_S = 20.0
 
 
-def shout(evil: StubLearner, message: Any, count: int) -> int:
-    """Send a message many times; return how often the link took it."""
+def send_many(evil: StubLearner, message: Any, count: int) -> int:
+    """Send a message many times, and return how often the link accepted it."""
     for number in range(count):
         try:
             evil.say(message)
@@ -38,9 +38,9 @@ def flood_heartbeats(ground: Ground, seen: Findings) -> None:
     with syncer(ground.folder / "site") as site:
         honest, evil = site.honest(), merged_once(site, "evil")
         size = _tape_bytes(site)
-        sent = shout(evil, m.Heartbeat("evil", 1), FLOOD)
+        sent = send_many(evil, m.Heartbeat("evil", 1), FLOOD)
         time.sleep(0.5)
-        sent += shout(evil, m.Heartbeat("evil", 1), FLOOD)
+        sent += send_many(evil, m.Heartbeat("evil", 1), FLOOD)
         grown = _tape_bytes(site) - size
         seen.expect(grown < TAPE_BYTES_MAX, f"{sent} sent, tape + {grown / 1e6:.1f} MB")
         evil.end()
@@ -52,13 +52,13 @@ def flood_reports(ground: Ground, seen: Findings) -> None:
     """A learner sends 3,000 reports of steps that took no time."""
     with syncer(ground.folder / "site") as site:
         honest, evil = site.honest(), merged_once(site, "evil")
-        size, told = _tape_bytes(site), evil.machine.contact.report
-        assert told is not None
+        size, report = _tape_bytes(site), evil.machine.contact.report
+        assert report is not None
         sent = 0
         for number in range(REPORTS):
-            step = told.local_step + 1000 + number
+            step = report.local_step + 1000 + number
             with contextlib.suppress(LinkClosed):
-                evil.say(told._replace(local_step=step, tokens=64 * step, step_s=0.0))
+                evil.say(report._replace(local_step=step, tokens=64 * step, step_s=0.0))
                 sent += 1
         grown = _tape_bytes(site) - size
         seen.expect(grown < TAPE_BYTES_MAX, f"{sent} sent, tape + {grown / 1e6:.1f} MB")
@@ -71,7 +71,7 @@ def _tape_bytes(site: Site) -> int:
 
 @CATALOGUE.add("nonsense", LIVES)
 def nonsense(ground: Ground, seen: Findings) -> None:
-    """A learner sends scores, parts of states, requests and refusals that nobody asked for, with absurd numbers."""
+    """A learner sends scores, parts of states, requests and refusals without a reason, with absurd numbers."""
     huge = 1 << 62
     with syncer(ground.folder / "site", protocol={"recover_from_peers": True}) as site:
         honest, evil = site.honest(), merged_once(site, "evil")
@@ -101,19 +101,19 @@ def nonsense(ground: Ground, seen: Findings) -> None:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Let this process send what its own checks would not: the syncer's have to do."""
+    """Turn off this process's checks of messages, so that only the syncer's checks remain."""
     with mock.patch.object(wire, "check_body", lambda body: None):
         yield
 
 
 def _while_alive(evil: StubLearner, site: Site, within_s: float) -> None:
-    """Wait until a learner or the syncer ends, so many seconds at most."""
+    """Wait until a learner or the syncer ends, but at most this many seconds."""
     comes_true(lambda: not (evil.lives and site.lives), within_s)
 
 
 @CATALOGUE.add("random-fields", LIVES + " and a rewind")
 def random_fields(ground: Ground, seen: Findings) -> None:
-    """For 20 s a learner sends messages with random fields of any size, in as many lives as it needs."""
+    """For 20 s a learner sends messages with random fields of any size, and restarts as often as necessary."""
     with syncer(ground.folder / "site") as site, unchecked():
         honest, life, sent, until_s = site.honest(), 0, 0, time.monotonic() + RANDOM_S
         way, liar = honest[0].way, Hostile(ground.seed)

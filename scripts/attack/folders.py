@@ -1,4 +1,4 @@
-"""Mistaken commands on the folder of a running run, and damage to the folder of one that has ended."""
+"""Mistaken commands on the folder of a running run, and damage to the folder of an ended run."""
 
 import hashlib
 import json
@@ -32,21 +32,21 @@ from diloco_jax.runtime.local.run import next_incarnation
 from tests.runtime.helpers import call, environment, kill_processes, notes, processes_of, status
 
 REFUSED_WITHIN_S = 90.0
-# Ten lives of a run, each of 15 rounds and two more seconds at most, must not complete it.
+# Ten starts of a run, each with at most 15 rounds and two more seconds, must not complete it.
 KILLED_STEPS, KILLED_STEP_S = 800, 0.04
-# Files that a refused command must leave as they are. Others grow, or are replaced twice a second, while a run runs.
+# A refused command must not change these files. Other files of a running run grow, or are replaced twice a second.
 STILL = ("config.yaml", "syncer.address", "summary.json", "checkpoints")
 WRONG_INPUT = 2
-REFUSED = "the command is refused and changes no file; an island killed after it comes back; complete, audit clean"
+REFUSED = "the command is refused and changes no file; an island killed after it returns; complete, audit clean"
 
 
 def still(run_dir: Path) -> dict[str, tuple[int, str]]:
-    """Return what each file that must not change is like: its time and the hash of its bytes."""
+    """Return the time and the hash of each file that must not change."""
     found = {}
     for name in STILL:
         top = run_dir / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            # A snapshot that is being written has another name until it is whole.
+            # A snapshot has another name until it is complete.
             if path.is_file() and ".part" not in str(path) and ".arrays" not in str(path):
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
                 found[str(path.relative_to(run_dir))] = (path.stat().st_mtime_ns, digest)
@@ -54,7 +54,7 @@ def still(run_dir: Path) -> dict[str, tuple[int, str]]:
 
 
 def _state_stays(run_dir: Path, over: threading.Event, bad: list[str]) -> None:
-    """Watch a running run's status until `over`; what is not right goes to `bad`."""
+    """Watch the status of a running run until `over`, and add problems to `bad`."""
     while not over.wait(0.05):
         try:
             state = status(run_dir).get("state")
@@ -66,7 +66,7 @@ def _state_stays(run_dir: Path, over: threading.Event, bad: list[str]) -> None:
 
 
 def unharmed(place: Folder, command: list[Any], seen: Findings) -> None:
-    """Give a mistaken command to a running run; expect that it is refused, and changes nothing there."""
+    """Run a mistaken command on a running run, and expect that it is refused and changes nothing."""
     before, bad, over = still(place.run_dir), list[str](), threading.Event()
     watch = threading.Thread(target=_state_stays, args=(place.run_dir, over, bad))
     watch.start()
@@ -80,10 +80,10 @@ def unharmed(place: Folder, command: list[Any], seen: Findings) -> None:
 
 
 def no_change(run_dir: Path, before: dict[str, tuple[int, str]], seen: Findings) -> None:
-    """Expect that files which stood still are as they were."""
+    """Expect that no file has changed."""
     after = still(run_dir)
     changed = [name for name, is_like in before.items() if after.get(name) != is_like]
-    seen.expect(not changed, "no file changed", f"changed or gone: {', '.join(changed)}")
+    seen.expect(not changed, "no file changed", f"changed or missing: {', '.join(changed)}")
 
 
 def _mistake(name: str, about: str, command: Callable[[Folder], list[Any]]) -> None:
@@ -110,7 +110,7 @@ _mistake("folder-resume", "`train --resume` on a running folder, then the death 
 _mistake("folder-rewind", "`syncer --rewind` on a running folder, then the death of an island.", _rewinding)
 
 
-@CATALOGUE.add("folder-learner", "no file changed; an island killed after it comes back; complete, audit clean")
+@CATALOGUE.add("folder-learner", "no file changed; an island killed after it returns; complete, audit clean")
 def folder_learner(ground: Ground, seen: Findings) -> None:
     """A second `learner` of the same name on a running folder, by hand, then the death of an island."""
     with training(ground.folder) as (place, supervisor):
@@ -162,7 +162,7 @@ _second_train("folder-second-later", "A second `train` of another seed in the sa
 
 
 class Past:
-    """Runs that several attacks damage copies of; each is made once."""
+    """Ended runs that are made once; attacks damage copies of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -207,7 +207,7 @@ PAST = Past()
 
 
 def refuses(site: Site, words: list[str], wanted: str, seen: Findings) -> None:
-    """Start a command on a stopped run's folder and expect that it is refused, in these words (an expression)."""
+    """Run a command on a stopped run's folder, and expect a refusal that matches `wanted`."""
     command = "train" if "--resume" in words else "syncer"
     log = site.log.with_name(f"{command}{''.join(words)}.log")
     with log.open("wb") as out:
@@ -237,7 +237,7 @@ def refuses(site: Site, words: list[str], wanted: str, seen: Findings) -> None:
         comes_true(lambda: process.poll() is not None or listens())
         code = process.poll()
         if code is None:
-            seen.expect(False, "", f"`{name}` trains on, without a word")
+            seen.expect(False, "", f"`{name}` trains on without a message")
             return
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
         said = lines[-1][:400]
@@ -260,14 +260,14 @@ def _tape_lost(name: str, about: str, damage: Callable[[Path], object]) -> None:
             seen.expect(set(before) <= set(after), "all snapshots kept", f"snapshots {before} became {after}")
 
     lose.__doc__ = about
-    CATALOGUE.add(name, "refused by syncer, syncer --rewind and train --resume; names the tape")(lose)
+    CATALOGUE.add(name, "refused by syncer, syncer --rewind and train --resume; the message names the tape")(lose)
 
 
 _tape_lost("tape-empty", "The tape of a stopped run has no byte.", lambda path: path.write_bytes(b""))
 _tape_lost("tape-missing", "The tape of a stopped run is missing.", lambda path: path.unlink())
 
 
-@CATALOGUE.add("snapshot-foreign", "not taken for its own, and named")
+@CATALOGUE.add("snapshot-foreign", "not loaded, and named")
 def snapshot_foreign(ground: Ground, seen: Findings) -> None:
     """The newest snapshot of a stopped run is that of another run of the same config."""
     site = PAST.stopped(ground.folder / "own", "longer", 90)
@@ -340,7 +340,7 @@ _audited(
 
 
 def _some_rounds(place: Folder, supervisor: subprocess.Popen[str], count: int) -> None:
-    """Wait until a run has made so many more rounds, or has ended."""
+    """Wait until a run has made `count` more rounds, or has ended."""
 
     def step() -> int:
         return int(status(place.run_dir).get("global_step", 0))
@@ -351,7 +351,7 @@ def _some_rounds(place: Folder, supervisor: subprocess.Popen[str], count: int) -
 
 @CATALOGUE.add("folder-ten-kills", "every resume works; complete, audit clean, replay identical", long=True)
 def folder_ten_kills(ground: Ground, seen: Findings) -> None:
-    """All processes of a run with `snapshot_every: 2` die ten times at random moments; each time it is resumed."""
+    """All processes of a run with `snapshot_every: 2` are killed ten times at random moments, and it resumes."""
     longer = {**SMALL["train"], "steps": KILLED_STEPS}
     random, place = ground.random, Folder(ground.folder, protocol={"snapshot_every": 2}, train=longer)
     run_dir, resume = place.run_dir, list[str]()
@@ -359,7 +359,7 @@ def folder_ten_kills(ground: Ground, seen: Findings) -> None:
     try:
         for number in range(10):
             supervisor = place.train(*resume)
-            # Some deaths come while the processes start.
+            # Some kills happen while the processes start.
             if number % 4 != 2:
                 _some_rounds(place, supervisor, random.randrange(1, 15))
             time.sleep(2 * random.random())

@@ -1,4 +1,4 @@
-"""Hostile learners that say something wrong: in greetings, reports, values, anchors and texts."""
+"""Hostile learners that send wrong greetings, reports, values, anchors and texts."""
 
 import contextlib
 import re
@@ -22,25 +22,25 @@ COUNTER_MAX = 1 << 62
 # More rounds of honest learners than a round in flight could explain.
 ROUNDS = 8
 ROUNDS_WITHIN_S = 25.0
-# The model begins with fragments of norm 5 to 6, and honest updates have a norm of 0.02.
+# The model starts with fragments of norm 5 to 6, and honest updates have a norm of 0.02.
 NORM_MAX = 20.0
-# The rule against outliers knows what is usual after eight values of each fragment.
+# The rule against outliers needs eight values of each fragment.
 USUAL_ROUNDS = 24
 MAYBE_REFUSED_S = 3.0
-LIVES = "the syncer lives, honest rounds go on, norms stay, and so after a failover"
+LIVES = "the syncer runs, honest rounds continue, norms stay small, also after a failover"
 FORGED = "2026-01-01 00:00:00,000 island-0 expelled: forged"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def rounds_go_on(site: Site, honest: list[StubLearner], seen: Findings, when: str, count: int = ROUNDS) -> bool:
-    """Expect so many more rounds that merge honest learners."""
+    """Expect `count` more rounds that merge all honest learners."""
     before = [stub.merged for stub in honest]
 
     def enough() -> bool:
         return all(stub.merged >= old + count for stub, old in zip(honest, before, strict=True))
 
     comes_true(lambda: enough() or not site.lives, ROUNDS_WITHIN_S)
-    if not seen.expect(site.lives, f"{when}: the syncer lives", f"{when}: the syncer ended: {site.said}"):
+    if not seen.expect(site.lives, f"{when}: the syncer runs", f"{when}: the syncer ended: {site.said}"):
         return False
     made = min(stub.merged - old for stub, old in zip(honest, before, strict=True))
     troubles = [f"{stub.name}: {stub.trouble or stub.ended}" for stub in honest if not stub.lives]
@@ -48,14 +48,14 @@ def rounds_go_on(site: Site, honest: list[StubLearner], seen: Findings, when: st
 
 
 def norms_stay(honest: list[StubLearner], seen: Findings) -> None:
-    """Expect that no fragment of the global model was ever large, or not finite."""
+    """Expect that every fragment of the global model was always small and finite."""
     norms = [norm for stub in honest for norm in stub.norms.values()]
     largest = max(norms) if np.isfinite(norms).all() else np.inf
     seen.expect(largest < NORM_MAX, f"norms up to {largest:.1f}", f"a fragment has norm {largest:.3g}")
 
 
 def log_is_clean(path: Path, seen: Findings) -> None:
-    """Expect that a log has lines of its own program only, without control characters."""
+    """Expect that a log has only lines of the program itself, without control characters."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     if forged := [line for line in lines if line.startswith(FORGED)]:
         seen.expect(False, "", f"{path.name} has {len(forged)} forged lines")
@@ -64,12 +64,12 @@ def log_is_clean(path: Path, seen: Findings) -> None:
 
 
 def aftermath(site: Site, honest: list[StubLearner], seen: Findings, *, rewind: bool = False) -> None:
-    """Expect that the run goes on after an attack, also after a failover and, with `rewind`, from its snapshot."""
+    """Expect that the run continues after an attack, after a failover and, with `rewind`, from its snapshot."""
     if not rounds_go_on(site, honest, seen, "after it"):
-        # Its supervisor may start it again: what the folder holds decides whether that helps.
+        # A supervisor would restart the syncer; the run's folder decides whether that helps.
         if not site.lives:
             site.start()
-            rounds_go_on(site, honest, seen, "started again")
+            rounds_go_on(site, honest, seen, "restarted")
         return
     norms_stay(honest, seen)
     log_is_clean(site.log, seen)
@@ -94,8 +94,8 @@ def changing(kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Ca
 
 
 def outcome(evil: StubLearner) -> str:
-    """Say what became of a hostile learner."""
-    return f"it was ended: {evil.ended[:120]}" if evil.ended else "it stayed in the run"
+    """Describe the end of a hostile learner."""
+    return f"it was stopped: {evil.ended[:120]}" if evil.ended else "it stayed in the run"
 
 
 def _greeting(name: str, **fields: int) -> None:
@@ -119,7 +119,7 @@ _greeting("greet-samples-31", step_samples=1 << 31)
 
 @CATALOGUE.add("greet-incarnation", "refused, or replaced by the next one of that name")
 def greet_incarnation(ground: Ground, seen: Findings) -> None:
-    """A learner greets with incarnation 2^62 and leaves; then one of its name comes with the time as incarnation."""
+    """A learner greets with incarnation 2^62 and leaves; then its owner joins with the time as incarnation."""
     with syncer(ground.folder / "site") as site:
         honest = site.honest()
         evil = site.stub("spare", COUNTER_MAX)
@@ -140,7 +140,7 @@ def merged_once(site: Site, name: str, **how: Any) -> StubLearner:
 
 
 def try_to_say(evil: StubLearner, message: Any, payload: bytes = b"") -> None:
-    """Send a message, if the link stands."""
+    """Send a message if the link is open."""
     with contextlib.suppress(LinkClosed):
         evil.say(message, payload)
 
@@ -152,7 +152,7 @@ def _granted(name: str, about: str, *, greets: bool) -> None:
             told, first = evil.sent[m.StepReport], COUNTER_MAX - 300
             if greets:
                 try_to_say(evil, evil.sent[m.Hello]._replace(granted=first))
-            # The first claim is of a time that nobody remembers, the second one uses all of it up.
+            # The first claim is close to the limit, and the second one is at the limit.
             for number, claimed in enumerate((first, COUNTER_MAX)):
                 step = told.local_step + 1000 + number
                 try_to_say(evil, told._replace(local_step=step, tokens=64 * step, granted=claimed, samples=claimed))
@@ -170,7 +170,7 @@ _granted("report-granted", "reports", greets=False)
 
 @CATALOGUE.add("report-tokens", LIVES + "; the run is not complete")
 def report_tokens(ground: Ground, seen: Findings) -> None:
-    """In a run of 10^12 tokens a learner reports 2^50 of them, and sends a value of as many."""
+    """In a run of 10^12 tokens a learner reports 2^50 tokens, and sends a value with as many."""
     with syncer(ground.folder / "site", train={"steps": 0, "tokens": 10**12}) as site:
         honest = site.honest()
         lie = changing((m.StepReport, m.FragmentValue), lambda told: told._replace(tokens=1 << 50))
@@ -183,7 +183,7 @@ def report_tokens(ground: Ground, seen: Findings) -> None:
 
 @CATALOGUE.add("report-steps-back", LIVES)
 def report_steps_back(ground: Ground, seen: Findings) -> None:
-    """A learner's reports count backwards, in steps, tokens and samples, and name versions that never were."""
+    """A learner's reports count backwards, in steps, tokens and samples, and name versions that never existed."""
     random = ground.random
 
     def back(told: m.StepReport) -> m.StepReport:
@@ -200,10 +200,10 @@ def report_steps_back(ground: Ground, seen: Findings) -> None:
 
 @CATALOGUE.add("value-counters", LIVES)
 def value_counters(ground: Ground, seen: Findings) -> None:
-    """A learner's values are 10^7 times too large, and their counters of steps and tokens make that look usual."""
+    """A learner's values are 10^7 times too large, and their counters of steps and tokens hide that."""
     with syncer(ground.folder / "site") as site:
         honest = site.honest()
-        wait_until(lambda: honest[0].merged > USUAL_ROUNDS, "rounds that tell what is usual")
+        wait_until(lambda: honest[0].merged > USUAL_ROUNDS, "rounds that show usual values")
 
         def grow(message: Any, payload: bytes) -> Sent:
             if isinstance(message, m.FragmentValue):
@@ -219,7 +219,7 @@ def value_counters(ground: Ground, seen: Findings) -> None:
 
 @CATALOGUE.add("value-weight", "a value with more tokens than its learner reported is not merged")
 def value_weight(ground: Ground, seen: Findings) -> None:
-    """A learner's values claim 10^9 tokens per step, which its reports do not."""
+    """A learner's values claim 10^9 tokens per step, but its reports do not."""
     with syncer(ground.folder / "site") as site:
         honest = site.honest()
         evil = site.stub(
@@ -256,7 +256,7 @@ _payloads("value-empty", "empty payloads", lambda _: b"")
 
 
 def _comes_back_first(site: Site, honest: list[StubLearner], evil: StubLearner) -> None:
-    """Let the syncer die and come back, and a hostile learner find it before the honest ones do, as chance may."""
+    """Restart the syncer, and let a hostile learner connect before the honest ones, as may happen by chance."""
     for stub in honest:
         stub.held.set()
     lives = evil.machine.epoch
@@ -300,9 +300,9 @@ def _anchors(name: str, about: str, ahead: int, *, answers: bool) -> None:
     CATALOGUE.add(name, f"{LIVES}; only versions that the syncer made are taken, and none of them is lost")(claim)
 
 
-_anchors("anchor-future", "versions a million ahead, and brings 1e30 as their value", 1_000_000, answers=True)
-_anchors("anchor-next", "the next versions, and brings 1e30 as their value", 2, answers=True)
-_anchors("anchor-silent", "the next versions, and never brings them", 2, answers=False)
+_anchors("anchor-future", "versions a million ahead, and sends 1e30 as their value", 1_000_000, answers=True)
+_anchors("anchor-next", "the next versions, and sends 1e30 as their value", 2, answers=True)
+_anchors("anchor-silent", "the next versions, and never sends them", 2, answers=False)
 
 
 @CATALOGUE.add("texts", "log, status, its page and the report have no control characters, and no forged line")

@@ -1,8 +1,8 @@
-"""A learner without a model: the real machine and a real link, and small random updates.
+"""A learner without a model: the real machine, a real link, and small random updates.
 
-It asks the syncer for the run's config and the layout of its model, cuts the model into the same fragments, and checks
-the digest of every global value that comes. A `tamper` function may change whatever it sends: that makes it a hostile
-learner which otherwise keeps to the protocol.
+It requests the run's config and the layout of its model from the syncer, cuts the model into the same fragments, and
+checks the digest of every global value. A `tamper` function may change every message that it sends. This makes it a
+hostile learner, which otherwise follows the protocol.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ STEP_S = 0.05
 STEP_SAMPLES, STEP_TOKENS = 8, 64
 UPDATE = 1e-3
 
-# A message and its payload, as they would be sent, become what is sent instead of them.
+# A tamper receives a message with its payload, and returns the messages that are sent instead.
 Sent = list[tuple[m.LearnerMessage, bytes]]
 Tamper = Callable[[m.LearnerMessage, bytes], Sent]
 
 
 class Way(NamedTuple):
-    """All that a learner must know of a run before it dials."""
+    """The facts of a run that a learner needs before it connects."""
 
     run: ResolvedRun
     transport: TransportConfig
@@ -58,7 +58,7 @@ class Way(NamedTuple):
         )
 
     def dialler(self, name: str, incarnation: int) -> Dialler:
-        """Make what connects a learner, and connects it again."""
+        """Make the dialler, which connects and reconnects a learner."""
         config = self.run.config
         return Dialler(
             self.transport,
@@ -72,34 +72,34 @@ class Way(NamedTuple):
 
 
 def find_way(transport: TransportConfig, name: str = "scout") -> Way:
-    """Ask a syncer about its run, until it answers."""
+    """Request the description of a run until its syncer answers."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(TransportError):
-            told = ask_description(replace(transport, connect_timeout_s=SHORT_S), name)
-            if told.layout:
+            found = ask_description(replace(transport, connect_timeout_s=SHORT_S), name)
+            if found.layout:
                 break
         if time.monotonic() > until_s:
-            raise TimeoutError(f"the syncer at {transport.address} described no run within {PATIENCE_S:g} s")
+            raise TimeoutError(f"the syncer at {transport.address} did not describe its run within {PATIENCE_S:g} s")
         time.sleep(SHORT_S / 10)
-    config = parse_text(told.config, "the syncer's config")
-    return Way(resolve(config, *read_layout(told.layout)), transport)
+    config = parse_text(found.config, "the syncer's config")
+    return Way(resolve(config, *read_layout(found.layout)), transport)
 
 
 class StubLearner:
-    """A learner that steps by the clock, in a thread of its own; `close` ends it without a goodbye.
+    """A learner in a separate thread that steps by the clock; `close` ends it without a goodbye.
 
     Args:
-        on_message: called with every message of the syncer, before the machine is.
+        on_message: called with every message of the syncer, before the machine receives it.
 
     Attributes:
         sent: last message of each class.
-        sessions: number of links that stood so far.
-        merged: rounds whose value this learner received, and which had merged its own.
-        norms: largest norm that each fragment's global value ever had.
+        sessions: number of links so far.
+        merged: number of received global values whose round had merged this learner.
+        norms: largest norm of the global value so far, by fragment.
         ended: reason for the machine's end, such as a refusal; "" while it runs.
-        trouble: unexpected error of the thread; None while all is well.
-        held: while it is set, the learner does not dial.
+        trouble: unexpected error of the thread; None if there is none.
+        held: while it is set, the learner does not connect.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StubLearner:
         self._thread.start()
 
     def end(self) -> None:
-        """Let the thread end, without waiting for it."""
+        """Tell the thread to end, without waiting for it."""
         self._over.set()
 
     def close(self) -> None:
@@ -143,22 +143,22 @@ class StubLearner:
 
     @property
     def connected(self) -> bool:
-        """Tell whether the link stands."""
+        """Return whether the link is open."""
         return self.link is not None
 
     @property
     def lives(self) -> bool:
-        """Tell whether the learner still takes part, or tries to."""
+        """Return whether the learner's thread still runs."""
         return self._thread.is_alive()
 
     def say(self, message: m.LearnerMessage, payload: bytes = b"") -> None:
-        """Send a message beside the machine's own; LinkClosed if there is no link."""
+        """Send a further message that is not the machine's; LinkClosed without a link."""
         if (link := self.link) is None:
             raise LinkClosed("not connected")
         link.send(message, payload)
 
     def value(self, fragment_id: int, scale: float = UPDATE) -> bytes:
-        """Return an encoded outer gradient of a fragment, drawn at random."""
+        """Return a random outer gradient of a fragment, encoded."""
         layout = self.way.run.fragments[fragment_id].keys_shapes
         drawn: Mapping[str, np.ndarray] = {
             key: self._random.normal(0, scale, shape).astype(np.float32) for key, shape in layout
@@ -218,9 +218,9 @@ class StubLearner:
                 self._execute(self.machine.on_disconnected(time.monotonic()))
                 self._hang_up()
                 return
-            self._hear(delivery.message, delivery.payload)  # type: ignore[arg-type]
+            self._receive(delivery.message, delivery.payload)  # type: ignore[arg-type]
 
-    def _hear(self, message: m.SyncerMessage, payload: bytes | memoryview) -> None:
+    def _receive(self, message: m.SyncerMessage, payload: bytes | memoryview) -> None:
         now_s = time.monotonic()
         self._on_message(message)
         if isinstance(message, m.GlobalFragment):
@@ -252,7 +252,7 @@ class StubLearner:
         elif isinstance(message, m.StateChunk):
             return
         sent = [(message, payload)] if self._tamper is None else self._tamper(message, payload)
-        # This side's own checks refuse some of what was tampered with.
+        # The checks on this side refuse some of the changed messages.
         refusals = (LinkClosed,) if self._tamper is None else (LinkClosed, ValueError)
         for each, data in sent:
             self.sent[type(each)] = each

@@ -1,6 +1,6 @@
-"""The built-in decoder, whose steps take as long as a file says: so a run can wait for an attack.
+"""The built-in decoder with steps of a length that a file sets, so that a run can wait for an attack.
 
-The pause is in `Island.wait`, outside of the compiled program, so that compiling and its cache are those of any model.
+The pause is in `Island.wait`, outside of the compiled program, so that compilation and its cache stay as usual.
 """
 
 import os
@@ -15,7 +15,7 @@ _WAIT = Island.wait
 
 
 class PacedDecoder(Decoder):
-    """The decoder under another name, whose module sets the pace."""
+    """The decoder under another name; the import of its module sets the pace."""
 
 
 def _wait(island: Island, handle: StepHandle) -> dict[str, float]:

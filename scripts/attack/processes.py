@@ -1,4 +1,4 @@
-"""Processes that are stopped, not ended."""
+"""Attacks with SIGSTOP: a stopped merge shard, a stopped syncer."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ PATIENCE_S = 150.0
 
 
 def family(root: int) -> dict[int, str]:
-    """Return the processes below one, each with the time of its start: a number may be used again."""
+    """Return the descendants of a process, each with its start time, because process ids are used again."""
     parents, born = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -34,7 +34,7 @@ def family(root: int) -> dict[int, str]:
 
 
 def alive(pid: int, born: str) -> bool:
-    """Tell whether this very process is still there, and no zombie."""
+    """Return whether this process still runs; a zombie does not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -73,7 +73,7 @@ def _is_shard(pid: int) -> bool:
         return False
 
 
-@CATALOGUE.add("stopped-syncer", "learners stay; the same life merges again within 10 s")
+@CATALOGUE.add("stopped-syncer", "learners stay; the same process merges again within 10 s")
 def stopped_syncer(ground: Ground, seen: Findings) -> None:
     """The syncer is under SIGSTOP for 20 s."""
     with syncer(ground.folder / "site") as site:
@@ -86,5 +86,5 @@ def stopped_syncer(ground: Ground, seen: Findings) -> None:
         comes_true(lambda: all(stub.merged > old for stub, old in zip(honest, before, strict=True)))
         took_s = time.monotonic() - began_s
         seen.expect(took_s < 10.0, f"merged again after {took_s:.1f} s")
-        seen.expect(honest[0].machine.epoch == epoch, "the same life")
+        seen.expect(honest[0].machine.epoch == epoch, "the same process")
         rounds_go_on(site, honest, seen, "after it")

@@ -1,4 +1,4 @@
-"""Real runs of two islands with a small decoder, whose pace the attacks set."""
+"""Real runs of two islands with a small decoder; the attacks set the pace of their steps."""
 
 import json
 import os
@@ -63,27 +63,27 @@ class Folder:
         )
 
     def train(self, *words: object) -> subprocess.Popen[str]:
-        """Start `diloco train`, here."""
+        """Start `diloco train` in this folder."""
         return self.start("train", self.config, "--run-dir", self.run_dir, "--quiet", *words)
 
     def end(self, process: subprocess.Popen[str], within_s: float) -> str:
-        """Wait for the end of a command and return its last line; one that does not end is killed (status -9)."""
+        """Wait for the end of a command and return its last line; after the time it is killed (status -9)."""
         try:
-            said, _ = process.communicate(timeout=within_s)
+            output, _ = process.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            said, _ = process.communicate()
-        lines = said.strip().splitlines()
+            output, _ = process.communicate()
+        lines = output.strip().splitlines()
         return lines[-1] if lines else "nothing"
 
     def merges(self) -> bool:
-        """Tell whether rounds have merged both islands."""
+        """Return whether rounds have merged both islands."""
         return all(notes(self.run_dir, "merged", name) > 0 for name in ("island-0", "island-1"))
 
 
 @contextmanager
 def training(folder: Path, **changes: Any) -> Iterator[tuple[Folder, subprocess.Popen[str]]]:
-    """A run that is starting, and its supervisor; both end with the block."""
+    """Start a run, and yield its folder and its supervisor; both end with the block."""
     place = Folder(folder, **changes)
     supervisor = place.train()
     try:
@@ -95,24 +95,24 @@ def training(folder: Path, **changes: Any) -> Iterator[tuple[Folder, subprocess.
 
 
 def under_way(place: Folder, supervisor: subprocess.Popen[str]) -> None:
-    """Wait until rounds merge both islands, then let the run take its time."""
+    """Wait until rounds merge both islands, then slow the run down."""
     wait_until(lambda: place.merges() or supervisor.poll() is not None, "merges of both islands", BEGIN_S)
     place.pace(SLOW_S)
 
 
 def lose_an_island(place: Folder, seen: Findings) -> None:
-    """Kill island-0 of a running run, and expect that it comes back."""
+    """Kill island-0 of a running run, and expect that it returns."""
     found = [pid for pid, words in processes_of(place.run_dir).items() if "--island island-0" in words]
     joined = notes(place.run_dir, "joined", "island-0")
     seen.expect(found, "island-0 killed", "island-0 has no process")
     for pid in found:
         os.kill(pid, signal.SIGKILL)
     comes_true(lambda: notes(place.run_dir, "joined", "island-0") > joined or not processes_of(place.run_dir), 90.0)
-    seen.expect(notes(place.run_dir, "joined", "island-0") > joined, "it came back", "it did not come back")
+    seen.expect(notes(place.run_dir, "joined", "island-0") > joined, "it returned", "it did not return")
 
 
 def completes(place: Folder, supervisor: subprocess.Popen[str], seen: Findings) -> None:
-    """Let a run end, and expect that it is complete, and its audit clean."""
+    """Let a run end, and expect that it is complete and its audit is clean."""
     place.pace(0.0)
     last = place.end(supervisor, END_S)
     summary = place.run_dir / "summary.json"
@@ -128,5 +128,5 @@ def audited(run_dir: Path, seen: Findings) -> None:
 
 
 def lines_of(texts: Sequence[Path]) -> str:
-    """Return what is in some logs, as far as they are there."""
+    """Return the joined contents of those logs that exist."""
     return "".join(path.read_text(encoding="utf-8", errors="replace") for path in texts if path.exists())

@@ -1,4 +1,4 @@
-"""A real syncer in a process of its own, with a run folder and a small model that no island trains."""
+"""A real syncer in a separate process, with a run folder and a small model that no island trains."""
 
 import json
 import os
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 
 
 def wait_until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> Any:
-    """Return the value of a condition once it is true; TimeoutError if it is not in time."""
+    """Wait until a condition is true and return its value; TimeoutError after the time."""
     until_s = time.monotonic() + within_s
     while not (value := condition()):
         if time.monotonic() > until_s:
@@ -60,7 +60,7 @@ def wait_until(condition: Callable[[], object], what: str, within_s: float = WAI
 
 
 def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> bool:
-    """Tell whether a condition becomes true in time."""
+    """Return whether a condition becomes true in time."""
     try:
         return bool(wait_until(condition, "", within_s))
     except TimeoutError:
@@ -88,7 +88,7 @@ class Site:
             checkpoint.save(self.run_dir / OFFERED, {checkpoint.PARAMETERS: values}, meta)
 
     def start(self, *words: str, before: Sequence[str] = ()) -> "Site":
-        """Start the syncer; `before` are the words of a program that executes it."""
+        """Start the syncer; `before` is the command of a program that executes it."""
         command = [*before, sys.executable, "-m", "diloco_jax", "syncer", str(self.config_path)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -103,7 +103,7 @@ class Site:
 
     @property
     def lives(self) -> bool:
-        """Tell whether the syncer's process runs."""
+        """Return whether the syncer's process runs."""
         return self.process is not None and self.process.poll() is None
 
     @property
@@ -113,7 +113,7 @@ class Site:
         return lines[-1][:200] if lines else ""
 
     def way(self, address: str = "") -> Way:
-        """Return what learners need, once the syncer listens; RuntimeError with its last words if it ended instead."""
+        """Wait for the syncer and return what learners need; RuntimeError with its last line if it ended."""
         transport = TransportConfig(address=address or self.address, connect_timeout_s=2.0)
         wait_until(lambda: not self.lives or self._answers(), "the syncer listens")
         if not self.lives:
@@ -137,29 +137,29 @@ class Site:
         return stubs
 
     def signal(self, number: int) -> None:
-        """Send the syncer a signal."""
+        """Send a signal to the syncer."""
         assert self.process is not None
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the syncer with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> int:
-        """Stop the syncer politely and return its exit status."""
+        """Stop the syncer with SIGTERM and return its exit status."""
         assert self.process is not None
         self.process.terminate()
         return self.process.wait(WAIT_S)
 
     def status(self) -> dict[str, Any]:
-        """Return the newest status, or {}."""
+        """Return the newest status; {} if there is none."""
         path = self.run_dir / STATUS_FILE
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def tape(self) -> list[list[Any]]:
-        """Return the tape's lines."""
+        """Return the complete lines of the tape."""
         with (self.run_dir / TAPE_FILE).open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -171,7 +171,7 @@ class Site:
             stub.close()
 
     def close(self) -> None:
-        """End everybody."""
+        """End the stub learners and the syncer."""
         self.end_stubs()
         if self.lives:
             self.signal(signal.SIGCONT)
@@ -180,7 +180,7 @@ class Site:
 
 @contextmanager
 def syncer(folder: Path, **changes: Any) -> Iterator[Site]:
-    """A site whose syncer is starting, and which ends with the block."""
+    """Yield a site with a starting syncer; it ends with the block."""
     site = Site(folder, **changes)
     try:
         yield site.start()

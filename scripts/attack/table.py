@@ -1,4 +1,4 @@
-"""Attacks, what is expected of each, and the verdicts."""
+"""Attacks with their expected results, and the verdicts."""
 
 import random
 import textwrap
@@ -16,7 +16,7 @@ TEXT_LENGTH_MAX = 400
 
 @dataclass(eq=False)
 class Ground:
-    """The place of one attack: a folder of its own, and random numbers."""
+    """The resources of one attack: a separate folder and random numbers."""
 
     folder: Path
     seed: int = 0
@@ -27,30 +27,30 @@ class Ground:
 
 @dataclass(eq=False)
 class Findings:
-    """Observations during an attack, in words, and whether each was as expected."""
+    """Observations during an attack, each with a text and whether it was expected."""
 
     seen: list[tuple[bool, str]] = field(default_factory=list)
 
     def expect(self, ok: object, good: str, bad: str = "") -> bool:
-        """Note an observation; `bad` is its text where it is not as expected."""
+        """Record an observation; `bad` is its text if it is not as expected."""
         text = good if ok else bad or f"not so: {good}"
         self.seen.append((bool(ok), text[:TEXT_LENGTH_MAX]))
         return bool(ok)
 
     @property
     def held(self) -> bool:
-        """Tell whether there were observations, and all were as expected."""
+        """Return whether there were observations and all were as expected."""
         return bool(self.seen) and all(ok for ok, _ in self.seen)
 
     @property
     def words(self) -> str:
-        """Return the observations; where some were not as expected, those first."""
+        """Return the observations; unexpected ones are first."""
         return "; ".join(text for _, text in sorted(self.seen, key=lambda each: each[0]))
 
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack; `long` ones take minutes, and run on demand."""
+    """One attack; a `long` attack takes minutes and runs only on demand."""
 
     name: str
     expected: str
@@ -59,7 +59,7 @@ class Attack:
 
     @property
     def about(self) -> str:
-        """Return what it does, in a line."""
+        """Return its description in one line."""
         return (self.carry_out.__doc__ or "").strip().splitlines()[0]
 
 
@@ -75,8 +75,8 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         verdict = HELD if self.held else FAILED
-        told = {"attack": self.attack.name, "about": self.attack.about, "expected": self.attack.expected}
-        return {**told, "happened": self.happened, "verdict": verdict, "took_s": round(self.took_s, 1)}
+        facts = {"attack": self.attack.name, "about": self.attack.about, "expected": self.attack.expected}
+        return {**facts, "happened": self.happened, "verdict": verdict, "took_s": round(self.took_s, 1)}
 
 
 class Catalogue:
@@ -96,7 +96,7 @@ class Catalogue:
         return keep
 
     def chosen(self, names: Iterable[str], *, long: bool) -> list[Attack]:
-        """Return the attacks whose names begin with one of these, or all; ValueError names one that is unknown."""
+        """Return the attacks whose names start with one of these, or all; ValueError names an unknown one."""
         wanted = tuple(names)
         for name in wanted:
             if not any(known.startswith(name) for known in self.attacks):
@@ -124,7 +124,7 @@ def carry_out(attack: Attack, folder: Path, seed: int) -> Verdict:
 def carry_all_out(
     attacks: Iterable[Attack], folder: Path, seed: int, at_once: int, say: Callable[[str], None]
 ) -> list[Verdict]:
-    """Carry attacks out, some at a time, and say each verdict as it comes."""
+    """Carry out attacks, `at_once` at a time, and print each verdict."""
 
     def one(attack: Attack) -> Verdict:
         found = carry_out(attack, folder, seed)

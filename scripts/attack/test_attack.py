@@ -1,4 +1,4 @@
-"""The table, the exit status, and a few attacks on a real syncer."""
+"""Tests of the table, of the exit status, and of a few attacks on a real syncer."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ FAKES: dict[str, Callable[[Ground, Findings], None]] = {
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Run the program on fakes; returns its exit status and what it printed."""
+    """Run the program on fakes, and return its exit status and its output."""
     fakes = Catalogue()
     fakes.attacks = {name: Attack(name, "no harm", function) for name, function in FAKES.items()}
     monkeypatch.setattr(program, "CATALOGUE", fakes)
@@ -69,7 +69,7 @@ def test_attacks_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         printed(monkeypatch, capsys, "--only", "unknown")
 
 
-def test_every_attack_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_attack_has_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(CATALOGUE.attacks) and all(line.endswith(".") for line in lines)

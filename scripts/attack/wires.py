@@ -1,4 +1,4 @@
-"""Attacks below the protocol: bits that flip, strangers that connect, sessions that are recorded and sent again."""
+"""Attacks below the protocol: flipped bits, connections of strangers, and replayed sessions."""
 
 import contextlib
 import os
@@ -19,20 +19,20 @@ from diloco_jax.transport.link import split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
 PATCHING = threading.Lock()
-# Rare enough among bytes, so that a counter of these tokens is found in a stream.
+# This number is rare among bytes, so a counter with these tokens is found in a stream.
 ODD_TOKENS = 9_000_027
 VARINT_BYTES_MAX = 10
 STRANGERS = 500
-# A stranger holds a descriptor as long; docs/timeouts.md has the syncer's own bounds, which are shorter.
+# A stranger may hold a descriptor for this time; the syncer's limits in docs/timeouts.md are shorter.
 GREETING_WITHIN_S, CALL_WITHIN_S = 30.0, 90.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# With the preface, an empty SETTINGS frame.
+# The preface is followed by an empty SETTINGS frame.
 HTTP2 = PREFACE + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 DESCRIPTORS = 64
 
 
 class Edited(relay.Way):
-    """One direction of a connection, whose bytes pass through `edit`; set it before the relay is used."""
+    """One direction of a connection that passes all bytes through `edit`; set it before the relay is used."""
 
     edit: Any = staticmethod(lambda way, data: data)
 
@@ -42,9 +42,9 @@ class Edited(relay.Way):
 
 @contextlib.contextmanager
 def relayed(site: Site, edit: Any) -> Iterator[relay.Relay]:
-    """A relay to the syncer that gives all bytes, with their direction, to `edit`, and forwards what that returns."""
+    """Yield a relay to the syncer that passes all bytes, with their direction, through `edit`."""
     kind = type("Edited", (Edited,), {"edit": staticmethod(edit)})
-    # Another attack of this process must not get these relays, nor undo the patch.
+    # Another attack of this process must not use these relays or undo the patch.
     with PATCHING, mock.patch.object(relay, "Way", kind), relay.Relay(site.address) as made:
         try:
             yield made
@@ -53,7 +53,7 @@ def relayed(site: Site, edit: Any) -> Iterator[relay.Relay]:
 
 
 def flip_tokens(data: bytes) -> tuple[bytes, int]:
-    """Set a bit in the first counter of odd tokens that is found; returns the bytes, and the new counter or 0."""
+    """Set a bit in the first counter of odd tokens, and return the bytes and the new counter (0: not found)."""
     tag = pb.StepReport(tokens=1).SerializeToString()[0]
     for at in range(len(data) - 5):
         if data[at] != tag:
@@ -93,7 +93,7 @@ def wire_flip(ground: Ground, seen: Findings) -> None:
         text = (site.run_dir / "tape.jsonl").read_text(encoding="utf-8")
         seen.expect(f",{flipped[0]}," not in text, "not accepted", f"{flipped[0]:,} tokens are on the tape")
         ended = victim.sessions > 1
-        seen.expect(ended, "its session was ended", "its session went on")
+        seen.expect(ended, "its session was ended", "its session continued")
         seen.expect(again and victim.lives, "its learner trains on", f"it is out: {victim.ended or victim.trouble}")
         rounds_go_on(site, honest, seen, "after it")
 
@@ -129,7 +129,7 @@ def _lines_of(site: Site, name: str) -> int:
 
 @contextlib.contextmanager
 def strangers(site: Site, count: int, says: list[bytes] | None = None) -> Iterator[list[socket.socket]]:
-    """Connections to the syncer that say one text each, or nothing."""
+    """Yield connections to the syncer that send one text each, or nothing."""
     host, port = split_address(site.address)
     with contextlib.ExitStack() as stack:
         made: list[socket.socket] = []
@@ -143,7 +143,7 @@ def strangers(site: Site, count: int, says: list[bytes] | None = None) -> Iterat
 
 
 def descriptors(site: Site) -> int:
-    """Return how many descriptors the syncer has open."""
+    """Return the number of open descriptors of the syncer."""
     assert site.process is not None
     return len(os.listdir(Path("/proc") / str(site.process.pid) / "fd"))
 
@@ -169,13 +169,13 @@ def _idle(name: str, about: str, says: bytes, within_s: float, *, long: bool = F
     CATALOGUE.add(name, f"dropped within {within_s:g} s; a newcomer is admitted beside them", long=long)(idle)
 
 
-_idle("wire-half-open", "500 connections are opened, and say nothing.", b"", GREETING_WITHIN_S)
+_idle("wire-half-open", "500 connections are opened, and send nothing.", b"", GREETING_WITHIN_S)
 _idle("wire-idle", "500 connections greet as HTTP/2 does, and call nothing.", HTTP2, CALL_WITHIN_S, long=True)
 
 
-@CATALOGUE.add("wire-garbage", "the syncer lives, honest rounds go on, and so after a failover")
+@CATALOGUE.add("wire-garbage", "the syncer runs, honest rounds continue, also after a failover")
 def wire_garbage(ground: Ground, seen: Findings) -> None:
-    """300 connections send random bytes, some of them behind the first words of HTTP/2."""
+    """300 connections send random bytes, some of them after the preface of HTTP/2."""
     with syncer(ground.folder / "site") as site:
         honest = site.honest()
         texts = [PREFACE * (number % 2) + ground.random.randbytes(1 << number % 12) for number in range(48)]
@@ -186,9 +186,9 @@ def wire_garbage(ground: Ground, seen: Findings) -> None:
         aftermath(site, honest, seen)
 
 
-@CATALOGUE.add("wire-descriptors", "honest rounds go on; what fails says so; a newcomer joins after they left")
+@CATALOGUE.add("wire-descriptors", "honest rounds continue; the log names the limit; a newcomer joins after they left")
 def wire_descriptors(ground: Ground, seen: Findings) -> None:
-    """Strangers take all of the 64 descriptors that the syncer may have."""
+    """Strangers use all 64 descriptors of the syncer."""
     with syncer(ground.folder / "site") as site:
         site.kill()
         site.log.unlink()

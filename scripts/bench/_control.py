@@ -1,6 +1,7 @@
-"""A real syncer with a tiny model, and stub learners that report, answer pulls and read what they are sent.
+"""A real syncer with a tiny model, and stub learners that report, answer pulls and read global fragments.
 
-The stubs of a case are one process with one event loop: a thread per connection would cost more than the syncer.
+The stubs of a case share one process and one event loop, because a thread per connection would cost more than the
+syncer.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ SETTLE_S = 3.0
 
 
 class Loop(NamedTuple):
-    """What a syncer did in a while."""
+    """Figures of a syncer during a measurement."""
 
     wall_s: float
     rounds: int
@@ -60,7 +61,7 @@ class Loop(NamedTuple):
 
 
 class TinyModel:
-    """What a SyncerRun needs to know of a model: a matrix for each fragment."""
+    """The description of a model for a SyncerRun, with one matrix for each fragment."""
 
     corpus = ""
     shapes = {f"layer_{number}/kernel": (WIDTH, WIDTH) for number in range(FRAGMENTS)}
@@ -72,7 +73,7 @@ class TinyModel:
 
 
 def config_of(grace_steps: float = 0.0) -> RunConfig:
-    """Return the settings: with a quorum of one and without a grace window every report may close a round."""
+    """Return settings with a quorum of one and no grace window, so that every report may close a round."""
     protocol = ProtocolConfig(
         sync_every=FRAGMENTS, num_fragments=FRAGMENTS, grace_steps_max=grace_steps, learners_max=512
     )
@@ -83,7 +84,7 @@ def config_of(grace_steps: float = 0.0) -> RunConfig:
 
 
 def serve(folder: Path) -> None:
-    """Run a syncer until SIGTERM; a process of its own."""
+    """Run a syncer in this process until SIGTERM."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     model: Any = TinyModel()
@@ -102,7 +103,7 @@ class Stubs:
         self.names = [f"stub-{number:03d}" for number in range(learners)]
 
     async def run(self) -> None:
-        """Keep all learners going until they are cancelled."""
+        """Run all learners until they are cancelled."""
         await asyncio.gather(*(self._learn(number, name) for number, name in enumerate(self.names)))
 
     async def _learn(self, number: int, name: str) -> None:
@@ -122,7 +123,8 @@ class _Stub:
         self.header = {lane: lane_header(header, lane, 0, name) for lane in (pb.LANE_CONTROL, pb.LANE_BULK)}
         self.packed = {lane: wire.pack_header(each) for lane, each in self.header.items()}
         self.adopted = [Adopted(-1, 0, 0)] * FRAGMENTS
-        self.staged = self.adopted  # as it was after the newest step
+        # The adopted versions after the newest step.
+        self.staged = self.adopted
         self.arrived: list[tuple[int, int, float]] = []
         self.local_step = self.granted = self.sent = self.global_step = 0
         self.channels: list[Any] = []
@@ -137,7 +139,8 @@ class _Stub:
             metadata = (calls.header_metadata(self.header[lane]),)
             found.append(channel.stream_stream(f"/{calls.SERVICE}/{calls.CONNECT}")(metadata=metadata))
         self.control, self.bulk = found
-        for call in found:  # the frame that says that the session is open
+        # The first frame means that the session is open.
+        for call in found:
             assert await call.read() is not grpc.aio.EOF
         none = (-1,) * FRAGMENTS
         await self.tell(Hello(self.name, 1, self.owner.fingerprint, none, (0,) * FRAGMENTS, 0, 1, 0))
@@ -171,7 +174,7 @@ class _Stub:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
     async def read(self, call: Any) -> None:
-        """Answer pulls, and hold what comes."""
+        """Answer pulls, and keep the versions that arrive."""
         while (raw := await call.read()) is not grpc.aio.EOF:
             head, _ = wire.split(raw)
             frame = pb.Frame.FromString(head)
@@ -216,7 +219,7 @@ def learn(address: str, learners: int, step_s: float) -> None:
 
 
 def measure_loop(learners: int, step_s: float, seconds: float) -> Loop:
-    """Start a syncer and stubs, wait until all of them train, and count for so many seconds."""
+    """Start a syncer and stubs, wait until all of them train, and measure for this many seconds."""
     processes = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -249,7 +252,7 @@ def measure_loop(learners: int, step_s: float, seconds: float) -> Loop:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read what a syncer says of itself."""
+    """Read the status of a syncer."""
     return dict(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
 
 
@@ -259,7 +262,7 @@ def live_of(told: dict[str, Any]) -> int:
 
 
 def await_status(folder: Path, ready: Callable[[dict[str, Any]], bool]) -> None:
-    """Wait until a syncer's status is as wanted."""
+    """Wait until a condition holds for a syncer's status."""
     until_s = time.monotonic() + START_S
     while not ((folder / STATUS_FILE).exists() and ready(read(folder))):
         if time.monotonic() > until_s:
@@ -268,5 +271,6 @@ def await_status(folder: Path, ready: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def cpu_of(pid: int) -> float:
-    """Return the CPU seconds of a process so far, by its own clock: /proc counts in ticks of 10 ms."""
-    return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3) of Linux
+    """Return the CPU seconds of a process from its CPU clock, because /proc counts in ticks of 10 ms."""
+    # This is clock_getcpuclockid(3) of Linux.
+    return time.clock_gettime((~pid << 3) | 2)

@@ -1,12 +1,12 @@
-"""Islands as the lanes of a `vmap`: a whole run is one compiled scan over steps, without protocol, network or files.
+"""Islands as lanes of a `vmap`; a run is one compiled scan over steps, without protocol, network or files.
 
-All learners take part in every round, so what is measured is what the method itself costs: drift between merges. A
-tensor has turns by itself, at any period; after `overlap` steps the learners adopt what the turn made of it.
+All learners are merged in every round, so the result shows only the cost of the method, the drift between merges. Each
+tensor has its own turns with any period; after tau steps the learners adopt the result of the turn.
 
     Delta_m = Theta - theta_m,   Theta <- OuterOpt(Theta, Merge(Delta_m)),   theta_m <- Theta + kept (theta_m - ref_m)
 
-ref_m is Theta (blend; kept = 0 overwrites), what was sent (rebase), or what was foreseen of the merge when it was sent
-(eager, after arXiv 2502.12996).
+ref_m is Theta (blend; kept = 0 overwrites), the sent value (rebase), or the forecast of the merge at the time of
+sending (eager, after arXiv 2502.12996).
 """
 
 from __future__ import annotations
@@ -24,51 +24,73 @@ import optax
 from diloco_jax.training.models.protocol import GraphDef, Params
 from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
 
-TINY = 1e-30  # shorter vectors have no direction
+# Shorter vectors have no direction.
+TINY = 1e-30
 
 
 class Method(NamedTuple):
-    """The rules of the exchange: what makes another program."""
+    """The rules of the exchange; each combination is compiled separately."""
 
-    learners: int = 4  # M; 1 without a turn is data parallel
-    merge: str = "rda"  # rda or average; vectors and tables are averaged
-    unit: str = "tensor"  # of which rda takes norms and directions: tensor, head, row, column, layer
-    ref: str = "theta"  # theta (overwrite, blend), sent (rebase), foreseen (eager)
-    outer: str = "sgd"  # sgd, nesterov, delayed (momentum in every n-th turn), restart (none after every n-th turn)
-    stale: str = ""  # for learners that miss broadcasts: global (Alg. 2), own (of the version it has), cgad, heloco
+    # M; 1 without a turn is data parallel.
+    learners: int = 4
+    # rda or average; vectors and tables are always averaged.
+    merge: str = "rda"
+    # The unit of rda's norms and directions: tensor, head, row, column, layer.
+    unit: str = "tensor"
+    # theta (overwrite, blend), sent (rebase), foreseen (eager).
+    ref: str = "theta"
+    # sgd, nesterov, delayed (momentum in every n-th turn), restart (none after every n-th turn).
+    outer: str = "sgd"
+    # For learners that miss broadcasts: global (Alg. 2), own (relative to their version), cgad, heloco.
+    stale: str = ""
 
 
 class Numbers(NamedTuple):
-    """The numbers of a run, which may change without compiling again."""
+    """The numbers of a run; a change of them compiles nothing."""
 
-    rate: np.ndarray  # [steps] of the inner optimizer
-    due: np.ndarray  # [steps, tensors]: whether the tensor's turn is after this step
-    adopts: np.ndarray  # [steps, tensors]: whether what a turn made is adopted after this step
-    misses: np.ndarray  # [steps, learners]: whether a learner misses what arrives after this step
-    kept: np.float32  # share of local work that an adoption keeps
+    # [steps]: the rate of the inner optimizer.
+    rate: np.ndarray
+    # [steps, tensors]: whether the tensor's turn is after this step.
+    due: np.ndarray
+    # [steps, tensors]: whether the result of a turn is adopted after this step.
+    adopts: np.ndarray
+    # [steps, learners]: whether a learner misses the results after this step.
+    misses: np.ndarray
+    # The share of local work that an adoption keeps.
+    kept: np.float32
     outer_rate: np.float32
     momentum: np.float32
-    every: np.int32  # n of Method.outer
-    average: np.float32  # decay per step of the running average of the global model
+    # n of Method.outer.
+    every: np.int32
+    # The decay per step of the running average of the global model.
+    average: np.float32
 
 
 class Lanes(NamedTuple):
-    """All that a step changes; arrays of learners have a leading axis [M]."""
+    """The state of a run; arrays of learners have a leading axis [M]."""
 
     learners: TrainState
     theta: Params
-    sent: Params  # [M] Method.ref
-    anchor: Params  # [M] what the learner adopted last; empty unless some miss broadcasts
-    trace: Params  # of the outer momentum
-    bank: Params  # outer gradients since the trace moved
-    others: Params  # [M] the merge of the turn before, less the learner's share in it
-    turns: jax.Array  # [tensors] so far
-    ages: jax.Array  # [tensors, M] turns that the learner has missed
-    average: Params  # running average of theta
+    # [M]: the reference of an adoption (Method.ref).
+    sent: Params
+    # [M]: the newest adopted value; empty unless learners miss broadcasts.
+    anchor: Params
+    # The trace of the outer momentum.
+    trace: Params
+    # The outer gradients since the trace changed.
+    bank: Params
+    # [M]: the merge of the previous turn without the learner's share.
+    others: Params
+    # [tensors]: the number of turns so far.
+    turns: jax.Array
+    # [tensors, M]: the number of turns that the learner has missed.
+    ages: jax.Array
+    # The running average of theta.
+    average: Params
 
 
 def start(theta: Params, tx: optax.GradientTransformation, method: Method) -> Lanes:
-    """Return lanes that all begin with the same parameters."""
+    """Return lanes that all start with the same parameters."""
     local = {path: jnp.tile(value, (method.learners, *[1] * value.ndim)) for path, value in theta.items()}
     zeros, none = jax.tree.map(jnp.zeros_like, theta), dict[str, jax.Array]()
     return Lanes(
@@ -94,8 +116,8 @@ def train(
 
     Args:
       samples: token ids [steps, batch, length + 1], uint8.
-      make_inner: the inner optimizer for these parameters, for rate 1.
-      heads: of attention.
+      make_inner: function that returns the inner optimizer for parameters and for rate 1.
+      heads: number of attention heads.
     """
     tx = make_inner(theta)
     step = make_train_step(graphdef, tx)
@@ -110,7 +132,8 @@ def train(
             return _adopt(_send(lanes, due, numbers, method, heads), adopts, misses, numbers.kept, method)
 
         lanes = jax.lax.cond(due.any() | adopts.any(), turn, lambda same: same, lanes)
-        if method.learners == 1:  # data parallel: there is one model
+        # Data parallel has only one model.
+        if method.learners == 1:
             lanes = lanes._replace(theta=jax.tree.map(lambda value: value[0], learners.params))
         share = 1 - numbers.average
         average = jax.tree.map(lambda mean, new: mean + share * (new - mean), lanes.average, lanes.theta)
@@ -131,7 +154,7 @@ def evaluate(theta: Params, samples: jax.Array, *, graphdef: GraphDef) -> jax.Ar
 
 
 def _send(lanes: Lanes, due: jax.Array, numbers: Numbers, method: Method, heads: int) -> Lanes:
-    """Take the turns of the tensors that are due: merge, outer step, and what learners keep of what they sent."""
+    """Run the due turns: merge, make the outer step, and keep the reference for the adoption."""
     local, paths = lanes.learners.params, sorted(lanes.theta)
     if method.stale in ("", "global"):
         deltas = {path: lanes.theta[path][None] - local[path] for path in paths}
@@ -160,7 +183,8 @@ def _send(lanes: Lanes, due: jax.Array, numbers: Numbers, method: Method, heads:
         if method.ref == "sent":
             parts["sent"][path] = jnp.where(now, local[path], lanes.sent[path])
         elif method.ref == "foreseen":
-            # own share now, those of the others as in the turn before; local parameters move there at once
+            # The forecast is the own share of now plus the others' shares of the previous turn. Local parameters move
+            # there at once.
             foreseen = lanes.theta[path][None] - numbers.outer_rate * (delta / method.learners + lanes.others[path])
             parts["sent"][path] = jnp.where(now, foreseen, lanes.sent[path])
             local = local | {path: jnp.where(now, foreseen, local[path])}
@@ -185,7 +209,7 @@ def _adopt(lanes: Lanes, adopts: jax.Array, misses: jax.Array, kept: Any, method
 
 
 def merge(path: str, deltas: jax.Array, method: Method, heads: int) -> jax.Array:
-    """Merge outer gradients [M, ...] of equal weights: averages, or rda of each unit (paper, App. D.2).
+    """Merge outer gradients [M, ...] with equal weights by averaging, or by rda of each unit (paper, App. D.2).
 
     (mean_m |v_m|) phi(mean_m phi(v_m)),   phi(v) = v / |v|
     """
@@ -215,7 +239,7 @@ def _head_shape(path: str, rows: int, columns: int, heads: int) -> tuple[tuple[i
 
 
 def layer_products(deltas: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return rda's coefficients [M] of each matrix, with norms and directions of all matrices of its layer together."""
+    """Return rda's coefficients [M] of each matrix from the norms and directions of its whole layer."""
     grams: dict[str, jax.Array] = {}
     for path, delta in deltas.items():
         if is_matrix(path, delta[0]):
@@ -232,12 +256,12 @@ def layer_products(deltas: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 def outer_step(
     gradient: jax.Array, trace: Any, bank: Any, turns: jax.Array, numbers: Numbers, method: Method
 ) -> tuple[jax.Array, Any, Any]:
-    """Return what is added to Theta, the next trace, and the next bank.
+    """Return the change of Theta, the next trace, and the next bank.
 
     sgd       -rate g
     nesterov  t' = g + mu t;   -rate (g + mu t')
-    restart   the same, with t = 0 in every n-th turn
-    delayed   -rate g; in every n-th turn t' = mu t + mean of the n gradients, and -rate mu t' too (arXiv 2401.09135)
+    restart   like nesterov, with t = 0 in every n-th turn
+    delayed   -rate g; in every n-th turn t' = mu t + mean of the n gradients, and also -rate mu t' (arXiv 2401.09135)
     """
     rate, momentum, last = numbers.outer_rate, numbers.momentum, turns % numbers.every == numbers.every - 1
     if method.outer == "sgd":
@@ -253,13 +277,13 @@ def outer_step(
 
 
 def gate(ages: jax.Array, decay: float = 0.3, cutoff: float = 4.0) -> jax.Array:
-    """Return CGAD's factor of an outer gradient by its age in turns: e^(-decay age), by a cosine to 0 at `cutoff`."""
+    """Return CGAD's factor of an outer gradient from its age in turns: e^(-decay age) times a cosine, 0 at `cutoff`."""
     age = jnp.minimum(ages.astype(jnp.float32), cutoff)
     return 0.5 * (1 + jnp.cos(math.pi * age / cutoff)) * jnp.exp(-decay * age)
 
 
 def aligned(deltas: jax.Array, trace: jax.Array) -> jax.Array:
-    """Return HeLoCo's outer gradients: turned towards the last one, and less of what opposes it (arXiv 2606.00271)."""
+    """Return HeLoCo's outer gradients, turned towards the last one and without opposing parts (arXiv 2606.00271)."""
     axes = tuple(range(1, deltas.ndim))
     norms = jnp.sqrt(jnp.sum(deltas**2, axes, keepdims=True))
     length = jnp.sqrt(jnp.sum(trace**2))
@@ -275,7 +299,7 @@ def aligned(deltas: jax.Array, trace: jax.Array) -> jax.Array:
 
 
 def is_matrix(path: str, value: jax.Array | np.ndarray) -> bool:
-    """Tell whether the merge treats a tensor as a matrix."""
+    """Return whether the merge treats a tensor as a matrix."""
     return value.ndim == 2 and "embed" not in path
 
 

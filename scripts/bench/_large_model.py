@@ -1,4 +1,4 @@
-"""A model of a few large tensors that nobody computes with, for the bench `memory`."""
+"""A model of a few large tensors without computation, for the bench `memory`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 
 class LargeModel(nnx.Module):
-    """So many matrices of equal shape, drawn as layers are."""
+    """A model of `tensors` matrices of equal shape, drawn like layers."""
 
     def __init__(self, *, tensors: int, rows: int, columns: int, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal()

@@ -1,4 +1,4 @@
-"""One round's merge with tsugi-mend: for each line on standard input, the seconds it took, and those of its merge."""
+"""Merge a round with tsugi-mend for each line of standard input, and print the seconds of round and merge."""
 
 import sys
 import time

@@ -1,11 +1,11 @@
 """A small model for `diloco train` whose steps take at least `step_s` seconds, for vs_torchft.
 
-Three islands of a benchmark share two cores: a step that computes for 20 ms would measure the cores. This one computes
-for a few milliseconds; the rest is a sleep in `Island.wait`, outside of the compiled program, so that compiling and
-caching are those of any model.
+Three islands of a benchmark share two cores, so a step that computes for 20 ms would measure the cores. This model
+computes for a few milliseconds and sleeps in `Island.wait`, outside of the compiled program, so that compilation and
+caching stay as usual.
 
-With DILOCO_BENCH_EVENTS in the environment each process writes DIR/PID.jsonl, `t` in seconds of the system's clock:
-imported (with the command and when the process started), traced (the loss), compiled (any program), step (it ended).
+If DILOCO_BENCH_EVENTS names a folder, each process writes PID.jsonl there, with `t` in seconds of the system's clock:
+imported (with the command and the start of the process), traced (the loss), compiled (any program), step (it ended).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS_SHOWN = 100
 
 
 class EventFile:
-    """Events of this process and their times; nothing without the environment variable."""
+    """File of this process's events with their times; it needs the environment variable."""
 
     def __init__(self) -> None:
         folder = os.environ.get(EVENTS_ENV)
@@ -51,14 +51,14 @@ EVENTS = EventFile()
 
 
 def _started_s() -> float:
-    """Return when this process began, on the system's clock."""
+    """Return the start of this process on the system's clock."""
     ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 
 def _island_number() -> int:
-    """The number at the end of this process's island's name; 0 elsewhere."""
+    """Return the number at the end of the name of this process's island; 0 without an island."""
     return int(sys.argv[sys.argv.index("--island") + 1].rpartition("-")[2]) if "--island" in sys.argv else 0
 
 
@@ -68,7 +68,7 @@ def _on_duration(event: str, duration_s: float, **_: object) -> None:
 
 
 class Pacer:
-    """`Island.wait`, but no earlier than `step_s` after it returned the last time."""
+    """Replacement of `Island.wait` that returns at least `step_s` after its previous return."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
@@ -93,7 +93,7 @@ Island.wait = lambda island, handle: PACER(island, handle)  # type: ignore[metho
 
 
 class PacedModel(nnx.Module):
-    """Predicts the next byte from this one: an embedding, two matrices with a ReLU between them, and a head."""
+    """Model of the next byte: an embedding, two matrices with a ReLU between them, and a head."""
 
     def __init__(
         self, *, vocab_size: int, dim: int, mlp_dim: int, step_s: float, spread: float = 0.0, rngs: nnx.Rngs

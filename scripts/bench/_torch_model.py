@@ -1,11 +1,11 @@
-"""The model of the torchft replicas: imported in an environment that has PyTorch and nothing of ours."""
+"""The model of the torchft replicas, for an environment that has PyTorch and not this package."""
 
 import torch
 from torch import nn
 
 
 def make_model(vocab_size: int, dim: int, mlp_dim: int) -> nn.Sequential:
-    """The same matrices as _paced_model.PacedModel has."""
+    """Return a model with the matrices of _paced_model.PacedModel."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Embedding(vocab_size, dim),

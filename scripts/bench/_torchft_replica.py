@@ -1,8 +1,8 @@
 """One torchft replica group of one process that trains with DiLoCo, for the benches that compare with torchft.
 
-It runs in the environment of torchft, not in ours. Its one argument is a JSON object of settings. It writes one line
-per event as JSON, `t` in seconds of the system clock: imported, ready (model and manager exist, the first inner step
-comes next), healed (another replica's state was loaded), commit (a synchronisation has ended), done.
+It runs in the environment of torchft. Its only argument is a JSON object of settings. It writes a JSON line for each
+event, with `t` in seconds of the system clock: imported, ready (before the first inner step), healed (another replica's
+state was loaded), commit (a synchronisation has ended), done.
 """
 
 import json
@@ -19,7 +19,7 @@ from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-# The first replica to finish keeps its process, which others may still need; the bench ends it.
+# A replica that has finished keeps its process for this time, because others may need it; the bench ends it.
 REST_S = 3600
 
 
@@ -72,7 +72,7 @@ class Replica:
         return [self._model]
 
     def train(self) -> None:
-        """Run inner steps, none shorter than step_s, until `syncs` synchronisations have ended; forever without it."""
+        """Make inner steps of at least step_s until `syncs` synchronisations have ended; forever if it is None."""
         settings, pieces = self._settings, self._pieces()
         outer = [torch.optim.SGD(p.parameters(), lr=0.7, momentum=0.9, nesterov=True) for p in pieces]
         tokens = torch.randint(0, settings["model"]["vocab_size"], (settings["batch_size"], settings["seq_len"] + 1))

@@ -1,8 +1,8 @@
-"""The cost of a cold cache: its first merge beside the others, and how far islands outrun rounds.
+"""Measure the cost of a cold cache: the first merge beside the others, and the lead of islands over rounds.
 
-Each run is configs/parity.yaml with nothing compiled: a new run folder, and an empty cache of the user. `value` is the
-time from the close of the first round to its merge over the median of all rounds, in the worst run; `steps_per_round`
-the steps of the island that has made most, over global steps, at global step `--at`.
+Each run trains configs/parity.yaml with a new run folder and an empty cache, so nothing is compiled. `value` is the
+time from the close of the first round to its merge, over the median of all rounds, in the worst run. `steps_per_round`
+is the number of steps of the fastest island over global steps, at global step `--at`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="global steps of a run")
-    parser.add_argument("--at", type=int, default=50, help="global step at which islands' steps are counted")
+    parser.add_argument("--at", type=int, default=50, help="global step when the steps of islands are counted")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments, overrides = parser.parse_known_args()
     rows = []
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(words: Sequence[str], at: int) -> dict[str, float]:
-    """One run from nothing."""
+    """Make a run without any cache, and return its figures."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-cold-") as folder:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "NPROC"))}
         environment = kept | {"NUMBA_CACHE_DIR": f"{folder}/cache", "PYTHONPATH": str(ROOT)}
@@ -64,7 +64,7 @@ def measure(words: Sequence[str], at: int) -> dict[str, float]:
 
 
 def figures(path: Path, at: int) -> dict[str, float]:
-    """Times of merges, and steps per round when `at` rounds were closed."""
+    """Return the times of merges, and the steps per round after `at` closed rounds."""
     closed_s: dict[int, float] = {}
     merges_s: list[float] = []
     steps: dict[str, int] = {}

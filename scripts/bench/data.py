@@ -1,8 +1,8 @@
-"""The cost of a slow source: steps of the built-in loop on data that come at twice and at half the rate that it needs.
+"""Measure the cost of a slow source: steps on data that arrive at twice and at half the rate that the loop needs.
 
-The same loop runs blocks of steps on a free source and on a throttled one, interleaved, in one process; `value` is the
-time of a step at twice the need over that of the free block before it, median of all pairs. A throttled source sleeps
-between two samples, as one does that waits for a disk or a network.
+The built-in loop runs blocks of steps on a free and on a throttled source in turn, in one process. A throttled source
+sleeps between two samples, as if it waited for a disk or a network. `value` is the time of a step at twice the needed
+rate over the time of a step in the free block before it, as the median of all pairs.
 """
 
 import argparse
@@ -18,11 +18,12 @@ from jobs import ROOT
 from diloco_jax.runtime.island.built_in import DATA_WAIT, BuiltInLoop
 from diloco_jax.settings.text import load
 
-PAUSE_S = [0.0]  # before each sample
+# The pause before each sample.
+PAUSE_S = [0.0]
 
 
 class Throttled:
-    """Random ids, no faster than PAUSE_S says."""
+    """Source of random ids that sleeps for PAUSE_S before each sample."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len = seq_len
@@ -38,7 +39,7 @@ class Throttled:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20, help="of a block")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -56,7 +57,8 @@ def main() -> None:
             PAUSE_S[0] = 0.0
             free_s = block(steps, arguments.steps)[0]
             PAUSE_S[0] = share * free_s / arguments.batch_size
-            block(steps, loop.prefetch + 2)  # until what was read before is used
+            # These steps use the samples that were read before.
+            block(steps, loop.prefetch + 2)
             took_s, waited_s = block(steps, arguments.steps)
             rows[name].append((took_s / free_s, waited_s / took_s))
     loop.close()
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def steps_of(loop: BuiltInLoop) -> Iterator[float]:
-    """Make a step for each value that is asked for: seconds that it waited for data."""
+    """Make steps, and yield the seconds that each waited for data."""
     size = loop.batch_size
     loop.put_batch([(0, size)], [(size, 8 * size)])
     for number in range(1, 1_000_000):
@@ -81,7 +83,7 @@ def steps_of(loop: BuiltInLoop) -> Iterator[float]:
 
 
 def block(steps: Iterator[float], count: int) -> tuple[float, float]:
-    """Return the mean time of so many steps, and how long of it they waited for data; seconds."""
+    """Make `count` steps, and return their mean seconds and the mean seconds of waiting for data."""
     began_s = time.monotonic()
     waited_s = sum(next(steps) for _ in range(count))
     return (time.monotonic() - began_s) / count, waited_s / count

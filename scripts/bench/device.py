@@ -1,7 +1,7 @@
 """All checks that need an accelerator, in one command of at most ten minutes: ./scripts/device [--json] [--cpu].
 
-Codes of the wire equal bit for bit between device and host; four islands that share what is here; the time of a step
-with a syncer over that of a plain loop, interleaved; tests marked `device`. --cpu tries the command at small sizes.
+The checks are: device and host produce equal codes, bit for bit; four islands share the accelerator; the time of a step
+with a syncer over that of a plain loop, in turn; the tests marked `device`. --cpu tries the command at small sizes.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS_S = {"codes": 90.0, "islands": 150.0, "overhead": 240.0, "tests": 90.0}  # together below ten minutes
+# Together these limits are below ten minutes.
+LIMITS_S = {"codes": 90.0, "islands": 150.0, "overhead": 240.0, "tests": 90.0}
 LOOK = "import jax; d = jax.devices(); print(d[0].platform, len(d), jax.__version__, d[0].device_kind)"
 LARGE = {"dim": 1024, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "mlp_dim": 4096}
 SMALL = {"dim": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_dim": 256}
@@ -24,18 +25,20 @@ SMALL = {"dim": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="small sizes on the CPU, to try the command")
+    parser.add_argument("--cpu", action="store_true", help="try the command at small sizes on the CPU")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--codes", action="store_true", help=argparse.SUPPRESS)  # that check alone, in this process
+    # Internal: run only the check of codes, in this process.
+    parser.add_argument("--codes", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    LIMITS_S.update(dict.fromkeys(LIMITS_S, 600.0) if options.cpu else {})  # cores that others use too
+    # Other processes may use the cores, too.
+    LIMITS_S.update(dict.fromkeys(LIMITS_S, 600.0) if options.cpu else {})
     os.environ |= {"PYTHONPATH": str(ROOT)} | ({"JAX_PLATFORMS": "cpu"} if options.cpu else {})
     if options.codes:
         sys.stdout.write(json.dumps(codes(SMALL if options.cpu else LARGE)) + "\n")
         return 0
     platform, count, version, kind = run([sys.executable, "-c", LOOK], 120.0).split(maxsplit=3)
     if platform == "cpu" and not options.cpu:
-        sys.stderr.write("no accelerator was found: JAX sees CPUs only (--cpu tries the command without one)\n")
+        sys.stderr.write("JAX finds no accelerator, only CPUs; use --cpu to try the command without one\n")
         return 2
     os.environ["JAX_PLATFORMS"] = ",".join(dict.fromkeys(({"gpu": "cuda"}.get(platform, platform), "cpu")))
     rows = {}
@@ -63,7 +66,7 @@ def run(command: Sequence[str], limit_s: float) -> str:
 
 
 def codes(args: dict[str, Any]) -> dict[str, Any]:
-    """Compare the bytes of updates of very different sizes, staged by an island, with those that the host makes."""
+    """Compare encoded updates of very different sizes that an island stages with those that the host encodes."""
     import jax
     import numpy as np
 
@@ -98,7 +101,7 @@ def codes_apart(small: bool) -> dict[str, Any]:
 
 
 def islands(small: bool) -> dict[str, Any]:
-    """Train four islands for a while; all of them must be merged."""
+    """Train four islands; all of them must be merged."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["train", "quickstart", "--islands.count", "4", "--train.steps", "48" if small else "240"]
         words += ["--run-dir", f"{folder}/run", "--json", *(["--islands.devices", "1"] * small)]
@@ -109,7 +112,7 @@ def islands(small: bool) -> dict[str, Any]:
 
 
 def overhead(small: bool) -> dict[str, Any]:
-    """Measure with a batch that makes steps of about the wanted time."""
+    """Measure the bench `overhead` with a batch for steps of about 0.2 s."""
     until_s, batch = time.monotonic() + LIMITS_S["overhead"], 8
     command = [sys.executable, "scripts/bench/overhead.py", "--json", "--nice", "0", "--devices", "1"]
     command += ["--dim", "64", "--layers", "2", "--seq-len", "64"] if small else ["--dim", "1024", "--layers", "8"]

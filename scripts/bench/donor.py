@@ -1,9 +1,9 @@
-"""Slowdown of a donor's steps while it gives its state away. Interleaved in one process, several times.
+"""Measure the slowdown of a donor's steps while it gives its state away.
 
-A block of steps without a transfer, then a block during which states leave one after the other as fast as the donor
-gives them, and so on. The receiver is another process, on other cores if there are any. `value` is the median, over the
-pairs of blocks, of the ratio of the mean step times; `cpu_value` the same of the processor time that the process took
-per step, which other load on the machine does not touch.
+Blocks of steps without a transfer alternate with blocks that send one state after another, as fast as the donor can.
+The receiver is another process, on other cores if possible. `value` is the median ratio of the mean step times over all
+pairs of blocks. `cpu_value` is the same ratio for the process's processor time per step, which other load on the
+machine does not change.
 """
 
 import argparse
@@ -26,7 +26,9 @@ PARTS_IN_FLIGHT = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1, help="emulated devices of the donor")
-    parser.add_argument("--format", choices=("float32", "bfloat16", "int8"), default="float32", help="of moments")
+    parser.add_argument(
+        "--format", choices=("float32", "bfloat16", "int8"), default="float32", help="format of moments"
+    )
     blocks.add_options(parser, batch_size=4, pairs=7, steps=20)
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
@@ -50,7 +52,7 @@ def main() -> None:
 
 
 def receive(pipe: Connection, cores: list[int]) -> None:
-    """The syncer and the receiver in one: asks for one part after the other, for ever."""
+    """Run as syncer and receiver in one process, and request one part after another, forever."""
     os.sched_setaffinity(0, cores)
     from diloco_jax.protocol.messages import StateChunk, StatePull
     from diloco_jax.transport.endpoints.grpc_link import listen
@@ -58,10 +60,12 @@ def receive(pipe: Connection, cores: list[int]) -> None:
 
     listener = listen(TransportConfig(), run_id=RUN)
     pipe.send(listener.address)
-    while not pipe.poll():  # it becomes readable when the donor's process ends, however it ends
+    # The pipe becomes readable after any end of the donor's process.
+    while not pipe.poll():
         delivery = listener.receive(1.0)
         if delivery is None or not isinstance(delivery.message, StateChunk):
-            if delivery is not None and delivery.message is not None:  # the donor is ready to give
+            # A heartbeat means that the donor has a new state.
+            if delivery is not None and delivery.message is not None:
                 for part in range(PARTS_IN_FLIGHT):
                     listener.send(DONOR, StatePull(RECEIVER, 0, 1, part))
             continue
@@ -70,11 +74,12 @@ def receive(pipe: Connection, cores: list[int]) -> None:
         if following < came.parts:
             listener.send(DONOR, StatePull(RECEIVER, 0, 1, following))
         elif came.part == came.parts - 1:
-            listener.send(DONOR, StatePull(RECEIVER, 0, 0, 0))  # all is here: another state
+            # The state is complete, so the receiver requests another one.
+            listener.send(DONOR, StatePull(RECEIVER, 0, 0, 0))
 
 
 class Donor:
-    """An island in this process that trains, and gives its state to whoever listens at the address."""
+    """An island in this process that trains, and gives its state to the listener at an address."""
 
     def __init__(self, arguments: argparse.Namespace, address: str) -> None:
         import numpy as np
@@ -99,7 +104,8 @@ class Donor:
         self._layout = MovingLayout(self.island.state_layout, arguments.format)
         self.state_bytes = self._layout.bytes.num_bytes
         self._staged: list[Any] = []
-        self.wanted = threading.Event()  # a new copy, at the next step
+        # While it is set, the next step makes a new copy of the state.
+        self.wanted = threading.Event()
         self.sent_bytes = 0
         threading.Thread(target=self._answer, daemon=True).start()
 

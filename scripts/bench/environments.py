@@ -1,4 +1,4 @@
-"""Environments of neighbours that a bench compares with: each in a folder of its own, with versions of its own."""
+"""Environments of other projects for comparisons, each in a separate folder with its own versions."""
 
 import subprocess
 import sys
@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_with(name: str, pins: Sequence[str], *, ours: bool = False) -> Path:
-    """The interpreter of the environment `.bench/name`, made when missing or made for other versions.
+    """Return the interpreter of the environment `.bench/name`; make it if it is missing or has other versions.
 
     Args:
-        name: of the folder.
-        pins: what it holds, as pip takes it.
-        ours: beside what ours holds.
+        name: name of the folder.
+        pins: requirements for pip.
+        ours: also include the packages of this project's environment.
     """
     folder = ROOT / ".bench" / name
     stamp, python = folder / ".stamp", folder / "bin" / "python"

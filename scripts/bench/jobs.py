@@ -1,4 +1,4 @@
-"""Run whole training jobs as a user does, and read their summaries."""
+"""Run complete training jobs as a user does, and read their summaries."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ JOB_TIMEOUT_S = 3600
 
 
 def train(config: str, *overrides: object) -> dict[str, Any]:
-    """The summary of one run of a config in configs/, with overrides such as "--seed", 1.
+    """Run a config in configs/ with overrides such as "--seed", 1, and return its summary.
 
     Raises:
         SystemExit: the run failed; its message is on standard error.

@@ -1,14 +1,14 @@
-"""Slowdown of a training loop of one's own by `diloco_jax.join`. Interleaved in one process, several times.
+"""Measure the slowdown of a user's training loop by `diloco_jax.join`.
 
-The loop is bare: it makes a batch, runs a jitted step that consumes its state, and waits for the loss. Blocks of steps
-in which it calls `after_step` too alternate with blocks in which it does not; meanwhile no round ends. The syncer is a
-real process on loopback, at the lowest priority, since it has no machine of its own here; a fragment comes back and two
-are staged per step. Each number of devices has a process and a syncer of its own.
+The bare loop makes a batch, runs a jitted step that consumes its state, and waits for the loss. Blocks of steps with
+calls of `after_step` alternate with bare blocks, and no round ends during a bare block. The syncer is a real process on
+loopback with the lowest priority, because it shares this machine. Per step, one fragment returns and two are staged.
+Each number of devices has a separate process and syncer.
 
-`value` is the median, over the pairs of blocks, of the ratio of the median times from one step to the next, on the
-number of devices where that is largest; `cpu_value` the ratio of the processor time of the process, all its threads
-included, which other load on the machine touches less; `thread_value` what the loop's own thread computes more, over
-the time of a step; `by_devices` has all of it for each number of devices.
+`value` is the median ratio of the median times between two steps over all pairs of blocks, for the number of devices
+where it is largest. `cpu_value` is the ratio of the processor time of all threads, which other load changes less.
+`thread_value` is the additional processor time of the loop's thread over the time of a step. `by_devices` has all
+figures for each number of devices.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="emulated devices, in turn")
     parser.add_argument("--wire", default="int4", help="format of the island's updates")
-    parser.add_argument("--nice", type=int, default=19, help="of the syncer: 19 is the lowest priority")
+    parser.add_argument("--nice", type=int, default=19, help="niceness of the syncer; 19 is the lowest priority")
     blocks.add_options(parser, batch_size=8, pairs=9, steps=24)
     parser.set_defaults(accelerator=False)
     arguments = parser.parse_args()
@@ -51,8 +51,9 @@ def main() -> None:
 
 
 def _in_a_process(devices: int) -> dict[str, Any]:
-    """Measure on so many devices: a process has one number of them."""
-    command = [sys.executable, *sys.argv, "--devices", str(devices), "--json"]  # the last --devices counts
+    """Measure in a new process, because a process has a fixed number of devices."""
+    # The last --devices of the arguments counts.
+    command = [sys.executable, *sys.argv, "--devices", str(devices), "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1])["by_devices"][0])
 
@@ -82,7 +83,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Loop:
-    """A training loop of a user's own, with a compiled step that consumes its state."""
+    """A user's training loop with a compiled step that consumes its state."""
 
     def __init__(self, config: Any, arguments: argparse.Namespace) -> None:
         import jax
@@ -104,7 +105,7 @@ class Loop:
         self._parameters = sum(value.size for value in self._state.params.values())
 
     def run(self, address: str, folder: Path) -> dict[str, Any]:
-        """Measure pairs of blocks, after a first one that is not counted."""
+        """Measure pairs of blocks; the first pair does not count."""
         import diloco_jax
 
         size, tokens = self._arguments.batch_size, self._arguments.batch_size * self._arguments.seq_len
@@ -135,7 +136,7 @@ class Loop:
         )
 
     def _block(self, island: Any) -> blocks.Costs:
-        """Make a block of steps, as an island or bare; one more than are counted, since a step ends with the next."""
+        """Make a block of steps as an island or bare, and one more step, because a step ends with the next one."""
         import jax
 
         began, size = [], self._arguments.batch_size

@@ -1,8 +1,8 @@
-"""What `report`, `view`, `status` and `compare` cost on the records of a long run.
+"""Measure the cost of `report`, `view`, `status` and `compare` on the records of a long run.
 
-The records of days of rounds, one per second, go through the writer that a syncer uses, so they are thinned as in a
-real run. The tape of the folder is a folder itself: a command that opens it fails. Each command runs in a process of
-its own; `value` is the wall time of the slowest one, and each row has processor time and the largest resident size.
+The bench passes the records of days of rounds, one per second, through the syncer's writer, so they are thinned as in a
+real run. The tape is a folder, so that a command that opens it fails. Each command runs in a separate process. `value`
+is the wall time of the slowest command; each row has the processor time and the largest resident size.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Record = dict[str, Any]
 
 
 def records(rounds: int, names: tuple[str, ...]) -> Iterator[Record]:
-    """Yield the records of a run with one round per second, in which an island is killed once an hour."""
+    """Yield the records of a run with one round per second and one kill of an island per hour."""
     lives = dict.fromkeys(names, 1)
     since = dict.fromkeys(names, 0)
     for n in range(1, rounds + 1):
@@ -61,7 +61,7 @@ def records(rounds: int, names: tuple[str, ...]) -> Iterator[Record]:
 
 
 def write_run(folder: Path, rounds: int, islands: int) -> dict[str, float]:
-    """Write the folder of a run; return what the writer took."""
+    """Write the folder of a run, and return the costs of the writer."""
     config = load(ROOT / "configs" / "quickstart.yaml", ["--islands.count", str(islands), "--train.steps", str(rounds)])
     (folder / "tape.jsonl").mkdir(parents=True)
     save(config, folder / "config.yaml")
@@ -111,10 +111,10 @@ def measure(command: str, words: list[str]) -> Record:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--days", type=float, default=10.0, help="of one round per second")
+    parser.add_argument("--days", type=float, default=10.0, help="days of one round per second")
     parser.add_argument("--islands", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=3, help="of each command")
-    parser.add_argument("--folder", help="where the run is written and left; if it is there, it is read as it is")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each command")
+    parser.add_argument("--folder", help="folder for the run, which is kept; an existing run is read unchanged")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     made = Path(tempfile.mkdtemp(prefix="long-run-"))

@@ -1,15 +1,14 @@
-"""Peak memory of a real syncer through rounds, a snapshot, its death and a failover, beside what `diloco plan` says.
+"""Measure the peak memory of a syncer through rounds, a snapshot and a failover, beside the figure of `diloco plan`.
 
-A syncer in a process of its own has a model of a few large tensors, and four learners that compute nothing: threads of
-this process with the real machine of a learner and the real link. They report steps, answer every pull with the same
-int4 values and read every version; one copy of the global values for all of them lies in a file, since a syncer that
-was killed asks for what its snapshot lacks. int4 both ways.
+A syncer in a separate process has a model of a few large tensors. Its four learners compute nothing: they are threads
+of this process with the real machine of a learner and the real link. They report steps, answer every pull with the same
+int4 values and read every version. One file has the global values for all of them, because a restarted syncer requests
+the values that its snapshot lacks. The wire is int4 in both directions.
 
-The syncer writes snapshots while rounds go on. It is killed (SIGKILL) a third of a cycle after its first one is there,
-and started again in the same folder; every fragment has five rounds in all, and a last snapshot ends it. `value` is the
-largest VmHWM of its two lives over the plan's figure; the process's own share of both is in there. Rounds per second
-are those between the first and the last version of a life; the bound is that of the bench `merge`, the bytes that a
-round must move at the rate of a copy in memory.
+The syncer writes snapshots during the rounds. It is killed (SIGKILL) a third of a cycle after its first snapshot, and
+restarted in the same folder. Every fragment has five rounds, and a last snapshot ends the run. `value` is the largest
+VmHWM of the two processes over the plan's figure. Rounds per second count from the first to the last version of a
+process. Their bound is that of the bench `merge`, the bytes of a round at the rate of a copy in memory.
 """
 
 import argparse
@@ -50,7 +49,8 @@ from diloco_jax.transport.link import Delivery, Link, TransportError
 
 ROOT = Path(__file__).resolve().parents[2]
 BARS = {"peak_bytes": 16 * 2**30, "plan": 0.10}
-ROUNDS = 5  # of each fragment
+# The number of rounds of each fragment.
+ROUNDS = 5
 COLUMNS = 1024
 PATIENCE_S = 1800.0
 
@@ -58,12 +58,13 @@ PATIENCE_S = 1800.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=1.2e9)
-    parser.add_argument("--fragments", type=int, default=24, help="and tensors")
+    parser.add_argument("--fragments", type=int, default=24, help="fragments and tensors")
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--shards", type=int, default=0, help="merge shards; their memory is not counted")
-    parser.add_argument("--step-s", type=float, default=0.2, help="of a learner")
+    parser.add_argument("--step-s", type=float, default=0.2, help="seconds of a learner's step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    give_memory_back()  # four learners read whole values here at once
+    # Four learners in this process read whole values at once.
+    give_memory_back()
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="diloco-memory-") as folder:
         result = Bench(Path(folder), arguments).run()
@@ -73,14 +74,14 @@ def main() -> None:
     peaks = " and ".join(size(peak) for peak in result["peaks_bytes"])
     rates = " and ".join(f"{rate:.3g}" for rate in result["rounds_per_s"])
     sys.stdout.write(
-        f"{result['parameters']:.3g} parameters: peaks of {peaks} in two lives, the plan says "
+        f"{result['parameters']:.3g} parameters: peaks of {peaks} in two processes, the plan has "
         f"{size(result['plan_bytes'])} (x {result['value']:.3f}); {rates} rounds per second, a copy of "
-        f"{size(result['round_bytes'])} would do {result['copies_per_s']:.3g}; snapshots {result['snapshots']}\n"
+        f"{size(result['round_bytes'])} would make {result['copies_per_s']:.3g}; snapshots {result['snapshots']}\n"
     )
 
 
 class World:
-    """The global values that all learners hold, in a file: the first who gets a version reads it for all."""
+    """The global values of all learners in a file; the first learner that receives a version reads it for all."""
 
     def __init__(self, file: Path, plan: FragmentPlan) -> None:
         self.layouts = [whole(fragment) for fragment in plan.fragments]
@@ -91,10 +92,11 @@ class World:
         self._flats = [values[start:stop] for start, stop in pairwise(sizes)]
         self._versions = [NO_VERSION] * len(self.layouts)
         self._locks = [threading.Lock() for _ in self.layouts]
-        self.merged: list[tuple[float, int]] = []  # when a version came, and its epoch
+        # The arrival time and the epoch of each version.
+        self.merged: list[tuple[float, int]] = []
 
     def read(self, message: GlobalFragment, payload: Any) -> bool:
-        """Take a version over; False if it cannot be made of what is held."""
+        """Read a version; False if its base is missing or its digest is wrong."""
         number = message.fragment_id
         with self._locks[number]:
             if self._versions[number] >= message.version:
@@ -103,8 +105,8 @@ class World:
             if message.base == NO_VERSION:
                 self._flats[number][:] = np.frombuffer(payload, np.float32)
             elif message.base == self._versions[number]:
-                for key, step in codec.decode(payload, self.keys_shapes[number], "int4").items():
-                    views[key] += step
+                for key, delta in codec.decode(payload, self.keys_shapes[number], "int4").items():
+                    views[key] += delta
             else:
                 return False
             self._versions[number] = message.version
@@ -118,7 +120,7 @@ class World:
 
 
 class Stub(threading.Thread):
-    """A learner without a model: its machine, its link, and steps that take a while."""
+    """A learner without a model: its machine, its link, and steps of a given length."""
 
     def __init__(
         self, name: str, config: RunConfig, agreed: Any, world: World, dialler: Dialler, step_s: float
@@ -130,7 +132,7 @@ class Stub(threading.Thread):
         self.over = False
 
     def run(self) -> None:
-        """Train until the syncer says that the run is over; dial again whenever the link breaks."""
+        """Train until the end of the run, and reconnect after each broken link."""
         while not self.over:
             try:
                 link = self._dialler.connect(self._machine.epoch)
@@ -149,7 +151,7 @@ class Stub(threading.Thread):
                 if delivery.kind == "disconnected":
                     machine.on_disconnected(time.monotonic())
                     return
-                self._execute(link, self._heard(delivery))
+                self._execute(link, self._received(delivery))
             now_s = time.monotonic()
             if now_s >= ends_s:
                 ends_s = now_s + self._step_s
@@ -158,7 +160,7 @@ class Stub(threading.Thread):
                     self._execute(link, machine.on_step(1000, self._step_s, 1.0, now_s, samples_end=end))
                 self._execute(link, machine.on_tick(now_s))
 
-    def _heard(self, delivery: Delivery) -> list[Any]:
+    def _received(self, delivery: Delivery) -> list[Any]:
         machine, message, now_s = self._machine, delivery.message, time.monotonic()
         if isinstance(message, GlobalFragment):
             if not machine.wants(message, now_s):
@@ -185,7 +187,8 @@ class Stub(threading.Thread):
                 try:
                     link.send(message, payload)  # type: ignore[arg-type]
                 except (TransportError, OSError):
-                    return  # the link says so itself
+                    # The link also delivers the disconnection.
+                    return
 
 
 class Life(NamedTuple):
@@ -195,7 +198,7 @@ class Life(NamedTuple):
     peaks: list[int]
 
     def watch(self) -> None:
-        """Note the largest memory so far."""
+        """Record the largest memory so far."""
         try:
             lines = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii").splitlines()
             self.peaks.extend(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
@@ -236,7 +239,7 @@ class Bench:
         self._agreed = found.run.fingerprint(corpus)
 
     def run(self) -> dict[str, Any]:
-        """Two lives of the syncer, from the first hello to the last stop."""
+        """Run the syncer, kill it, run it again until the end, and return the result."""
         config, wire, checkpoints = self._config, self._config.wire, self._run_dir / CHECKPOINTS
         first = self._start()
         self._until(first, lambda: (self._run_dir / ADDRESS_FILE).exists())
@@ -277,7 +280,7 @@ class Bench:
                 log = (self._folder / "syncer.log").read_text(encoding="utf-8")[-3000:]
                 life.process.kill()
                 how = f"status {life.process.returncode}, {len(self._world.merged)} versions"
-                raise SystemExit(f"{log}\nthe syncer ended, or did not come so far: {how}")
+                raise SystemExit(f"{log}\nthe syncer ended or was too slow: {how}")
             time.sleep(0.1)
 
     def _result(self, peaks: list[int], snapshots: list[str]) -> dict[str, Any]:
@@ -287,7 +290,8 @@ class Bench:
         rates = []
         for epoch in (1, 2):
             times_s = [at_s for at_s, of in self._world.merged if of == epoch]
-            span_s = times_s[-1] - times_s[0] if times_s else 0.0  # a life that was short has seen one merge, or none
+            # A short-lived process has one merge or none.
+            span_s = times_s[-1] - times_s[0] if times_s else 0.0
             rates.append((len(times_s) - 1) / span_s if span_s > 0 else 0.0)
         return {
             "name": "memory",
@@ -309,7 +313,7 @@ class Bench:
 
 
 def random_payload(layout: Any) -> memoryview:
-    """int4 values that look like those of a learner."""
+    """Return int4 values like those of a learner."""
     payload = np.random.default_rng(1).integers(0, 256, layout.payload_bytes("int4"), np.uint8)
     for place in layout.places("int4"):
         payload[place.scales : place.codes].view(np.float32)[:] = 1e-4
@@ -317,7 +321,7 @@ def random_payload(layout: Any) -> memoryview:
 
 
 def copy_bytes_per_s(elements: int) -> float:
-    """Measure how many bytes a copy in memory reads and writes."""
+    """Return the bytes per second that a copy in memory reads and writes."""
     source, target = np.ones(elements, np.float32), np.zeros(elements, np.float32)
     taken_s = []
     for _ in range(5):

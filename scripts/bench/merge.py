@@ -1,18 +1,18 @@
-"""Speed of a round's arithmetic beside that of memory, and of tsugi-mend for the same.
+"""Measure the speed of a round's arithmetic beside the speed of memory, and beside tsugi-mend.
 
-The job: 4 learners, one fragment of 16 float32 tensors, 256 MB; int4 in and out; radial-directional averaging, Nesterov
-0.9 with error feedback. Timed is all that a round does: inspect, then update with digests, on all cores, with warm
-buffers as in a run.
+The job has 4 learners and one fragment of 16 float32 tensors (256 MB), int4 in and out, radial-directional averaging,
+and Nesterov 0.9 with error feedback. The time covers all arithmetic of a round (inspect, then update with digests), on
+all cores, with warm buffers as in a run.
 
-Bound: the bytes that must move at least (payloads in once; value, trace and residual in and out; the step out) at the
-rate of a copy of as many arrays, of the same sizes, cut in the same chunks, by the same threads. Copy, merge and
-tsugi-mend take turns. `value` is the median of bound / time: 1 is the speed of a copy.
+The bound is the time for the least bytes that must move (payloads in once; value, trace and residual in and out; the
+delta out) at the rate of a copy. The copy has as many arrays of the same sizes, in the same chunks, with the same
+threads. Copy, merge and tsugi-mend take turns. `value` is the median of bound / time; 1 is the speed of a copy.
 
-tsugi-mend 0.1.5 (PyTorch) has no syncer that does the same, so its own functions are put together: `quant4_decode` of
-every value in blocks of 256, `token_weighted_merge` (an average; it has no other), torch.optim.SGD with Nesterov's
-momentum, `quant4_compress_delta` of the step with its error feedback, and the sum; no products, no digests. Its
-environment is made in .bench/mend on the first start. `mend_ratio` is its time / the time here, and
-`mend_merge_ratio` that of its `token_weighted_merge` alone, from values that are already decoded.
+tsugi-mend 0.1.5 (PyTorch) has no comparable syncer, so this bench combines its functions: `quant4_decode` of every
+value in blocks of 256, `token_weighted_merge` (an average, its only merge), torch.optim.SGD with Nesterov's momentum,
+`quant4_compress_delta` with error feedback, and the sum. It computes no products and no digests. The first start makes
+its environment in .bench/mend. `mend_ratio` is its time over the time here, and `mend_merge_ratio` is the time of its
+`token_weighted_merge` alone, from decoded values, over the time here.
 """
 
 import argparse
@@ -44,17 +44,20 @@ STATE_ARRAYS = 3  # value, trace, residual
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mbytes", type=int, default=256, help="of the fragment in float32, a multiple of 16")
+    parser.add_argument(
+        "--mbytes", type=int, default=256, help="megabytes of the fragment in float32, a multiple of 16"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--no-mend", action="store_true", help="without tsugi-mend")
+    parser.add_argument("--no-mend", action="store_true", help="leave tsugi-mend out")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     size = arguments.mbytes * 2**20 // 4 // TENSORS
     with ThreadPoolExecutor(arguments.threads) as pool:
         job = Job(size, pool)
         mend = None if arguments.no_mend else Mend(size, arguments.threads)
-        for _ in range(WARM_UP):  # compiling, and memory that nobody has touched, are not what a run is made of
+        # A run compiles and touches its memory only once, so these rounds do not count.
+        for _ in range(WARM_UP):
             job.copy_s(), job.round_s(), mend and mend.round_s()
         samples = [(job.copy_s(), job.round_s(), mend.round_s() if mend else (0.0, 0.0)) for _ in range(arguments.runs)]
     result = summary(job, samples, arguments.threads)
@@ -70,11 +73,11 @@ def main() -> None:
 
 
 class Job:
-    """The merge, and a copy of as much as it must move.
+    """The merge, and a copy of as many bytes.
 
     Args:
         size: elements of a tensor.
-        pool: of the threads.
+        pool: threads for both.
     """
 
     def __init__(self, size: int, pool: ThreadPoolExecutor) -> None:
@@ -83,13 +86,13 @@ class Job:
         self._merger = Merger(self.layout, [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), "int4", "int4", pool.map)
         self._values = Values([random_payload(self.layout, m) for m in range(LEARNERS)], [None] * LEARNERS)
         self._state = self._merger.first(np.random.default_rng(0).standard_normal(self.layout.size, np.float32))
-        # Written once: arrays that nobody wrote to share one page of zeros, and reading that costs nothing.
+        # Unwritten arrays would share one page of zeros, and reading it would cost nothing.
         self._pairs = [[np.ones(self.layout.size, np.float32) for _ in range(2)] for _ in range(STATE_ARRAYS)]
         payloads = LEARNERS * self._merger.up_bytes + self._merger.down_bytes
         self.num_bytes = payloads + 2 * STATE_ARRAYS * 4 * self.layout.size
 
     def copy_s(self) -> float:
-        """Seconds that the bytes of a merge take at the rate of a copy."""
+        """Return the seconds for the bytes of a merge at the rate of a copy."""
 
         def copy_leaf(number: int) -> None:
             here = self.layout.where(self.layout.leaves[number])
@@ -100,7 +103,7 @@ class Job:
         return taken_s * self.num_bytes / (2 * STATE_ARRAYS * 4 * self.layout.size)
 
     def round_s(self) -> tuple[float, float]:
-        """Seconds of `inspect` and of `update`."""
+        """Return the seconds of `inspect` and of `update`."""
         began_s = time.perf_counter()
         products = self._merger.inspect(self._values)
         inspected_s = time.perf_counter()
@@ -112,7 +115,7 @@ class Job:
 
 
 def random_payload(layout: Layout, seed: int) -> np.ndarray:
-    """int4 values that look like those of a learner."""
+    """Return int4 values like those of a learner."""
     payload = np.random.default_rng(seed + 1).integers(0, 256, layout.payload_bytes("int4"), np.uint8)
     for place in layout.places("int4"):
         payload[place.scales : place.codes].view(np.float32)[:] = 1e-3
@@ -120,17 +123,18 @@ def random_payload(layout: Layout, seed: int) -> np.ndarray:
 
 
 def seconds(work: Callable[[], Any]) -> float:
+    """Return the seconds of a call."""
     began_s = time.perf_counter()
     work()
     return time.perf_counter() - began_s
 
 
 class Mend:
-    """The other side, in a process and an environment of its own.
+    """tsugi-mend in a separate process and environment.
 
     Args:
         size: elements of a tensor.
-        threads: for PyTorch.
+        threads: number of threads of PyTorch.
     """
 
     def __init__(self, size: int, threads: int) -> None:
@@ -141,7 +145,7 @@ class Mend:
         self._ask, self._answers = self._process.stdin, self._process.stdout
 
     def round_s(self) -> tuple[float, float]:
-        """Seconds of a round, and of `token_weighted_merge` alone in it."""
+        """Return the seconds of a round, and of its `token_weighted_merge` alone."""
         self._ask.write("round\n")
         self._ask.flush()
         whole, merge = self._answers.readline().split()
@@ -149,6 +153,7 @@ class Mend:
 
 
 def summary(job: Job, samples: list[tuple[float, tuple[float, float], tuple[float, float]]], threads: int) -> dict:
+    """Return the medians of all runs."""
     shares = [bound / sum(own) for bound, own, _ in samples]
     result = {
         "name": "merge",

@@ -1,9 +1,9 @@
-"""The test bed of methods: inner and outer optimizers, merges and adoptions, in minutes on one core.
+"""Compare inner and outer optimizers, merges and adoptions, in minutes on one core.
 
-An arm is a word of settings, such as `H=24`, `H=24,mlp=4` or `M=1,rate=4e-3`; `Arm` has them all. All arms see the same
-initial parameters and, step by step, the same samples, so their losses are compared seed by seed; M=1 is data
-parallel. Below half a per cent one seed says nothing. Links, late and lost islands are not here: what wins goes into
-the package, and then through ./scripts/experiments/run.
+An arm is an argument with settings, such as `H=24`, `H=24,mlp=4` or `M=1,rate=4e-3`; `Arm` lists all of them. All arms
+have the same initial parameters and the same samples in each step, so their losses are compared seed by seed; M=1 is
+data parallel. Differences below half a per cent need more than one seed. There are no links and no late or lost
+islands; a method that wins is added to the package, and then tested with ./scripts/experiments/run.
 """
 
 from __future__ import annotations
@@ -43,20 +43,28 @@ CLASSES = {"mlp": ("gate/kernel", "up/kernel", "down/kernel"), "attention": ("q/
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """The settings of a run, all with one letter or one word."""
+    """The settings of a run."""
 
-    M: int = 4  # learners; 1 is data parallel
-    H: int = 24  # steps between two turns of a tensor
-    mlp: int = 0  # the same for a class of tensors; 0: H
+    # The number of learners; 1 is data parallel.
+    M: int = 4
+    # The steps between two turns of a tensor.
+    H: int = 24
+    # The steps between two turns for a class of tensors; 0: H.
+    mlp: int = 0
     attention: int = 0
     embed: int = 0
     norm: int = 0
-    then: int = 0  # H from the share `at` of the run on; 0: as before
+    # H after the share `at` of the run; 0: unchanged.
+    then: int = 0
     at: float = 0.5
-    P: int = 0  # 1: all turns of a class at once; 2: those of a layer; 0: spread evenly over the period
-    tau: int = 0  # steps from a turn to the adoption of what it made
-    adopt: str = "overwrite"  # blend, rebase, eager
-    kept: float = -1.0  # share of local work that an adoption keeps; -1: all, or 0.5 of blend
+    # 1: all turns of a class are at once; 2: all turns of a layer are at once; 0: turns are spread over the period.
+    P: int = 0
+    # The steps from a turn to the adoption of its result.
+    tau: int = 0
+    # overwrite, blend, rebase or eager.
+    adopt: str = "overwrite"
+    # The share of local work that an adoption keeps; -1: all of it, or 0.5 for blend.
+    kept: float = -1.0
     merge: str = "rda"
     unit: str = "tensor"
     outer: str = "sgd"
@@ -64,11 +72,13 @@ class Arm:
     momentum: float = 0.0
     every: int = 4
     average: float = 0.0
-    misses: float = 0.0  # share of broadcasts that a learner misses
+    # The share of broadcasts that a learner misses.
+    misses: float = 0.0
     stale: str = ""
     inner: str = "adamw"
     rate: float = 4e-3
-    adam: float = 4e-3  # rate of what muon leaves to adam
+    # The rate of adam for tensors that muon does not train.
+    adam: float = 4e-3
     b1: float = 0.8
     b2: float = 0.95
     beta: float = 0.95
@@ -92,7 +102,7 @@ class Arm:
         )  # fmt: skip
 
     def method(self) -> Method:
-        """Return what makes another program."""
+        """Return the rules of the exchange."""
         refs = {"overwrite": "theta", "blend": "theta", "rebase": "sent", "eager": "foreseen"}
         return Method(self.M, self.merge, self.unit, refs[self.adopt], self.outer, self.stale)
 
@@ -108,7 +118,7 @@ def arm_of(word: str) -> Arm:
 
 @dataclass(frozen=True)
 class Bed:
-    """What all arms share."""
+    """The settings that all arms share."""
 
     steps: int
     batch_size: int
@@ -116,7 +126,8 @@ class Bed:
     dim: int
     layers: int
     mlp_dim: int
-    held_out: int  # samples
+    # The number of samples of the evaluation.
+    held_out: int
 
     @property
     def heads(self) -> int:
@@ -148,7 +159,7 @@ def _held_out(bed: Bed) -> np.ndarray:
 
 @cache
 def _inner(settings: str) -> Callable[[Params], optax.GradientTransformation]:
-    """Return what makes an inner optimizer; the same function for the same settings, so that nothing compiles twice."""
+    """Return a function that makes an inner optimizer; equal settings share one, so nothing is compiled twice."""
     config = OptimizerConfig(**json.loads(settings))
 
     def make(params: Params) -> optax.GradientTransformation:
@@ -160,7 +171,7 @@ def _inner(settings: str) -> Callable[[Params], optax.GradientTransformation]:
 
 
 def turns(arm: Arm, sizes: Mapping[str, int], steps: int) -> np.ndarray:
-    """Return after which steps each tensor has a turn [steps, tensors], the tensors in the order of their names."""
+    """Return whether a tensor has its turn after a step [steps, tensors]; tensors are in the order of their names."""
     paths = sorted(sizes)
     due = np.zeros((steps, len(paths)), bool)
     for step in range(steps if arm.M > 1 else 0):
@@ -187,7 +198,7 @@ def run(arm: Arm, bed: Bed, seed: int) -> dict[str, object]:
     adopts = np.zeros_like(due)
     adopts[arm.tau :] = due[: bed.steps - arm.tau]
     if arm.M > 1 and arm.tau >= min(arm.period(path, share) for path in sizes for share in (0.0, 1.0)):
-        raise SystemExit(f"tau={arm.tau} is not below every period; a turn would begin before the one before ends")
+        raise SystemExit(f"tau={arm.tau} is not below every period, so turns would overlap; lower tau")
     missing = np.random.default_rng(seed).random((bed.steps, arm.M)) < arm.misses
     config = dataclasses.replace(arm.optimizer(), warmup_steps=min(arm.warmup, bed.steps // 10))
     rate = learning_rate(config, bed.steps)
@@ -215,7 +226,7 @@ def run(arm: Arm, bed: Bed, seed: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arms", nargs="+", help="each a word of settings, such as H=24,mlp=4")
+    parser.add_argument("arms", nargs="+", help="settings of each arm, such as H=24,mlp=4")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -224,8 +235,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--mlp-dim", type=int, default=192)
     parser.add_argument("--held-out", type=int, default=1024, help="samples of the evaluation, a multiple of 64")
-    parser.add_argument("--against", help="the arm that others are compared with; default: the first")
-    parser.add_argument("--out", type=Path, help="file of JSON lines; arms that are in it are not run again")
+    parser.add_argument("--against", help="arm that the others are compared with; default: the first")
+    parser.add_argument("--out", type=Path, help="file of JSON lines; its arms are not run again")
     parser.add_argument("--json", action="store_true", help="print one JSON object per arm instead of a table")
     words = parser.parse_args()
     bed = Bed(words.steps, words.batch_size, words.seq_len, words.dim, words.layers, words.mlp_dim, words.held_out)
@@ -250,7 +261,7 @@ def main() -> None:
 def report(
     arms: Sequence[str], seeds: Sequence[int], rows: Mapping[tuple[str, int], dict], against: str, as_json: bool
 ) -> None:
-    """Print what came out: of each arm the losses, and how far it is behind, seed by seed."""
+    """Print the losses of each arm and its distance from the reference arm, seed by seed."""
     for arm in arms:
         losses = [rows[arm, seed]["loss"] for seed in seeds]
         behind = [loss / rows[against, seed]["loss"] - 1 for loss, seed in zip(losses, seeds, strict=True)]

@@ -1,9 +1,9 @@
-"""Do islands of different size and speed cost goodput or quality? Against equal islands, on the same tokens.
+"""Measure what islands of different size and speed cost in goodput and quality, compared with equal islands.
 
-For every seed: configs/mixed.yaml, two islands of 2 and of 4 emulated devices, of which the second is halted half of
-the time from its first step on, so that its steps take twice as long; then the same with two equal islands of 2
-devices, for as many tokens as the first run really trained on. `value` is the mean of the seeds' relative differences
-of evaluation loss; above 0 the mixed islands are worse.
+For every seed there are two runs. The first trains configs/mixed.yaml on two islands with 2 and 4 emulated devices; the
+second island is halted half of the time from its first step, so its steps take twice as long. The second run has two
+equal islands of 2 devices, and trains on as many tokens as the first run did. `value` is the mean relative difference
+of the evaluation loss over the seeds; above 0 the mixed islands are worse.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from jobs import train
 from rich.console import Console
 
 SLOW = "island-1"
-HALT_S = 0.05  # and as long a time in which it runs
+# The island is halted for this time, and then runs for this time.
+HALT_S = 0.05
 Summary = dict[str, Any]
 ALIKE = ("--islands.each.island-1.devices", 2, "--islands.each.island-1.mesh.fsdp", 1)
 ALIKE += ("--islands.each.island-1.mesh.tensor", 1, "--islands.each.island-1.mesh.data", -1)
@@ -36,7 +37,8 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="diloco-bench-programs-") as programs:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = programs  # what is compared is training, not compiling
+        # The comparison is about training, so the runs share compiled programs.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         for variant in ((), ALIKE):
             train("mixed", *overrides, *variant, "--train.steps", 5, "--optimizer.warmup_steps", 1)
@@ -46,7 +48,7 @@ def main() -> None:
 
 
 def compare(seed: int, steps: int, overrides: list[str]) -> tuple[Summary, Summary, list[int]]:
-    """Both runs of one seed, and how many steps each of the mixed islands made."""
+    """Return both runs of one seed, and the number of steps of each mixed island."""
     common = ["--seed", seed, *overrides]
     with Halting(SLOW):
         mixed = train("mixed", *common, "--train.steps", steps)
@@ -61,7 +63,7 @@ def compare(seed: int, steps: int, overrides: list[str]) -> tuple[Summary, Summa
 
 
 def report(rows: list[tuple[Summary, Summary, list[int]]], *, as_json: bool) -> None:
-    """Print what all seeds showed."""
+    """Print the result of all seeds."""
     differences = [mixed["eval_loss"] / equal["eval_loss"] - 1 for mixed, equal, _ in rows]
     result = {
         "name": "mixed",
@@ -88,7 +90,7 @@ def report(rows: list[tuple[Summary, Summary, list[int]]], *, as_json: bool) -> 
 
 
 class Halting:
-    """Halt every process of an island half of the time, in short turns, from its first step on."""
+    """Context that halts every process of an island half of the time, from its first step."""
 
     def __init__(self, island: str) -> None:
         self._island = island
@@ -123,7 +125,7 @@ def _send(processes: list[int], number: signal.Signals) -> None:
 
 
 def training_processes(island: str) -> list[int]:
-    """Processes of this user that are a learner of this name and have begun to train."""
+    """Return this user's processes of a learner that has started to train."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

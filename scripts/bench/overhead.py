@@ -1,11 +1,11 @@
-"""Slowdown of a learner's steps because there is a syncer. Interleaved in one process, several times.
+"""Measure the slowdown of a learner's steps by the exchange with a syncer.
 
-The learner is the real driver with all its threads; the syncer is a real process on loopback, at the lowest priority,
-since it has no machine of its own here. Blocks of steps of the driver (stage, report, payloads, adopt) alternate with
-blocks in which the same island makes the same steps on the same data and does nothing else; meanwhile no round ends and
-the syncer idles. `value` is the median, over the pairs of blocks, of the ratio of the median times from one step to the
-next; `cpu_value` the ratio of the processor time that the learner's process took, encoding and sending included, which
-other load on the machine touches less; `thread_value` that of the step thread alone, over the time of a step.
+The learner is the real driver with all its threads. The syncer is a real process on loopback with the lowest priority,
+because it shares this machine. Blocks of the driver's steps (stage, report, payloads, adopt) alternate with blocks of
+bare steps of the same island on the same data; during a bare block no round ends, and the syncer idles. `value` is the
+median ratio of the median times between two steps over all pairs of blocks. `cpu_value` is the ratio of the processor
+time of the learner's process, which other load changes less. `thread_value` is the additional processor time of the
+step thread over the time of a step.
 """
 
 import argparse
@@ -25,8 +25,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=2, help="emulated devices of the island")
     parser.add_argument("--wire", default="int4", help="format of the learner's updates")
-    parser.add_argument("--nice", type=int, default=19, help="of the syncer: 19 is the lowest priority")
-    parser.add_argument("--accelerator", action="store_true", help="of this machine, instead of emulated devices")
+    parser.add_argument("--nice", type=int, default=19, help="niceness of the syncer; 19 is the lowest priority")
+    parser.add_argument(
+        "--accelerator", action="store_true", help="use the accelerator of this machine instead of emulated devices"
+    )
     blocks.add_options(parser, batch_size=8, pairs=9, steps=24)
     arguments = parser.parse_args()
     if not arguments.accelerator:
@@ -41,12 +43,12 @@ def main() -> None:
         f"step time with a syncer x {result['value']:.3f} of {1000 * result['step_s']:.1f} ms "
         f"({result['low']:.3f} to {result['high']:.3f}, {result['runs']} pairs; {result['adopted_per_step']:.2f} "
         f"fragments adopted per step); the process's processor time x {result['cpu_value']:.3f}; "
-        f"the step thread's more per step {100 * result['thread_value']:.2f}% of a step\n"
+        f"the step thread's additional time per step {100 * result['thread_value']:.2f}% of a step\n"
     )
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make the settings of a run with one island, which has more steps than any measurement."""
+    """Return the settings of a run with one island and more steps than any measurement."""
     args = blocks.decoder_args(arguments) | ({"dtype": "bfloat16"} if arguments.accelerator else {})
     return {
         "name": "overhead",
@@ -79,13 +81,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 class MeasuredSteps:
-    """Replaces `Island.step`: it measures a block of the driver's steps, then runs a block alone, in turn."""
+    """Replacement of `Island.step` that measures blocks of the driver's steps and bare blocks in turn."""
 
     def __init__(self, learner: Any, config: Any, arguments: argparse.Namespace, stop: threading.Event) -> None:
         from diloco_jax.training.data.corpus import load_source
         from diloco_jax.training.data.order import SampleOrder
 
-        self._plan, self._island = learner.host.plan, learner.host.island
+        self._run, self._island = learner.host.run, learner.host.island
         self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)
         self._step, self._adopt = self._island.step, self._island.adopt
         self._island.step, self._island.adopt = self._measured, self._counted
@@ -130,7 +132,7 @@ class MeasuredSteps:
             "step time with a syncer / step time alone",
             self._pairs,
             adopted_per_step=self._adopted / (len(self._pairs) * self._arguments.steps),
-            parameters=sum(fragment.num_elements for fragment in self._plan.fragments),
+            parameters=self._run.num_parameters,
             devices=self._arguments.devices,
         )
 

@@ -1,7 +1,7 @@
-"""Pairs of blocks of steps, one with and one without what is measured: options, clocks and the summary.
+"""Pairs of blocks of steps, with and without the measured activity: options, clocks and the summary.
 
-The benches `overhead`, `join`, `donor` and `saving` use it. Both blocks of a pair run right after each other in one
-process, so that other load disturbs both alike; a ratio is taken within each pair.
+The benches `overhead`, `join`, `donor` and `saving` use it. Both blocks of a pair run one after another in one process,
+so that other load disturbs both equally; a ratio is taken within each pair.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Costs(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A block with what is measured, and the block without it that ran beside it."""
+    """A block with the measured activity, and the block without it that ran next to it."""
 
     measured: Costs
     alone: Costs
@@ -54,12 +54,12 @@ def decoder_args(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def emulate(devices: int) -> None:
-    """Give this process so many emulated devices; JAX must not be imported yet."""
+    """Give this process emulated devices; JAX must not be imported yet."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": "16"}
 
 
 def restart_with_huge_pages() -> None:
-    """Start this program again with the allocator's setting of a local run's islands, which is read at the start."""
+    """Restart this program with the allocator's setting of islands, which a process reads only at its start."""
     os.environ["PYTHONPATH"] = str(ROOT)
     if "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
@@ -106,7 +106,7 @@ def costs_of_steps(readings: Sequence[Costs]) -> Costs:
 def summary(name: str, unit: str, pairs: Sequence[Pair], **more: Any) -> dict[str, Any]:
     """Summarise pairs: the median ratio of wall and of processor time with their spread, and further figures.
 
-    `thread_value` is what the stepping thread computes more, as a share of a step's wall time.
+    `thread_value` is the additional processor time of the stepping thread, as a share of a step's wall time.
     """
     wall = [pair.measured.wall_s / pair.alone.wall_s for pair in pairs]
     process = [pair.measured.process_s / pair.alone.process_s for pair in pairs]

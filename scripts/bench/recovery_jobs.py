@@ -1,7 +1,7 @@
-"""Two jobs of three processes each, to be hurt and watched: torchft's DiLoCo, and `diloco train`.
+"""Two jobs of three processes each for kills: torchft's DiLoCo, and `diloco train`.
 
-Both run the same small model with the same pause between steps, and tell the same things: when rounds came, and when
-the victim's new process reached which point. All times are seconds of the system's clock.
+Both train the same small model with the same pause between steps. Both report the times of rounds, and the times when
+the victim's new process reached its milestones. All times are seconds of the system's clock.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class Setting:
     """Settings that both sides have in common."""
 
     step_s: float = 0.02
-    """Seconds from the start of one inner step to the start of the next, at least."""
+    """Least seconds from the start of one inner step to the start of the next."""
     sync_every: int = 20
     """H: inner steps between two synchronisations of the same parameters."""
     restart_s: float = 1.0
-    """Seconds from the victim's death to the start of its new process."""
+    """Seconds from the kill of the victim to the start of its new process."""
     fragments: int = 1
     """P of our side. torchft always has one."""
     standby: bool = False
-    """Our side keeps a spare process for each island, which becomes it at once."""
+    """Whether our side keeps a spare process for each island, which replaces the island at once."""
 
 
 class Round(NamedTuple):
-    """A synchronisation that survivors hold the result of."""
+    """A synchronisation with its result at the survivors."""
 
     t: float
     with_victim: bool
@@ -63,11 +63,11 @@ class Round(NamedTuple):
 
 
 class JobFailed(RuntimeError):
-    """A job did not do what is measured; the message says where to look."""
+    """A job did not reach the measurement; the message names the folder of its logs."""
 
 
 class Tail:
-    """The records of a JSON-lines file that is being written; each look costs only what is new."""
+    """The records of a JSON-lines file that is being written; each look reads only new lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class Tail:
         self._read_bytes = 0
 
     def look(self) -> list[dict[str, Any]]:
-        """All complete records so far."""
+        """Return all complete records so far."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._read_bytes)
             new = file.read()
@@ -86,12 +86,12 @@ class Tail:
 
 
 def _die_with_parent() -> None:
-    """In a child before its program starts: SIGTERM when the benchmark dies, however it dies (Linux)."""
+    """Make the child process get SIGTERM after any end of the benchmark (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Job(ABC):
-    """A job in its own folder. Use as a context manager: nothing outlives it."""
+    """A job in its own folder; as a context manager it ends all of its processes."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
         self.folder = folder
@@ -131,25 +131,25 @@ class Job(ABC):
             )
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises JobFailed when it does not come."""
+        """Wait until a condition is true; JobFailed after WAIT_S."""
         ends_s = time.monotonic() + WAIT_S
         while not condition():
             if time.monotonic() > ends_s:
-                raise JobFailed(f"{what} did not happen within {WAIT_S:.0f} s; see the logs in {self.folder}")
+                raise JobFailed(f"{what} did not happen within {WAIT_S:.0f} s; read the logs in {self.folder}")
             time.sleep(POLL_S)
 
     def interval_s(self) -> float:
-        """Usual time between two rounds, from those that are there."""
+        """Return the usual time between two of the newest rounds."""
         times = [r.t for r in self.rounds()][-WARM_ROUNDS:]
         return statistics.median(b - a for a, b in pairwise(times))
 
     def is_warm(self) -> bool:
-        """Tell whether everybody has been taking part for some rounds."""
+        """Return whether most of the newest rounds have merged all workers."""
         newest = self.rounds()[-WARM_ROUNDS:]
         return len(newest) == WARM_ROUNDS and sum(r.contributors == WORKERS for r in newest) > WARM_ROUNDS // 2
 
     def kill_at(self, phase: float) -> None:
-        """SIGKILL the victim when `phase` of a round interval has passed since a round."""
+        """Kill the victim when `phase` of a round interval has passed since a round."""
         interval_s, t = self.interval_s(), self.rounds()[-1].t + phase * self.interval_s()
         while t < time.time() + 0.1:
             t += interval_s
@@ -157,25 +157,25 @@ class Job(ABC):
         self.kill()
 
     def back(self) -> Round | None:
-        """The first round with the victim's new process."""
+        """Return the first round with the victim's new process; None if there is none."""
         began_s = self.victim().get("started", math.inf)
         return next((r for r in self.rounds() if r.with_victim and r.t > began_s), None)
 
     @abstractmethod
     def start(self) -> None:
-        """Start its processes."""
+        """Start the processes of the job."""
 
     @abstractmethod
     def kill(self) -> None:
-        """SIGKILL the victim."""
+        """Kill the victim with SIGKILL."""
 
     @abstractmethod
     def rounds(self) -> list[Round]:
-        """All rounds so far, in their order."""
+        """Return all rounds so far, in their order."""
 
     @abstractmethod
     def victim(self) -> dict[str, float]:
-        """Return when its new process reached: started, imported, ready, and what else the side knows of."""
+        """Return the times of the new process's milestones: started, imported, ready, and others of the side."""
 
 
 class TorchftJob(Job):
@@ -242,7 +242,7 @@ class TorchftJob(Job):
 
 
 class DilocoJob(Job):
-    """`diloco train` with three islands; its supervisor starts the victim again."""
+    """`diloco train` with three islands; its supervisor restarts the victim."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
         super().__init__(folder, setting)
@@ -250,7 +250,8 @@ class DilocoJob(Job):
         self._events = folder / "events"
         self._events.mkdir()
         self._metrics = Tail(self._run_dir / "metrics.jsonl")
-        self._offset_s = math.inf  # of the run's time to the system's
+        # The system's time minus the run's time.
+        self._offset_s = math.inf
 
     def start(self) -> None:
         corpus = self.folder / "corpus.txt"
@@ -287,15 +288,16 @@ class DilocoJob(Job):
         return super().is_warm() and len(spares) == (WORKERS if self.setting.standby else 0)
 
     def _records(self) -> list[dict[str, Any]]:
-        """All metrics."""
+        """Return all metrics."""
         known = len(self._metrics.records)
         records = self._metrics.look()
-        if len(records) > known:  # what is new was written after its newest record, at the earliest
+        # The file changed after the time of its newest record.
+        if len(records) > known:
             self._offset_s = min(self._offset_s, self._metrics.path.stat().st_mtime - records[-1]["t"])
         return records
 
     def rounds(self) -> list[Round]:
-        """A round has come when a survivor's report of a step shows that it heard of it."""
+        """Return the rounds; the time of a round is a survivor's next report with its global step."""
         records, victim = self._records(), f"island-{VICTIM}"
         found, open_rounds = [], []
         for record in records:
@@ -309,14 +311,14 @@ class DilocoJob(Job):
         return found
 
     def _pid(self) -> int:
-        """Process id of the victim."""
+        """Return the process id of the victim."""
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes().decode().split("\0")
                 ours = str(self._run_dir) in command and "learner" in command and "--standby" not in command
                 if ours and f"island-{VICTIM}" in command:
                     return int(entry.name)
-        raise JobFailed(f"there is no process of island-{VICTIM}; see the logs in {self.folder}")
+        raise JobFailed(f"island-{VICTIM} has no process; read the logs in {self.folder}")
 
     def kill(self) -> None:
         os.kill(self._pid(), signal.SIGKILL)
@@ -331,20 +333,22 @@ class DilocoJob(Job):
             if not events or f"island-{VICTIM}" not in events[0]["command"]:
                 continue
             spare, before = "--standby" in events[0]["command"], events[0]["started"] < self.killed_s
-            if spare and before:  # what it did before is not waited for
+            # Milestones of a spare process before the kill take no time.
+            if spare and before:
                 found = {name: max(t, self.killed_s) for name, t in self._milestones(events).items()}
             elif not spare and not before:
                 found = self._milestones(events)
         for record in self._records():
             if record.get("members") == [f"island-{VICTIM}"] and record["t"] + self._offset_s > self.killed_s:
                 found.setdefault(record["kind"], record["t"] + self._offset_s)
-        if self.setting.standby:  # a round from before the kill may be heard of after it
+        # A report of a round from before the kill may arrive after it.
+        if self.setting.standby:
             found["started"] = found.get("joined", math.inf)
         return found
 
     @staticmethod
     def _milestones(events: list[dict[str, Any]]) -> dict[str, float]:
-        """Ready is when the step's program, the newest one traced, is compiled."""
+        """Return the milestones; a process is ready when the newest traced program is compiled."""
         found = {"started": events[0]["started"], "imported": events[0]["t"]}
         traced = [e for e in events if e["event"] == "traced"]
         if traced:

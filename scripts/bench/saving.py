@@ -1,9 +1,9 @@
-"""Slowdown of an island's steps while it saves its own state. Interleaved in one process, several times.
+"""Measure the slowdown of an island's steps while it saves its state.
 
-A block of steps without a save, then a block at whose beginning the island saves its state, and so on: a block stands
-for `protocol.snapshot_every`. The state is copied from the devices and written in the background as in a run. `value`
-is the median, over the pairs of blocks, of the ratio of the mean step times; `cpu_value` the same of the processor time
-that the process took; `first_value` of the step in which the copy begins, over the median step.
+Blocks of steps without a save alternate with blocks that start with a save; a block is as long as
+`protocol.snapshot_every`. The state is copied from the devices and written in the background, as in a run. `value` is
+the median ratio of the mean step times over all pairs of blocks. `cpu_value` is the same ratio for the processor time
+of the process. `first_value` is the time of the step with the copy over the median step time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import pairs as blocks
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1, help="emulated devices of the island")
-    parser.add_argument("--url", help="folder of the states, wherever fsspec writes; default: a temporary one")
+    parser.add_argument("--url", help="folder or URL of the states; default: a temporary folder")
     blocks.add_options(parser, batch_size=4, pairs=7, steps=100)
     arguments = parser.parse_args()
     blocks.emulate(arguments.devices)

@@ -1,15 +1,15 @@
-"""Cost of more learners, and of more merge shards, for the syncer.
+"""Measure the cost of more learners and of more merge shards for the syncer.
 
-Each case is a syncer without its machine (listener, merge, outer step, encoded step, with 1, 2 or 4 shards) and a
-process of stub learners, which send the same int4 values as fast as they are asked for them, over loopback. All cases
-are alive at once and are measured in turn, so that each run compares them under the same conditions; ratios are taken
-within a run. CPU time is that of the syncer's processes, learners excluded.
+Each case is a syncer without its machine (listener, merge, outer step, encoded delta, with 1, 2 or 4 shards) and a
+process of stub learners, which answer each request over loopback with the same int4 values. All cases run at once and
+are measured in turn, so that each run compares them under equal conditions; ratios are taken within a run. CPU time is
+that of the syncer's processes without learners.
 
-With fewer cores than processes more shards cannot be faster: then what counts is how little CPU time they add.
+With fewer cores than processes more shards cannot be faster; then the additional CPU time is the result.
 
-With --control it measures the loop of a real syncer instead: a tiny model, a quorum of one, no grace window, and so
-many stub learners, which share one other process and make a step each second. Cases run one after the other, in every
-run in turn. What matters are rounds per second, and that CPU time per round is at most linear in the learners.
+With --control the bench measures the loop of a real syncer instead, with a tiny model, a quorum of one, no grace
+window, and stub learners that share another process and make a step each second. Cases run one after another, in turn
+for each run. The results are rounds per second and CPU time per round, which should be at most linear in the learners.
 """
 
 import argparse
@@ -54,7 +54,7 @@ FINGERPRINT = (("run", "scaling"),)
 
 
 class Case(NamedTuple):
-    """A syncer with so many shards and learners."""
+    """Numbers of shards and learners of a syncer."""
 
     shards: int
     learners: int
@@ -70,14 +70,16 @@ class Measured(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learners", type=int, nargs="+", default=[2, 4, 8, 16], help="with one shard")
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="with four learners")
-    parser.add_argument("--elements", type=int, default=4 << 20, help="of one fragment")
-    parser.add_argument("--rounds", type=int, default=10, help="in each measurement of a run")
+    parser.add_argument(
+        "--learners", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of learners with one shard"
+    )
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of shards with four learners")
+    parser.add_argument("--elements", type=int, default=4 << 20, help="elements of one fragment")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds in each measurement of a run")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--control", type=int, nargs="*", help="learners of a real syncer, such as 8 32 64 128")
-    parser.add_argument("--step-s", type=float, default=1.0, help="of these learners")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one measurement of these")
+    parser.add_argument("--step-s", type=float, default=1.0, help="seconds of a step of these learners")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of one measurement of these learners")
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
     arguments = parser.parse_args()
     if arguments.control:
@@ -97,9 +99,10 @@ def show(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 
 def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> dict[Case, list[Measured]]:
-    """All cases in turn, as often as there are runs."""
+    """Measure all cases in turn for each run."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([GlobalModel.__module__, ShardedListener.__module__])  # once, for all of them
+    # All processes share these imports.
+    processes.set_forkserver_preload([GlobalModel.__module__, ShardedListener.__module__])
     pipes: dict[Case, Connection] = {}
     for case in cases:
         ours, theirs = processes.Pipe()
@@ -108,7 +111,8 @@ def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> d
         processes.Process(target=learn, args=(case, address, arguments.elements), daemon=True).start()
         pipes[case] = ours
     measured: dict[Case, list[Measured]] = {case: [] for case in cases}
-    for run in range(-1, arguments.runs):  # the first run warms up
+    # The first run warms up.
+    for run in range(-1, arguments.runs):
         for case in cases if run % 2 else cases[::-1]:
             pipes[case].send(arguments.rounds)
             found = Measured(*pipes[case].recv())
@@ -119,7 +123,7 @@ def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> d
 
 
 def control_results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the loop of a real syncer with each number of learners; an object per quantity."""
+    """Measure the loop of a real syncer for each number of learners, and return an object per quantity."""
     loops: dict[int, list[Loop]] = {learners: [] for learners in arguments.control}
     for run in range(arguments.runs):
         for learners in arguments.control if run % 2 else arguments.control[::-1]:
@@ -142,7 +146,7 @@ def control_results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def results(
     cases: list[Case], measured: Mapping[Case, list[Measured]], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One object per case and quantity."""
+    """Return one object per case and quantity."""
     payload_bytes = payload_of(arguments.elements).nbytes
     first = {1: Case(1, min(arguments.learners)), 2: Case(1, 4)}
     found = []
@@ -176,7 +180,7 @@ def row(name: str, unit: str, values: list[float], common: Mapping[str, Any]) ->
 
 
 def plan_of(elements: int) -> FragmentPlan:
-    """Embeddings and matrices: half of each fragment may be cut, half of it must stay in whole tensors."""
+    """Return a plan of embeddings and matrices; half of each fragment may be cut, and half must stay whole."""
     width = 1 << 9
     shapes = {f"embed_{n}": (elements // width // 2, width) for n in range(2)}
     shapes |= {f"layer_{n}/kernel": (elements // width // 8, width) for n in range(8)}
@@ -184,7 +188,7 @@ def plan_of(elements: int) -> FragmentPlan:
 
 
 def payload_of(elements: int, fragment_id: int = 0) -> np.ndarray:
-    """A value of a fragment; all have the same size."""
+    """Return an encoded value of a fragment; all have the same size."""
     rng = np.random.default_rng(fragment_id)
     shapes = plan_of(elements).fragments[fragment_id].keys_shapes
     values = {key: rng.normal(0, 1e-3, shape).astype(np.float32) for key, shape in shapes}
@@ -198,7 +202,7 @@ def config_of(case: Case) -> RunConfig:
 
 
 def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
-    """A process: rounds as often as the pipe says, until it says 0."""
+    """Run a syncer in this process that makes as many rounds as the pipe requests, until it requests 0."""
     config, plan = config_of(case), plan_of(elements)
     run = ResolvedRun(config, plan)
     path = folder / f"{case.shards}-{case.learners}" / "config.yaml"
@@ -217,7 +221,7 @@ def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
         pids += [share.process.pid for share in shards.shares]
     pipe.send(control_of(listener).address)
     names = [f"stub-{number}" for number in range(case.learners)]
-    hear(listener, Hello, len(names))
+    receive(listener, Hello, len(names))
     step = 0
     while rounds := pipe.recv():
         began_s, cpu_s = time.perf_counter(), sum(map(cpu_of, pids))
@@ -232,12 +236,12 @@ def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
 
 
 def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener | ShardedListener) -> None:
-    """One round."""
+    """Make one round."""
     fragment_id = step % FRAGMENTS
     base = model.versions[fragment_id]
     for name in names:
         listener.send(name, PullRequest(step, fragment_id, step))
-    values = hear(listener, FragmentValue, len(names))
+    values = receive(listener, FragmentValue, len(names))
     parts = tuple(Contribution(name, step, 1, 1, base, 1) for name in sorted(names))
     merged = model.merge(Merge(step, fragment_id, parts), values)
     assert merged.state is not None, merged.excluded
@@ -247,7 +251,8 @@ def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener
         listener.send(name, message, model.payload(fragment_id, base))
 
 
-def hear(listener: GrpcListener | ShardedListener, kind: type, count: int) -> dict[str, Any]:
+def receive(listener: GrpcListener | ShardedListener, kind: type, count: int) -> dict[str, Any]:
+    """Receive messages of a class from `count` learners, and return their payloads."""
     found: dict[str, Any] = {}
     until_s = time.monotonic() + WAIT_S
     while len(found) < count:
@@ -260,12 +265,12 @@ def hear(listener: GrpcListener | ShardedListener, kind: type, count: int) -> di
 
 
 def rss_of(pid: int) -> int:
-    """Bytes of memory that a process has in use."""
+    """Return the resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def learn(case: Case, address: str, elements: int) -> None:
-    """A process: stub learners, a thread each, that answer every pull at once with the same bytes."""
+    """Run stub learners in threads of this process; they answer every pull at once with the same bytes."""
     payloads = [payload_of(elements, fragment_id).data for fragment_id in range(FRAGMENTS)]
     threads = [
         threading.Thread(target=answer, args=(case, f"stub-{number}", address, elements, payloads))

@@ -1,9 +1,9 @@
-"""What tapes take on disk in a week, and what reading them costs.
+"""Measure the disk space of tapes for a week, and the cost of reading them.
 
-The two machines run in the simulator, with steps of one second and a round at each; the lines that they write get the
-digits of real clocks, losses and step times, and counters as after half a week. They are written as a run writes them,
-in segments that are compressed, and what a round takes there is what a week takes. The newest segment and the one that
-is being compressed come on top, at most. The audit reads the tapes as the simulator wrote them.
+The two machines run in the simulator with steps of one second and a round at each step. Their lines get the digits of
+real clocks, losses and step times, and counters as after half a week. The lines are written like those of a run, in
+compressed segments; the size of a round gives the size of a week. A run may need space for two more segments, the
+newest one and the one that is being compressed. The audit reads the tapes as the simulator wrote them.
 """
 
 import argparse
@@ -30,13 +30,14 @@ from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.tools.replay.audit import audit
 
 WEEK_S = 604_800
-BEFORE = WEEK_S // 2  # steps, rounds and seconds before the first line
+# The number of steps, rounds and seconds before the first line.
+BEFORE = WEEK_S // 2
 STEP_TOKENS, STEP_SAMPLES = 8192, 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=WEEK_S / 50, help="of the run that is simulated")
+    parser.add_argument("--seconds", type=float, default=WEEK_S / 50, help="length of the simulated run")
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
@@ -67,16 +68,17 @@ def measure(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, A
     yield from sizes("syncer", folder / "tape.jsonl", lines, rounds)
     own = [[learner_line(line, digits) for line in each] for each in tapes.lines.values()]
     taken = [list(sizes("learner", folder / f"{number}.jsonl", each, rounds)) for number, each in enumerate(own)]
-    yield told("tapes of all learners, a week", sum(each[1]["value"] for each in taken), "MB")
+    yield figure("tapes of all learners, a week", sum(each[1]["value"] for each in taken), "MB")
     yield from reading(folder / "tape.jsonl")
     tapes.save(folder / "simulated")
     began_s = time.process_time()
     audit(folder / "simulated", protocol, scenario.total_steps)
     total = len(lines) + sum(map(len, own))
-    yield told("audit of a million lines", (time.process_time() - began_s) / total * 1e6, "s of CPU")
+    yield figure("audit of a million lines", (time.process_time() - began_s) / total * 1e6, "s of CPU")
 
 
-def told(name: str, value: float, unit: str) -> dict[str, Any]:
+def figure(name: str, value: float, unit: str) -> dict[str, Any]:
+    """Return a result of one measurement."""
     return {"name": name, "value": value, "unit": unit, "low": value, "high": value, "runs": 1}
 
 
@@ -101,7 +103,7 @@ def syncer_line(line: str, digits: random.Random) -> str:
 
 
 def learner_line(line: str, digits: random.Random) -> str:
-    """Likewise, of a learner's tape."""
+    """Give a line of a simulated learner's tape the digits of a real one, half a week later."""
     fields = json.loads(line)
     if fields[0] == "step":
         reads = [[start + BEFORE * STEP_SAMPLES * 4, stop + BEFORE * STEP_SAMPLES * 4] for start, stop in fields[3]]
@@ -115,7 +117,7 @@ def learner_line(line: str, digits: random.Random) -> str:
 
 
 def sizes(whose: str, path: Path, lines: Iterable[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Write a tape, and tell what it takes."""
+    """Write a tape, and yield its sizes."""
     written: Counter[str] = Counter()
     for line in lines:
         written[json.loads(line)[0]] += len(line) + 1
@@ -129,26 +131,26 @@ def sizes(whose: str, path: Path, lines: Iterable[str], rounds: int) -> Iterator
     tape.close()
     closed = closed_segments(path)
     share = sum(segment.path.stat().st_size for segment in closed) / closed[-1].end
-    yield told(f"{whose}'s tape, a round", total * share / rounds, "bytes")
-    yield told(f"{whose}'s tape, a week", total * share / rounds * WEEK_S / 1e6, "MB")
-    yield told(f"{whose}'s tape, a round before it is compressed", total / rounds, "bytes")
-    yield told(f"{whose}'s tape: writing and compressing a round", took_s / rounds * 1e6, "us of CPU")
+    yield figure(f"{whose}'s tape, a round", total * share / rounds, "bytes")
+    yield figure(f"{whose}'s tape, a week", total * share / rounds * WEEK_S / 1e6, "MB")
+    yield figure(f"{whose}'s tape, a round before it is compressed", total / rounds, "bytes")
+    yield figure(f"{whose}'s tape: writing and compressing a round", took_s / rounds * 1e6, "us of CPU")
     for kind, size in written.most_common(4):
-        yield told(f"{whose}'s tape: lines of {kind}, a round, not compressed", size / rounds, "bytes")
+        yield figure(f"{whose}'s tape: lines of {kind}, a round, not compressed", size / rounds, "bytes")
 
 
 def reading(path: Path) -> Iterator[dict[str, Any]]:
-    """Tell what a new process pays before it goes on, from a snapshot 100 rounds before the end."""
+    """Yield the costs of a restart from a snapshot 100 rounds before the end of the tape."""
     began_s = time.process_time()
     last_time_s(path)
     tape = TapeFile(path, threading.Event(), lambda: None)
-    yield told("opening the tape, its newest segment hashed", time.process_time() - began_s, "s of CPU")
+    yield figure("opening the tape, its newest segment hashed", time.process_time() - began_s, "s of CPU")
     began_s = time.process_time()
     count = sum(1 for _ in read_lines(path, max(0, tape.position - 300_000)))
-    yield told(f"reading its last {count} lines", time.process_time() - began_s, "s of CPU")
+    yield figure(f"reading its last {count} lines", time.process_time() - began_s, "s of CPU")
     began_s = time.process_time()
     count = sum(1 for _ in read_lines(path))
-    yield told("reading a million lines", (time.process_time() - began_s) / count * 1e6, "s of CPU")
+    yield figure("reading a million lines", (time.process_time() - began_s) / count * 1e6, "s of CPU")
     tape.close()
 
 

@@ -1,6 +1,6 @@
-"""Every bench runs to its end with its smallest settings, so that none rots while nobody looks.
+"""Every bench runs to its end with its smallest settings, so that all of them keep working.
 
-What the figures are is not tested here: with so small settings they say nothing.
+The figures are not tested, because they mean nothing with so small settings.
 """
 
 import json
@@ -27,16 +27,18 @@ class Bench(NamedTuple):
     """A bench and its smallest settings."""
 
     program: str
-    words: str  # SMALL is the path of a small job's config
-    job: tuple[str, ...] = ()  # settings of the runs that it makes
-    results: int = 1  # lines of JSON, at least
+    # The arguments; SMALL becomes the path of a small job's config.
+    words: str
+    # Settings of the runs that the bench makes.
+    job: tuple[str, ...] = ()
+    # The least number of JSON lines.
+    results: int = 1
 
 
 ISLAND = "--dim 32 --layers 1 --batch-size 2 --seq-len 16 --pairs 1 --steps 2"
 QUICK = [
     Bench("data", "--pairs 1 --steps 3 --batch-size 2 --seq-len 16 --json"),
     Bench("donor", f"{ISLAND} --json"),
-    Bench("fuzz", "--inputs 100"),
     Bench("join", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("long_run", "--days 0.001 --runs 1 --json"),
     Bench("memory", "--parameters 1e6 --fragments 4 --learners 2 --step-s 0.05 --json"),
@@ -49,13 +51,12 @@ QUICK = [
     Bench("tape", "--seconds 60 --json", results=13),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
 ]
-REALITY = "--seeds 1 --islands 2 --step-s 0.05 --steps 100 --faults 1 --kinds kill --simulations 1 --json"
 SLOW = [
     Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
     Bench("mixed", "--seeds 0 --steps 12 --json", (*SMALL_JOB, "--islands.batch_size", "4")),
-    Bench("reality", REALITY, results=7),
 ]
-LINKS = {  # the learning rate of `slow` warms up for 100 steps
+# The steps of `slow` include 100 steps of warm-up.
+LINKS = {
     "transport": "--profiles 100mbit --programs transport --connections 1 --seconds 1 --repeats 1",
     "slow": "--islands 2 --model 1m --rate-mbit 100 --steps 150",
     "utilisation": "--islands 2 --multiples 20 --step-s 0.1 --steps 24",
@@ -65,7 +66,7 @@ LINKS = {  # the learning rate of `slow` warms up for 100 steps
 
 
 def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, Any]]:
-    """Return what a bench says."""
+    """Run a bench, and return its JSON lines."""
     command = [sys.executable, str(BENCHES / f"{program}.py"), *words]
     around = environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=timeout_s)

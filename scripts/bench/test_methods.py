@@ -1,4 +1,4 @@
-"""Lanes are the algorithm of docs/examples/one_page.py, and their further rules are what their formulas say."""
+"""Lanes equal the algorithm of docs/examples/one_page.py, and their further rules follow their formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, LEARNERS, RATE, VOCAB, LENGTH = 12, 2, 0.1, 16, 8
 
 
 class Bigram(nnx.Module):
-    """Logits embed[x] @ kernel + bias."""
+    """A model with the logits embed[x] @ kernel + bias."""
 
     def __init__(self) -> None:
         draw = jax.random.split(jax.random.key(0))
@@ -37,7 +37,7 @@ class Bigram(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """The gradient of x is the mean of the tokens, wherever x is."""
+    """A model whose gradient of x is the mean of the tokens for every x."""
 
     def __init__(self) -> None:
         self.x = nnx.Param(jnp.zeros(1))
@@ -69,7 +69,7 @@ def numbers(period: int, tau: int, tensors: int, **changes: Any) -> Numbers:
 
 @pytest.mark.parametrize("tau", [0, 2])
 @pytest.mark.parametrize("outer", ["sgd", "nesterov"])
-def test_lanes_give_what_one_page_gives(tau: int, outer: str) -> None:
+def test_lanes_equal_one_page(tau: int, outer: str) -> None:
     graphdef, theta = split_model(Bigram())
     samples = np.random.default_rng(1).integers(0, VOCAB, (STEPS, 3 * LEARNERS, LENGTH + 1), np.uint8)
     rate, momentum = (1.0, 0.0) if outer == "sgd" else (0.6, 0.5)
@@ -86,7 +86,7 @@ def test_lanes_give_what_one_page_gives(tau: int, outer: str) -> None:
 
 
 @pytest.mark.parametrize(("ref", "kept"), [("theta", 0.0), ("theta", 0.5), ("sent", 1.0), ("foreseen", 1.0)])
-def test_adoption_keeps_what_its_formula_says(ref: str, kept: float) -> None:
+def test_adoption_follows_its_formula(ref: str, kept: float) -> None:
     graphdef, theta = split_model(Linear())
     samples = np.zeros((STEPS, LEARNERS, 2), np.uint8)
     samples[:, 0], samples[:, 1] = 1, 3
@@ -116,7 +116,7 @@ def rda(vectors: np.ndarray) -> np.ndarray:
     return (norms.mean() * direction / np.linalg.norm(direction)).reshape(vectors.shape[1:])
 
 
-def test_units_have_norms_and_directions_of_their_own() -> None:
+def test_units_have_separate_norms_and_directions() -> None:
     deltas = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32)
 
     def merged(path: str, unit: str) -> np.ndarray:

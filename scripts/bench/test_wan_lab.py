@@ -1,4 +1,4 @@
-"""The laboratory of namespaces: counts what passes, keeps its shape, and leaves nothing behind, however it ends."""
+"""The laboratory of namespaces counts bytes, keeps its rates, and removes everything after any end."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ with Lab(["island-0"], Wan(one_way_s=0.01)) as lab:
 
 
 def why_not() -> str:
-    """Say why no lab can be built here; empty: one can."""
+    """Return the reason why a lab cannot be built here; empty if it can."""
     try:
         check_root()
     except LabError as error:
@@ -69,7 +69,7 @@ def left_behind(lab: Lab) -> list[str]:
 
 
 def state_of(pid: int) -> tuple[str, str]:
-    """Name and state of a process; one that is gone is a zombie too."""
+    """Return the name and the state of a process; a missing process counts as a zombie."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
     except FileNotFoundError:
@@ -86,13 +86,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def start_noise(lab: Lab, size: int) -> None:
-    """Send from an island to the syncer, which says the digest of what arrives."""
+    """Send from an island to the syncer, which prints the digest of the received bytes."""
     address = lab.address(SYNCER)
     lab.spawn("receive", SYNCER, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE)
     lab.spawn("send", "island-0", [sys.executable, "-c", SEND, address, size])
 
 
-def test_somebody_else_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_than_root_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match="this is user 1000; start it with sudo"):
         Lab(ISLANDS, Wan())
@@ -100,13 +100,13 @@ def test_somebody_else_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 @NEEDS_ROOT
 @pytest.mark.parametrize("wan", [Wan(), Wan(rate_bit_s=50e6), Wan(rate_bit_s=50e6, one_way_s=0.02)], ids=str)
-def test_what_passes_is_whole_and_counted(wan: Wan) -> None:
+def test_bytes_arrive_and_are_counted(wan: Wan) -> None:
     with Lab(ISLANDS, wan) as lab:
         start_noise(lab, PAYLOAD_BYTES)
         seen = lab.output("receive", 60)
         traffic, other = lab.traffic("island-0"), lab.traffic("island-1")
     assert seen.strip() == hashlib.sha256(random.Random(0).randbytes(PAYLOAD_BYTES)).hexdigest()
-    assert PAYLOAD_BYTES < traffic.up < 1.5 * PAYLOAD_BYTES, "a machine that is busy sends some of it twice"
+    assert PAYLOAD_BYTES < traffic.up < 1.5 * PAYLOAD_BYTES, "a busy machine sends some bytes twice"
     assert 0 < traffic.down < 0.1 * PAYLOAD_BYTES
     assert max(other.up, other.down) < 10_000, "neighbour discovery and the like"
 
@@ -125,14 +125,15 @@ def test_a_rate_holds_in_both_directions_and_can_be_changed() -> None:
 
 
 @NEEDS_ROOT
-def test_a_link_that_becomes_narrower_under_load_goes_on() -> None:
+def test_a_link_that_becomes_narrower_under_load_continues() -> None:
     size = 8 * PAYLOAD_BYTES
-    with Lab(ISLANDS, Wan(rate_bit_s=400e6)) as lab:  # packets come in large pieces
+    # At this rate packets are large.
+    with Lab(ISLANDS, Wan(rate_bit_s=400e6)) as lab:
         start_noise(lab, size)
         lab.wait_for(lambda: lab.traffic("island-0").up > size / 4, 60, "the first quarter")
         lab.shape(30e6)
         assert lab.output("receive", 60)
-        assert lab.traffic("island-0").up > 0.9 * size, "what the earlier shape let through counts too"
+        assert lab.traffic("island-0").up > 0.9 * size, "bytes of the earlier rate count, too"
 
 
 @NEEDS_ROOT
@@ -144,7 +145,7 @@ def test_the_name_of_the_machine_leads_to_the_site() -> None:
 
 
 @NEEDS_ROOT
-def test_a_child_that_fails_ends_the_wait_for_what_it_should_have_done() -> None:
+def test_a_failed_child_ends_the_wait_for_its_result() -> None:
     with Lab(ISLANDS, Wan()) as lab:
         lab.spawn("broken", "island-0", [sys.executable, "-c", "raise SystemExit(3)"])
         with pytest.raises(RunFailed, match="broken ended with status 3 before its answer"):
@@ -163,7 +164,7 @@ def test_an_error_leaves_nothing_behind() -> None:
 
 
 @NEEDS_ROOT
-def test_the_next_lab_removes_what_a_killed_one_left_and_nothing_that_lives() -> None:
+def test_the_next_lab_removes_a_killed_one_and_keeps_running_ones() -> None:
     environment = {**os.environ, "PYTHONPATH": str(BENCH)}
     with Lab(ISLANDS, Wan()) as living:
         killed = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, env=environment)
@@ -171,7 +172,8 @@ def test_the_next_lab_removes_what_a_killed_one_left_and_nothing_that_lives() ->
         with killed.stdout:
             namespace, pid = killed.stdout.readline().decode().split()
         assert (NAMESPACES / namespace).exists()
-        wait_until(lambda: state_of(int(pid))[0] == "sleep", "it does not sleep")  # it has asked for its signal by then
+        # When the child runs "sleep", it has already requested its signal.
+        wait_until(lambda: state_of(int(pid))[0] == "sleep", "it does not sleep")
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         wait_until(lambda: state_of(int(pid))[1] == "Z", f"process {pid} is still there")
@@ -201,7 +203,7 @@ def test_at_the_round_rate_a_round_just_fits() -> None:
     assert wait_s + pull_s + broadcast_s == pytest.approx(overlap_steps * step_s)
 
 
-def test_patience_does_not_make_up_for_a_link_that_cannot_carry_the_steps() -> None:
+def test_a_long_overlap_does_not_help_a_link_that_is_too_narrow() -> None:
     step = StepBytes(1000, 3000)
     assert round_rate(step, 0.1, overlap_steps=50) == sustained_rate(step, 0.1) == 240_000
 

@@ -1,12 +1,12 @@
-"""Rate of payloads, and its share of a plain socket's.
+"""Measure the rate of payloads, and its ratio to the rate of a plain socket.
 
-Without a role: sender and receiver are two processes on this machine. In each run the same bytes go once over a plain
-blocking socket (sendall, recv_into) and once over the transport for every number of stripes, one after the other;
-`value` is the median over the runs of the ratio of the two rates.
+Without a role, sender and receiver are two processes on this machine. In each run the same bytes go once over a plain
+blocking socket (sendall, recv_into) and once over the transport for every number of stripes, one after another. `value`
+is the median ratio of the two rates.
 
-With `--listen` at one end of a network and `--connect` at the other: payloads go up, or down with `--down`, for
-`--seconds`; the end that connects prints the rate of payload bytes that have arrived. What one connection can move at
-a time is the system's to limit: set net.ipv4.tcp_wmem and tcp_rmem.
+With `--listen` at one end of a network and `--connect` at the other, payloads go up, or down with `--down`, for
+`--seconds`. The connecting end prints the rate of arrived payload bytes. The system limits the bytes in flight of a
+connection; set net.ipv4.tcp_wmem and tcp_rmem.
 """
 
 import argparse
@@ -31,14 +31,14 @@ WAIT_S = 60.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stripes", type=int, nargs="+", default=[1, 4], help="with --connect: the first one counts")
-    parser.add_argument("--payload-mb", type=float, default=64.0, help="10^6 bytes of one payload")
-    parser.add_argument("--payloads", type=int, default=8, help="in each measurement of a run")
+    parser.add_argument("--payload-mb", type=float, default=64.0, help="megabytes (10^6) of one payload")
+    parser.add_argument("--payloads", type=int, default=8, help="payloads in each measurement of a run")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--chunk-bytes", type=int, default=TransportConfig().chunk_bytes)
     parser.add_argument("--listen", metavar="HOST:PORT", help="serve at this end of a network until killed")
     parser.add_argument("--connect", metavar="HOST:PORT", help="measure from this end")
-    parser.add_argument("--down", action="store_true", help="with --connect: payloads from the end that listens")
-    parser.add_argument("--seconds", type=float, default=10.0, help="with --connect")
+    parser.add_argument("--down", action="store_true", help="with --connect: payloads come from the listening end")
+    parser.add_argument("--seconds", type=float, default=10.0, help="with --connect: length of the measurement")
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
     arguments = parser.parse_args()
     if arguments.listen:
@@ -63,12 +63,13 @@ def config_of(address: str, chunk_bytes: int, stripes: int = 1) -> TransportConf
 
 
 def serve(address: str, chunk_bytes: int, pipe: Connection | None) -> None:
-    """Answer every payload that comes, and every report with a payload of as many bytes as it names tokens."""
+    """Answer every payload, and every report with a payload of as many bytes as the report has tokens."""
     listener = listen(config_of(address, chunk_bytes), run_id=RUN)
     if pipe is not None:
         pipe.send(listener.address)
     payload = b""
-    while pipe is None or not pipe.poll():  # it becomes readable when the other process ends
+    # The pipe becomes readable when the other process ends.
+    while pipe is None or not pipe.poll():
         delivery = listener.receive(1.0)
         if delivery is None:
             continue
@@ -97,7 +98,7 @@ def serve_plain(pipe: Connection, payload_bytes: int) -> None:
 
 
 def exchange(link: GrpcLink, payload: bytes, *, down: bool, in_flight: int, until: tuple[int, float]) -> float:
-    """Move payloads until so many have arrived or so many seconds are over; return arrived bytes per second."""
+    """Move payloads until a number or a time is reached, and return the arrived bytes per second."""
     number_max, seconds_max = until
     asked = arrived = 0
     began_s = ended_s = time.perf_counter()
@@ -114,14 +115,14 @@ def exchange(link: GrpcLink, payload: bytes, *, down: bool, in_flight: int, unti
             asked += 1
         delivery = link.receive(WAIT_S)
         if delivery is None or delivery.kind != "message":
-            raise ConnectionError(f"nothing came within {WAIT_S:g} s" if delivery is None else delivery.reason)
+            raise ConnectionError(f"no message arrived within {WAIT_S:g} s" if delivery is None else delivery.reason)
         arrived += 1
         ended_s = time.perf_counter()
     return arrived * len(payload) / (ended_s - began_s)
 
 
 def exchange_plain(connection: socket.socket, payload: bytes, number: int) -> float:
-    """The same over a plain socket."""
+    """Move payloads over a plain socket, and return the bytes per second."""
     began_s = time.perf_counter()
     for _ in range(number):
         connection.sendall(payload)
@@ -152,10 +153,11 @@ def measure_network(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def compare(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """All measurements on this machine."""
+    """Make all measurements on this machine."""
     payload = os.urandom(round(arguments.payload_mb * 1e6))
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([GrpcLink.__module__])  # once, for all of them
+    # All processes share these imports.
+    processes.set_forkserver_preload([GrpcLink.__module__])
     here, there = processes.Pipe()
     processes.Process(target=serve_plain, args=(there, len(payload)), daemon=True).start()
     plain = socket.create_connection(here.recv())
@@ -168,7 +170,8 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, object]]:
     number = arguments.payloads
     plain_rates: list[float] = []
     rates: dict[int, list[float]] = {stripes: [] for stripes in links}
-    for run in range(-1, arguments.runs):  # the first run warms up
+    # The first run warms up.
+    for run in range(-1, arguments.runs):
         rate = exchange_plain(plain, payload, number)
         plain_rates += [rate] * (run >= 0)
         for stripes, link in links.items():

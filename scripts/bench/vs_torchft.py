@@ -1,17 +1,17 @@
-"""SIGKILL of one of three: how long until survivors merge again and the victim contributes again, in torchft and here.
+"""Measure the recovery from a SIGKILL of one of three workers, in torchft and here.
 
-Both jobs alternate, one kill per job, so that a busy machine hurts both alike. All figures are seconds:
+Both jobs alternate with one kill per job, so that other load disturbs both equally. All figures are seconds:
 
-    survivor_gap      from the kill to the first round without the victim, as a survivor sees it
-    survivor_delay    how much longer than usual the survivors waited between two rounds because of the kill
-    victim_ready      from the victim's new process being ready to step to its first contribution
+    survivor_gap      from the kill to the first round without the victim, as a survivor observes it
+    survivor_delay    additional time between two rounds of the survivors because of the kill
+    victim_ready      from the time when the victim's new process can step to its first contribution
     victim_total      from the kill to the victim's first contribution; the restart waits 1 s on both sides
 
-With --standby, a third side is ours with a spare process for each island (islands.standby), which does not wait to
-restart; with --ours, torchft is left out and our side without spares stands in its place.
+With --standby there is a third side: ours with a spare process for each island (islands.standby), which starts at once.
+With --ours, our side without spares replaces torchft.
 
-torchft's own environment is made in .bench/torchft on the first start. One JSON line per figure goes to standard output
-(or --out), for both sides and as the ratio torchft / diloco_jax: above 1, diloco_jax is faster. Runs on Linux.
+The first start makes torchft's environment in .bench/torchft. One JSON line per figure goes to standard output (or
+--out), for both sides and as the ratio torchft / diloco_jax. Above 1, diloco_jax is faster. The bench needs Linux.
 """
 
 import argparse
@@ -39,12 +39,12 @@ Samples = dict[str, list[Sample]]
 
 
 def measure(job: Job, phase: float) -> Sample:
-    """Warm up, kill, wait for the victim's return; the figures, and the victim's milestones in seconds since the kill.
+    """Kill the victim of a warm job, wait for its return, and return figures and milestones in seconds after the kill.
 
     Raises:
-        JobFailed: the job did not get that far.
+        JobFailed: the job did not reach the end of the measurement.
     """
-    job.wait_for(job.is_warm, "everybody taking part")
+    job.wait_for(job.is_warm, "rounds with all workers")
     interval_s = job.interval_s()
     before = job.rounds()
     job.kill_at(phase)
@@ -53,7 +53,7 @@ def measure(job: Job, phase: float) -> Sample:
     known = len(job.rounds())
     job.wait_for(lambda: len(job.rounds()) >= known + REST_ROUNDS, "rounds after the victim's return")
     rounds, victim, back = job.rounds(), job.victim(), job.back()
-    assert back is not None, "it was awaited"
+    assert back is not None, "wait_for has waited for it"
     without = next(i for i, r in enumerate(rounds) if r.t > killed_s and not r.with_victim)
     sample = {
         "survivor_gap": rounds[without].t - killed_s,
@@ -68,7 +68,7 @@ def measure(job: Job, phase: float) -> Sample:
 
 
 def figure(name: str, values: Sequence[float], unit: str) -> dict[str, Any]:
-    """One line of the result."""
+    """Return one line of the result."""
     rounded = [round(value, 4) for value in values]
     middle = round(statistics.median(values), 4)
     return {"name": name, "value": middle, "unit": unit, "low": min(rounded), "high": max(rounded)} | {
@@ -78,7 +78,7 @@ def figure(name: str, values: Sequence[float], unit: str) -> dict[str, Any]:
 
 
 def results(samples: Samples) -> list[dict[str, Any]]:
-    """Medians with their spread: figures and ratios first, then what explains them."""
+    """Return medians with their spread: first figures and ratios, then the context."""
     lines = []
     for name in FIGURES:
         sides = {side: [sample[name] for sample in rows] for side, rows in samples.items()}
@@ -106,7 +106,7 @@ def show(lines: list[dict[str, Any]], console: Console) -> None:
 
 
 def run_all(sides: dict[str, Callable[[Path], Job]], repeats: int, base: Path, console: Console) -> Samples:
-    """Take all sides in turn, `repeats` times; the kills spread evenly over the time between two rounds."""
+    """Measure all sides in turn, `repeats` times; the kills are spread evenly over the time between two rounds."""
     samples: Samples = {side: [] for side in sides}
     for repeat in range(repeats):
         for side, make in sides.items():
@@ -123,8 +123,10 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=1, help="P on our side; torchft always has 1")
     parser.add_argument("--step-s", type=float, default=0.02, help="least seconds of an inner step")
     parser.add_argument("--sync-every", type=int, default=20, help="H of both sides")
-    parser.add_argument("--standby", action="store_true", help="ours with spare processes too")
-    parser.add_argument("--ours", action="store_true", help="ours with and without spare processes, no torchft")
+    parser.add_argument("--standby", action="store_true", help="include our side with spare processes")
+    parser.add_argument(
+        "--ours", action="store_true", help="our side with and without spare processes, without torchft"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON lines; default: standard output")
     parser.add_argument("--keep", type=Path, help="folder that keeps the jobs' logs; default: a temporary one")
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
-"""Wide-area networks on one machine: what arrives, what a run moves, and what narrow links cost (docs/benchmarks.md).
+"""Measure transfers and runs over wide-area links that are emulated on one machine (docs/benchmarks.md).
 
-Builds network namespaces for islands and a syncer with links of a chosen rate and delay; needs Linux and root.
+The bench builds network namespaces for islands and a syncer with links of a chosen rate and delay. It needs Linux and
+root.
 """
 
 import argparse
@@ -10,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX
+# This must happen before any import of JAX.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from lab import traffic, transport, versus_data_parallel, versus_torchft
 from lab.network import LabError, RunFailed, check_root
@@ -28,7 +30,7 @@ BENCHES = {
     "downlink": (
         traffic.add_downlink_words,
         traffic.measure_downlink,
-        "how many values come within tau steps on slow downlinks",
+        "share of values that arrive within tau steps on slow downlinks",
     ),
     "vs_data_parallel": (
         versus_data_parallel.add_words,
@@ -53,7 +55,8 @@ def main() -> None:
         command.add_argument("--keep", type=Path, help="folder that keeps logs and files; default: a temporary one")
         add_words(command)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the lab cleans up
+    # After SIGTERM the lab still cleans up.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         check_root()
         with tempfile.TemporaryDirectory(prefix="diloco-wan-") as temporary:
@@ -61,7 +64,7 @@ def main() -> None:
     except (LabError, RunFailed) as error:
         raise SystemExit(f"wan: {error} (--keep FOLDER keeps logs)") from None
     except FileExistsError as error:
-        raise SystemExit(f"wan: {error.filename} is of an earlier bench; choose another --keep folder") from None
+        raise SystemExit(f"wan: {error.filename} is from an earlier bench; choose another --keep folder") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     show(outcome, arguments.json)

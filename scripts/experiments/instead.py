@@ -1,12 +1,12 @@
-"""Merges, cuts and codes that the package does not have, put in its place within the process of one training.
+"""Merges, cuts and codes that lost against those of the package, so that their experiments stay repeatable.
 
-What was tried and did not win is no part of the package; here it stays repeatable. A schedule's `instead` names them:
+They replace functions of the package within the process of one training. A schedule's `instead` names them:
 
-  unit      of which RDA takes norms and directions: `row` of a matrix, or `fragment`, all matrices of it together
-  cut       into fragments: `layer`, `tensor` (whole ones, in their order), `whole` (whole ones, evenly)
-  bits      of a code on the wire, both ways: 4 (the package's int4), 2 (four levels that are best for a normal
-            distribution), 1 (signs), with the mean square or mean magnitude of 256 elements as scale
-  feedback  false: what rounding takes is lost
+  unit      the unit of RDA's norms and directions: `row` of a matrix, or `fragment` with all of its matrices
+  cut       the cut into fragments: `layer`, `tensor` (whole tensors in their order), `whole` (whole tensors, evenly)
+  bits      bits per element on the wire, both ways: 4 (the package's int4), 2 (the best four levels for a normal
+            distribution), 1 (signs); the scale is the mean square or mean magnitude of 256 elements
+  feedback  false: the error of rounding is lost
 """
 
 import math
@@ -21,14 +21,15 @@ from diloco_jax.core.merge import MergeConfig, Rule, coefficients
 from diloco_jax.tools.replay.replica import Replica
 
 KNOWN = ("unit", "cut", "bits", "feedback")
-INNER, OUTER, BETWEEN = 0.4528, 1.5104, 0.9816  # levels and threshold of the best four levels (Max, 1960)
+# The levels and the threshold of the best four levels (Max, 1960).
+INNER, OUTER, BETWEEN = 0.4528, 1.5104, 0.9816
 
 
 def put_in_place(wanted: Mapping[str, Any]) -> None:
-    """Change this process.
+    """Replace the named functions of the package in this process.
 
     Raises:
-        ValueError: a name is unknown; names it.
+        ValueError: a name is unknown.
     """
     if unknown := sorted(set(wanted) - set(KNOWN)):
         raise ValueError(f"instead has '{unknown[0]}'; use {', '.join(KNOWN)}")
@@ -41,12 +42,12 @@ def put_in_place(wanted: Mapping[str, Any]) -> None:
 
 
 def payload_bytes(elements: int, bits: int) -> int:
-    """Return the size of so many elements as codes, each 256 with a float32 scale."""
+    """Return the encoded bytes of this many elements; each 256 elements share a float32 scale."""
     return math.ceil(elements / codec.BLOCK) * (4 + codec.BLOCK * bits // 8)
 
 
 def coded(values: np.ndarray, bits: int) -> np.ndarray:
-    """Return the float32[n] that codes of float32[n] stand for."""
+    """Round float32[n] to codes of this many bits, and return the decoded float32[n]."""
     if bits == 4:
         codes, scales = codec.quantize_on_host(values, "int4")
         return codec.dequantize_on_host(codes, scales, values.size, "int4")
@@ -101,7 +102,9 @@ def _cut_by(way: str) -> Callable[..., fragments.FragmentPlan]:
                 at = number * num_fragments // len(pieces) if way == "tensor" else layers.index(_layer_of(each[0].path))
                 members[at].append(each)
         if len(members) != num_fragments:
-            raise ValueError(f"there are {len(members)} layers; set protocol.num_fragments to it, not {num_fragments}")
+            raise ValueError(
+                f"protocol.num_fragments is {num_fragments}, but the model has {len(members)} layers; use that number"
+            )
         if not all(members):
             raise ValueError(f"{len(pieces)} tensors are too few for {num_fragments} fragments; lower num_fragments")
         made = tuple(fragments._fragment(number, content) for number, content in enumerate(members))
@@ -116,7 +119,7 @@ def _layer_of(path: str) -> str:
 
 
 def _with_codes(bits: int, *, feedback: bool) -> None:
-    """Round what a wire of float32 carries: what learners send, and the syncer's step."""
+    """Round the values that learners send and the changes that the syncer sends, on a wire of float32."""
     kept: dict[Any, np.ndarray] = {}
 
     def rounded(key: Any, values: np.ndarray) -> np.ndarray:
@@ -141,8 +144,8 @@ def _with_codes(bits: int, *, feedback: bool) -> None:
         new = np.empty_like(state.value)
         for number, leaf in enumerate(self.layout.leaves):
             here = self.layout.where(leaf)
-            step = made.state.value[here] - state.value[here]
-            new[here] = state.value[here] + rounded((id(self), number), step)
+            delta = made.state.value[here] - state.value[here]
+            new[here] = state.value[here] + rounded((id(self), number), delta)
         return made._replace(state=made.state._replace(value=new), digests=self.layout.leaf_digests(new))
 
     sends, Replica.value = Replica.value, value  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Jobs of an experiment: which there are, in which order, with which settings."""
+"""The jobs of an experiment, with their order and their settings."""
 
 import hashlib
 import json
@@ -10,7 +10,8 @@ from experiments.records import Record, by_digest
 from experiments.spec import Case, Experiment, Settings, flat, merged, sizes
 
 Way = Literal["tapes", "run", "baseline"]
-START_S: dict[Way, float] = {"tapes": 12.0, "run": 25.0, "baseline": 10.0}  # until the first step, compiled ones cached
+# The time until the first step, with cached compiled programs.
+START_S: dict[Way, float] = {"tapes": 12.0, "run": 25.0, "baseline": 10.0}
 COMMON: Settings = {
     "trackers": [],
     "islands": {"count": 4, "devices": 1},
@@ -20,7 +21,7 @@ COMMON: Settings = {
 }
 RESUMABLE: Settings = {"protocol": {"snapshot_every": 200}}
 LARGE: Settings = {"islands": {"devices": "auto"}}
-# The arithmetic of data parallel as a run that can go on after a stop: one island, whose values are taken as they are.
+# The arithmetic of data parallel as a run that can resume: the merge takes the values of one island unchanged.
 ALONE: Settings = {
     "algorithm": None,
     "islands": {"count": 1},
@@ -34,33 +35,34 @@ TINY: Settings = {
     "optimizer": {"warmup_steps": 5},
 }
 QUICK_TOKENS = 20_000
-STEPS_FACTOR_MAX = 4  # steps of a run of whom learners are away, over those of a run of all
+# A run with absent learners may make this many times the steps of a run with all learners.
+STEPS_FACTOR_MAX = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What of an experiment is asked for."""
+    """The part of an experiment that a command line selects."""
 
     seeds: tuple[int, ...] = ()
     arms: tuple[str, ...] = ()
+    # A size that replaces the cases of the experiment.
     size: str = ""
-    """In place of the cases of the experiment."""
     tokens: float = 0
     quick: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training."""
+    """One training with its settings."""
 
     experiment: str
     case: Case
     arm: str
     seed: int
+    # The settings of the grid, for a job of the tuning.
     point: Mapping[str, Any] | None
-    """Settings of the grid, for a job of the tuning."""
+    # The config with the placeholders {work} and {root}.
     settings: Settings
-    """The config, but for {work} and {root}."""
     schedule: Settings
     way: Way
     expected_s: float
@@ -78,17 +80,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All jobs, the tuning first."""
+    """All jobs of an experiment; the jobs of the tuning are first."""
 
     jobs: tuple[Job, ...]
+    # Jobs that wait for the tuning; until then they have the usual settings.
     untuned: tuple[Job, ...]
-    """Jobs whose settings are not known before the tuning is done; here they have the usual ones."""
+    # The best point by (size, arm).
     tuned: Mapping[tuple[str, str], Mapping[str, Any]]
-    """The best point by (size, arm)."""
 
 
 def chosen(experiment: Experiment, choice: Choice) -> Experiment:
-    """Return the experiment with what a command line changes in it.
+    """Return the experiment with the changes of a command line.
 
     Raises:
         ValueError: an arm or a size is unknown.
@@ -96,7 +98,7 @@ def chosen(experiment: Experiment, choice: Choice) -> Experiment:
     if unknown := sorted(set(choice.arms) - set(experiment.arms)):
         raise ValueError(f"{experiment.name} has no arm '{unknown[0]}'; choose from {', '.join(experiment.arms)}")
     if choice.size and choice.size not in sizes():
-        raise ValueError(f"there is no size '{choice.size}'; choose from {', '.join(sizes())}")
+        raise ValueError(f"size '{choice.size}' is unknown; choose from {', '.join(sizes())}")
     arms, cases = choice.arms, experiment.cases
     changes: dict[str, Any] = {"seeds": choice.seeds or experiment.seeds}
     if choice.quick:
@@ -115,10 +117,10 @@ def chosen(experiment: Experiment, choice: Choice) -> Experiment:
 
 
 def make_plan(experiment: Experiment, choice: Choice, records: Sequence[Record]) -> Plan:
-    """Plan what is asked for of an experiment.
+    """Plan the selected jobs of an experiment.
 
     Args:
-        records: of jobs that are done; those of the tuning decide the settings of the others.
+        records: records of finished jobs; those of the tuning decide the settings of the others.
     """
     asked, done = chosen(experiment, choice), by_digest(records)
     tuning, tuned = asked.tuning, {}
@@ -151,7 +153,7 @@ def _finite(loss: float | None) -> float:
 
 
 def _tuning_jobs(experiment: Experiment, size: str, arm: str, choice: Choice) -> Iterator[Job]:
-    """The grid of an arm at a size, whatever arms were asked for."""
+    """Yield the jobs of an arm's grid at a size, also for an arm that is not selected."""
     tuning = experiment.tuning
     assert tuning is not None
     case = next((case for case in experiment.cases if case.size == size), Case(size=size))
@@ -173,8 +175,8 @@ def make_job(
     """Make the job of an arm in a case.
 
     Args:
-        tuned: what the tuning found best for it.
-        point: what the tuning tries with it.
+        tuned: the best settings of the tuning.
+        point: the settings that a job of the tuning tries.
     """
     size, own = sizes()[case.size], experiment.arms[arm]
     settings = merged(COMMON, size.settings)
@@ -209,7 +211,7 @@ def make_job(
 
 
 def differences(jobs: Mapping[str, Job]) -> dict[str, dict[str, Any]]:
-    """Return, of the jobs of several arms, all settings in which they differ: by arm, by path."""
+    """Return the settings that differ between the jobs of several arms, by arm and path."""
     texts = {
         arm: flat({**job.settings, "schedule": job.schedule} if job.schedule else job.settings)
         for arm, job in jobs.items()

@@ -1,4 +1,4 @@
-"""Plots of an experiment as small SVG files, made from records alone."""
+"""Plots of an experiment as small SVG files, drawn from records alone."""
 
 import statistics
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ BYTES_MAX = 60_000
 
 
 def draw(results: Results) -> str | None:
-    """Draw what the experiment asks for; None while there is nothing to show."""
+    """Draw the plot of an experiment; None if there are no records for it."""
     if results.experiment.plot == "gap":
         return _gap(results)
     return _curves(results) if results.experiment.plot == "curves" else _arms(results)
@@ -27,7 +27,7 @@ def _mean_curve(runs: Mapping[int, Record]) -> list[tuple[float, float]]:
 
 
 def _curves(results: Results) -> str | None:
-    """Loss of the training over tokens, in the first case that has records."""
+    """Draw the training loss over tokens of the first case with records."""
     for case in results.cases:
         lines = []
         for number, (arm, own) in enumerate(results.experiment.arms.items()):
@@ -43,7 +43,7 @@ def _curves(results: Results) -> str | None:
 
 
 def _gap(results: Results) -> str | None:
-    """Distance from the baseline over parameters, a line for each arm, beside the published one."""
+    """Draw each arm's distance from the baseline over parameters, and the published line."""
     experiment, lines = results.experiment, []
     budgets: dict[str, list[Case]] = {}
     for case in results.cases:
@@ -69,7 +69,7 @@ def _gap(results: Results) -> str | None:
 
 
 def _arms(results: Results) -> str | None:
-    """Loss of each arm, a dot for each seed, in the first case that has records."""
+    """Draw the loss of each arm of the first case with records, as a dot for each seed."""
     for case in results.cases:
         arms = [arm for arm in results.experiment.arms if results.seeds(case, arm)]
         if not arms:

@@ -1,4 +1,4 @@
-"""Records: one line of JSON for each job that is done, which is all that pages are made from."""
+"""Records: one line of JSON for each finished job; pages are generated from records alone."""
 
 import json
 import os
@@ -17,10 +17,10 @@ CURVE_MAX = 60
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of a file; none if it is not there. A last line that was cut off is left out.
+    """Return the records of a file without an incomplete last line; none if the file does not exist.
 
     Raises:
-        ValueError: another line is no record; names it.
+        ValueError: another line is not a record; the message names it.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = []
@@ -29,12 +29,12 @@ def read(path: Path) -> list[Record]:
             found.append(json.loads(line))
         except ValueError:
             if number < len(lines):
-                raise ValueError(f"{path} line {number} is no record; mend or remove it") from None
+                raise ValueError(f"{path} line {number} is not a record; repair or remove it") from None
     return found
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Add one record, whole or not at all: what was cut off before is removed."""
+    """Add one record in one atomic step; an incomplete last line is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(each, sort_keys=True) + "\n" for each in [*read(path), record])
     part = path.with_suffix(".part")
@@ -46,7 +46,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def thinned(points: Iterable[tuple[float, float]], most: int = CURVE_MAX) -> list[list[float]]:
-    """Average a curve in at most so many parts of equally many points: [[tokens of a part's end, mean loss], ...]."""
+    """Average a curve in at most `most` parts of equally many points: [[tokens at a part's end, mean loss], ...]."""
     points = list(points)
     parts = min(most, len(points))
     bounds = [len(points) * part // parts for part in range(parts + 1)] if parts else []
@@ -60,13 +60,13 @@ def by_digest(records: Sequence[Record]) -> dict[str, Record]:
 
 
 def elsewhere(path: Path) -> dict[str, Record]:
-    """Return the records of the other experiments beside a file, by digest: equal settings are trained once."""
+    """Return the records of other experiments beside a file by digest, because equal settings are trained once."""
     others = sorted(set(path.parent.glob("*.jsonl")) - {path})
     return by_digest([record for other in others for record in read(other)])
 
 
 def here(*, accelerated: bool) -> dict[str, str]:
-    """Return commit, machine and date of a record that is made now."""
+    """Return commit, machine and date for a record of now."""
     return {
         "commit": _commit(),
         "machine": machine(accelerated=accelerated),
@@ -75,21 +75,22 @@ def here(*, accelerated: bool) -> dict[str, str]:
 
 
 def _commit() -> str:
-    said = _said("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
-    changed = _said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", "diloco_jax")
-    return f"{said or 'unknown'}{'+' if changed else ''}"  # +: the package had changes that are in no commit
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", "diloco_jax")
+    # A "+" means that the package had uncommitted changes.
+    return f"{commit or 'unknown'}{'+' if changed else ''}"
 
 
 def machine(*, accelerated: bool) -> str:
-    """Describe this machine: its GPU if a job may use one, else its processor."""
-    gpu = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines() if accelerated else []
+    """Describe the GPU of this machine if a job may use one, otherwise its processor."""
+    gpu = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines() if accelerated else []
     if gpu and os.environ.get("JAX_PLATFORMS") != "cpu":
         return f"{len(gpu)} x {gpu[0].strip()}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{cores} cores, {platform.machine()}, {platform.system()}"
 
 
-def _said(*command: str) -> str:
+def _output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):

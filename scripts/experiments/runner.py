@@ -1,4 +1,4 @@
-"""The runner: one job after the other, resumable, with an estimate of what is left."""
+"""The runner of an experiment: it runs its jobs one after another, resumes, and estimates the remaining time."""
 
 import fcntl
 import statistics
@@ -15,22 +15,24 @@ from experiments.records import Record, append, by_digest, elsewhere, read
 from experiments.spec import Experiment
 
 SAY_EVERY_S = 15.0
-PATIENCE_S = 60.0  # for a job whose runner was killed: it saves, and ends
-MARGIN_S = 45.0  # of --max-minutes, in which a stopped job saves
+# A job whose runner was killed has this time to save and end.
+PATIENCE_S = 60.0
+# The part of --max-minutes that a stopped job has to save.
+MARGIN_S = 45.0
 
 
 class TimeIsUp(Exception):
-    """The minutes that this call may take are over; the same command goes on."""
+    """The minutes of this call are over; the same command resumes."""
 
 
 def say(line: str) -> None:
-    """Tell people."""
+    """Print a line to standard error."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def in_words(seconds: float) -> str:
-    """Return a time as people say it: 40 s, 12 min, 3.4 h."""
+    """Write a time with a suitable unit: 40 s, 12 min, 3.4 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -38,10 +40,10 @@ def in_words(seconds: float) -> str:
 
 @contextmanager
 def alone(work: Path, name: str) -> Iterator[int]:
-    """Hold the work of one experiment, so that no two runners do the same job; yields the lock for its processes.
+    """Lock the work of one experiment against other runners, and yield the lock for its processes.
 
     Raises:
-        ValueError: another one has it.
+        ValueError: another runner has the lock.
     """
     folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,28 +63,28 @@ def alone(work: Path, name: str) -> Iterator[int]:
 
 
 class Estimate:
-    """Time that jobs take, corrected by those that were done here."""
+    """Estimate of the time of jobs, corrected by the times of finished jobs."""
 
     def __init__(self) -> None:
         self._ratios: list[float] = []
 
     def learn(self, job: Job, seconds: float) -> None:
-        """Take note of a job from its beginning to its end."""
+        """Record the time of a finished job."""
         self._ratios.append(seconds / job.expected_s)
 
     def of(self, expected_s: float) -> float:
-        """Return what so many expected seconds will take."""
+        """Return the estimated time for this many expected seconds."""
         return expected_s * (statistics.median(self._ratios) if self._ratios else 1.0)
 
 
 class Runner:
-    """One call: runs the jobs that are not on record.
+    """One call of the program; it runs the jobs that have no record.
 
     Args:
-        work: folder for what jobs need while they run.
-        records: the file of the experiment's records.
-        lock: of the work.
-        max_minutes: after which the job under way is stopped; 0: never.
+        work: folder of unfinished jobs.
+        records: file of the experiment's records.
+        lock: lock of the work.
+        max_minutes: the running job is stopped after this time; 0: never.
     """
 
     def __init__(
@@ -98,13 +100,13 @@ class Runner:
         self._estimate = Estimate()
 
     def run(self) -> None:
-        """Run everything that is left.
+        """Run all jobs that have no record.
 
         Raises:
-            TimeIsUp: something is left.
+            TimeIsUp: jobs are left.
             JobFailed: a job has no result.
-            ValueError: a job that cannot go on takes longer than a whole call.
-            KeyboardInterrupt: somebody asked for it; the job under way was stopped in good order.
+            ValueError: a job that cannot resume takes longer than a whole call.
+            KeyboardInterrupt: the user interrupted the call; the running job was stopped cleanly.
         """
         commands = self._experiment.quick.get("prepare", ()) if self._choice.quick else self._experiment.prepare
         if commands and (job := self._next()) is not None:
@@ -116,13 +118,13 @@ class Runner:
             self._do(job)
 
     def _check_time(self, job: Job) -> None:
-        """Begin no job that would be stopped for nothing: only runs of processes go on where they were."""
+        """Refuse a job that would lose its work by a stop, because only runs of processes resume."""
         left_s, needs_s = self._ends_s - time.monotonic(), self._estimate.of(job.expected_s)
         resumable = job.way == "run"
         if not resumable and needs_s > self._whole_s:
             minutes = (needs_s + MARGIN_S) / 60
             raise ValueError(
-                f"{job.title} takes about {in_words(needs_s)} and cannot go on after a stop; raise --max-minutes to "
+                f"{job.title} takes about {in_words(needs_s)} and cannot resume after a stop; raise --max-minutes to "
                 f"{minutes:.0f} or more, or leave it out"
             )
         if left_s <= 0 or (not resumable and needs_s > left_s):
@@ -140,7 +142,7 @@ class Runner:
         if found := [others[job.digest] for job in left if job.digest in others]:
             for record in found:
                 append(self._records, {**record, "experiment": self._experiment.name, "from": record["experiment"]})
-            say(f"    {len(found)} jobs of equal settings are taken from other experiments")
+            say(f"    {len(found)} jobs of equal settings are copied from other experiments")
             return self._next()
         if not left:
             return None
@@ -181,7 +183,7 @@ class Runner:
 
 
 def describe(experiment: Experiment, choice: Choice, records: Sequence[Record]) -> str:
-    """Return the plan in words."""
+    """Return the plan as text."""
     plan, done = make_plan(experiment, choice, records), by_digest(records)
     lines = [f"{experiment.name}: {experiment.title}"]
     for job in plan.jobs:

@@ -1,4 +1,4 @@
-"""Experiments as their files say: experiment.yaml of each folder, and the sizes of models that they name."""
+"""Experiments as described by experiment.yaml of each folder, and the sizes of models in sizes.yaml."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,50 +14,51 @@ ROOT = HERE.parents[1]
 FILE = "experiment.yaml"
 Settings = Mapping[str, Any]
 T = TypeVar("T")
-REPLACED = ("patterns", "adam_paths", "each")  # settings that are mappings or lists as a whole
+# Settings whose mapping or list is replaced as a whole.
+REPLACED = ("patterns", "adam_paths", "each")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model by name."""
+    """A model with its settings, its tokens and its speed."""
 
     settings: Settings
     tokens: float
     seconds_per_mtoken: float
+    # The number of ids of the tokenizer for the large text; 0: bytes of Python's standard library.
     text: int = 0
-    """Ids of the tokenizer for the large text; 0: Python's standard library as bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to train."""
+    """One way to train, which is compared with others."""
 
     label: str = ""
     settings: Settings = field(default_factory=dict)
+    # Changes of the simulated cluster. With `real: true` the arm is a run of processes.
     schedule: Settings | None = None
-    """What the simulated cluster has differently; `real: true` in it: a run of processes, whatever the default."""
+    # The arm with the tuned settings for this one; the default is the arm itself.
     like: str = ""
-    """The arm whose tuned settings this one takes; its own name by default."""
+    # The time of a job as a multiple of the size's.
     slower: float = 1.0
-    """Times the seconds of the size."""
+    # A feature that the package does not have yet. The arm is not run.
     waits: str = ""
-    """What the package does not have yet; the arm is not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and a budget, in which all arms are compared."""
+    """A model and a budget for the comparison of arms."""
 
     size: str
     tokens: float = 0
     settings: Settings = field(default_factory=dict)
+    # The arms of this case; an empty tuple means all arms.
     arms: tuple[str, ...] = ()
-    """Those that are run in it; none named: all."""
+    # The seeds, if runs longer than 15 minutes have fewer; an empty tuple means the experiment's.
     seeds: tuple[int, ...] = ()
-    """Fewer than the experiment's, where a run is longer than 15 minutes; none named: the experiment's."""
     label: str = ""
+    # The time of a job as a multiple of the size's, for tokens of another kind.
     slower: float = 1.0
-    """Times the seconds of the size, for tokens of another kind."""
 
     @property
     def name(self) -> str:
@@ -66,26 +67,26 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A part of the bar: of what the seeds say, the mean must lie between `least` and `most`."""
+    """A part of the bar: the mean of a value over the seeds must be between `least` and `most`."""
 
     says: str
     arm: str
+    # The other arm of the comparison, for the same seed and case. If empty, the value itself is checked.
     against: str = ""
-    """Arm of the same seed and case with which it is compared; none: the value itself."""
+    # A number of the records, such as loss, bytes, contributors, virtual_s, goodput, or of the model, such as accuracy.
     value: str = "loss"
-    """A number of the records, such as loss, bytes, contributors, virtual_s, goodput, or of the model, as accuracy."""
+    # percent: 100 (a / b - 1); ratio: a / b; difference: a - b; points: 100 (a - b).
     unit: str = "percent"
-    """percent: 100 (a / b - 1); ratio: a / b; difference: a - b; points: 100 (a - b)."""
+    # A pair of arms; the result of their comparison is subtracted for each seed.
     beyond: tuple[str, ...] = ()
-    """A pair of arms: what they show, one against the other, is taken off for each seed."""
     most: float | None = None
     least: float | None = None
     case: str = ""
     size: str = ""
+    # `case`, `size` and `tokens` select the cases of the check. By default it covers all cases of its arms.
     tokens: float = 0
-    """Cases in which it must hold, by label, size or budget; none named: all in which the arms run."""
+    # "tokens" or "size": instead of a limit, the comparison must fall from case to case along it.
     falls: str = ""
-    """tokens or size: the comparison must fall along it, from case to case; no limit then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,8 @@ class Tuning:
     """A grid for the baseline and one for the method, with equal numbers of points, at a smaller budget."""
 
     tokens: float
+    # By arm: values by setting, such as {optimizer.learning_rate: [1.0e-3, 2.0e-3]}.
     grids: Mapping[str, Mapping[str, tuple[Any, ...]]]
-    """By arm: values by setting, as in {optimizer.learning_rate: [1.0e-3, 2.0e-3]}."""
     seed: int = 100
 
     def points(self, arm: str) -> list[dict[str, Any]]:
@@ -105,15 +106,15 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One claim."""
+    """One claim of the paper with everything that decides it."""
 
     name: str
     title: str
     question: str
+    # Tables and sections of the paper.
     where: str
-    """Tables and sections of the paper."""
+    # The paper's figure.
     paper: str
-    """The paper's figure."""
     bar: str
     decides: str
     arms: Mapping[str, Arm]
@@ -124,26 +125,26 @@ class Experiment:
     baseline: str = "baseline"
     tuning: Tuning | None = None
     checks: tuple[Check, ...] = ()
+    # curves: loss over tokens of the first case; gap: distance from the baseline over parameters; arms: loss by arm.
     plot: str = "curves"
-    """curves: loss over tokens of the first case; gap: distance from the baseline over parameters; arms: over arms."""
+    # Further numbers of the records for the tables.
     columns: tuple[str, ...] = ()
-    """Further numbers of the records that the tables show."""
+    # The published line of a gap plot: a name, and [parameters, per cent] pairs.
     published: Mapping[str, Any] = field(default_factory=dict)
-    """The published line of a gap plot: a name, and [parameters, per cent] pairs."""
+    # Commands of diloco that run once before the jobs; {work} is a folder that remains.
     prepare: tuple[tuple[str, ...], ...] = ()
-    """Commands of diloco that run once before; {work} is a folder that stays."""
+    # Changes for --quick: arms, settings, tokens.
     quick: Settings = field(default_factory=dict)
-    """Differences of --quick: arms, settings, tokens."""
     waits: str = ""
     untestable: str = ""
     notes: str = ""
 
 
 def _made(kind: type[T], values: Mapping[str, Any], where: str, **more: Any) -> T:
-    """Make one of the dataclasses above.
+    """Make an object of a dataclass from values of a file.
 
     Raises:
-        ValueError: a key that it has not, or one that is missing; names it.
+        ValueError: a key is unknown or missing; the message names it.
     """
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - known):
@@ -156,13 +157,13 @@ def _made(kind: type[T], values: Mapping[str, Any], where: str, **more: Any) -> 
 
 @cache
 def sizes() -> dict[str, Size]:
-    """Return the models by name, smallest first."""
+    """Return the models by name; the smallest is first."""
     text = yaml.safe_load((HERE / "sizes.yaml").read_text(encoding="utf-8"))
     return {name: _made(Size, values, f"sizes.yaml: {name}") for name, values in text.items()}
 
 
 def names() -> list[str]:
-    """List all experiments."""
+    """List the names of all experiments."""
     order = yaml.safe_load((HERE / "order.yaml").read_text(encoding="utf-8"))
     return [str(name) for name in order]
 
@@ -171,11 +172,11 @@ def load(name: str, folder: Path = HERE) -> Experiment:
     """Read one experiment.
 
     Raises:
-        ValueError: there is none of this name, or its file says what cannot be; names the key.
+        ValueError: the name is unknown, or its file has a wrong key; the message names it.
     """
     path = folder / name / FILE
     if not path.exists():
-        raise ValueError(f"there is no experiment '{name}'; choose from {', '.join(names())}")
+        raise ValueError(f"experiment '{name}' does not exist; choose from {', '.join(names())}")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     arms = {key: _made(Arm, each or {}, f"{name}: arm {key}") for key, each in values.pop("arms").items()}
     cases = [_made(Case, each, f"{name}: cases") for each in values.pop("cases")]
@@ -198,20 +199,20 @@ def _whole(case: Case) -> Case:
 
 
 def problems(experiment: Experiment) -> Iterator[str]:
-    """Yield what contradicts itself."""
+    """Yield the contradictions of an experiment."""
     arms, tuning = experiment.arms, experiment.tuning
     if experiment.baseline and experiment.baseline not in arms:
-        yield f"the baseline '{experiment.baseline}' is no arm"
+        yield f"the baseline '{experiment.baseline}' is not an arm"
     for case in experiment.cases:
         if case.size not in sizes():
             yield f"size '{case.size}' is unknown; use {', '.join(sizes())}"
-        yield from (f"{case.name}: '{arm}' is no arm" for arm in case.arms if arm not in arms)
+        yield from (f"{case.name}: '{arm}' is not an arm" for arm in case.arms if arm not in arms)
     for name, arm in arms.items():
         if arm.like and arm.like not in arms:
-            yield f"arm {name} is like '{arm.like}', which is no arm"
+            yield f"arm {name} is like '{arm.like}', which is not an arm"
     for check in experiment.checks:
         named = (check.arm, check.against, *check.beyond)
-        yield from (f"a check names '{arm}', which is no arm" for arm in named if arm not in {*arms, ""})
+        yield from (f"a check names '{arm}', which is not an arm" for arm in named if arm not in {*arms, ""})
         if len(check.beyond) not in (0, 2):
             yield f"check '{check.says}': beyond names {len(check.beyond)} arms; name two"
         if check.falls not in ("", "tokens", "size") or check.unit not in ("percent", "ratio", "difference", "points"):
@@ -219,14 +220,14 @@ def problems(experiment: Experiment) -> Iterator[str]:
         if not check.falls and check.most is None and check.least is None:
             yield f"check '{check.says}' has no limit; set most or least"
     if tuning is not None:
-        yield from (f"tuning names '{arm}', which is no arm" for arm in tuning.grids if arm not in arms)
+        yield from (f"tuning names '{arm}', which is not an arm" for arm in tuning.grids if arm not in arms)
         counts = {arm: len(tuning.points(arm)) for arm in tuning.grids}
         if len(set(counts.values())) > 1:
             yield f"grids differ in their numbers of points ({counts}), so one side is tuned harder"
 
 
 def merged(base: Settings, changes: Settings) -> dict[str, Any]:
-    """Return nested settings with nested changes; keys with dots are paths, and null removes what was there."""
+    """Return nested settings with nested changes; keys with dots are paths, and null removes a setting."""
     result = dict(base)
     for path, value in changes.items():
         key, _, rest = str(path).partition(".")
@@ -242,7 +243,7 @@ def merged(base: Settings, changes: Settings) -> dict[str, Any]:
 
 
 def flat(settings: Settings, prefix: str = "") -> dict[str, Any]:
-    """Return settings by path with dots."""
+    """Return nested settings as a flat dict with dotted paths."""
     result: dict[str, Any] = {}
     for key, value in settings.items():
         nested = isinstance(value, Mapping) and value and key not in REPLACED

@@ -1,4 +1,4 @@
-"""Figures of an experiment from its records: means with their spread, and whether they keep the bar."""
+"""Figures of an experiment from its records: means with their spread, and the checks of the bar."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the spread; None without a value."""
+    """Return the spread of values; None if there are no values."""
     return Spread(statistics.fmean(values), min(values), max(values), len(values)) if values else None
 
 
@@ -30,21 +30,21 @@ class Results:
     """All records of an experiment that belong to its present settings."""
 
     experiment: Experiment
+    # The cases of the file, then further cases with records.
     cases: tuple[Case, ...]
-    """Those of the file, then those that somebody ran besides."""
+    # Plans by name of the case.
     plans: Mapping[str, Plan]
-    """By name of the case."""
+    # Records by name of the case and arm, then by seed.
     runs: Mapping[tuple[str, str], Mapping[int, Record]]
-    """By name of the case and arm, then by seed."""
+    # One job by name of the case and arm, for its settings.
     jobs: Mapping[tuple[str, str], Job]
-    """One of each, for its settings."""
     tuning: Sequence[tuple[Job, Record | None]]
+    # The time of the jobs without a record, on two idle cores or one accelerator.
     left_s: float
-    """Time of the jobs that have no record, on two idle cores or one accelerator."""
 
     @property
     def records(self) -> list[Record]:
-        """All of them."""
+        """Return the records of all runs and of the tuning."""
         tried = [record for _, record in self.tuning if record is not None]
         return [record for seeds in self.runs.values() for record in seeds.values()] + tried
 
@@ -54,7 +54,7 @@ class Results:
 
 
 def collect(experiment: Experiment, records: Sequence[Record], *, quick: bool = False) -> Results:
-    """Find, of all records, those of the present settings; what was made under others is left out."""
+    """Find the records of the present settings; records of other settings are omitted."""
     done = by_digest(records)
     seeds = tuple(sorted({*experiment.seeds, *(r["seed"] for r in records if r["point"] is None)}))
     choices = {(case.size, case.tokens): Choice(seeds=seeds) for case in experiment.cases}
@@ -99,7 +99,7 @@ def collect(experiment: Experiment, records: Sequence[Record], *, quick: bool = 
 
 
 def value_of(record: Record, name: str) -> float | None:
-    """Return a number of a record; None if it has none, or one that is not finite."""
+    """Return a number of a record; None if it is missing or not finite."""
     if name == "bytes":
         return float(record["up_bytes"] + record["down_bytes"])
     value = record.get(name, record["scores"].get(name))
@@ -107,7 +107,7 @@ def value_of(record: Record, name: str) -> float | None:
 
 
 def compared(results: Results, case: Case, arm: str, against: str, value: str, unit: str) -> dict[int, float]:
-    """Return how two arms compare, by seed that both have."""
+    """Return the comparison of two arms for each seed that both have."""
     ours, theirs = results.seeds(case, arm), results.seeds(case, against)
     found = {}
     for seed in sorted(ours):
@@ -126,7 +126,7 @@ def compared(results: Results, case: Case, arm: str, against: str, value: str, u
 
 
 def measured(results: Results, check: Check, case: Case) -> list[float]:
-    """Return what a check asks for in a case, for each seed that all of its arms have."""
+    """Return the value of a check in a case for each seed that all of its arms have."""
     found = compared(results, case, check.arm, check.against, check.value, check.unit)
     if not check.beyond:
         return list(found.values())
@@ -135,17 +135,17 @@ def measured(results: Results, check: Check, case: Case) -> list[float]:
 
 
 class Outcome(NamedTuple):
-    """What became of a check in one case, or in a row of cases."""
+    """Result of a check in one case, or over several cases."""
 
     check: Check
     where: str
     measured: Spread | None
+    # None: records of some seeds are missing.
     kept: bool | None
-    """None: not all seeds are there."""
 
 
 def outcomes(results: Results) -> list[Outcome]:
-    """Hold the records against every check."""
+    """Compare the records with every check."""
     found = []
     for check in results.experiment.checks:
         cases = [case for case in results.cases if _asked(results, check, case)]
@@ -172,7 +172,7 @@ def _asked(results: Results, check: Check, case: Case) -> bool:
 
 
 def _falling(results: Results, check: Check, cases: Sequence[Case]) -> Outcome:
-    """Compare along tokens or sizes: each mean must lie below the one before."""
+    """Check that each mean along tokens or sizes is below the previous one."""
     means = []
     for case in cases:
         values = measured(results, check, case)
@@ -184,7 +184,7 @@ def _falling(results: Results, check: Check, cases: Sequence[Case]) -> Outcome:
 
 
 def verdict(results: Results, found: Sequence[Outcome]) -> str:
-    """Say in a word what came out."""
+    """Return the result of an experiment in one or a few words."""
     if results.experiment.untestable:
         return "not testable here"
     if not found or any(outcome.kept is None for outcome in found):
@@ -195,10 +195,10 @@ def verdict(results: Results, found: Sequence[Outcome]) -> str:
 
 def ours_in_short(results: Results, found: Sequence[Outcome]) -> str:
     """Return our figure beside the paper's, for the table of all claims."""
-    told = [
+    shorts = [
         f"{outcome.check.says}: {shown(outcome.measured, outcome.check.unit)}" for outcome in found if outcome.measured
     ]
-    return "; ".join(told[:3]) or "-"
+    return "; ".join(shorts[:3]) or "-"
 
 
 def shown(value: Spread | None, unit: str) -> str:

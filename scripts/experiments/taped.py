@@ -1,13 +1,12 @@
 """One training on a simulated schedule, in one process: `python -m experiments.taped CONFIG SCHEDULE FOLDER`.
 
-The protocol's own machines run on virtual time; who steps when, whose values a round merges and when its result is
-adopted goes on tapes; then real parameters are trained as the tapes say, as the paper does for its failures (App. E.1).
-So all arms of a seed have equal schedules, whatever else the machine does, and no time goes into waiting.
+The protocol's machines run on virtual time. Tapes record each step of each learner, the values that a round merges, and
+the adoption of its result. Then real parameters are trained from the tapes, as in the paper's study of failures
+(App. E.1). So all arms of a seed have equal schedules on any machine, and no time is spent waiting.
 
-The schedule's settings: `delay` (steps that a message takes), `step_noise` and `speed_spread` (shares of a step);
-`chips` and `hardware` (those of `diloco simulate`) for chips that fail or differ; `extra` and `after`: so many more
-learners, as a share, come when that share of the tokens, at the pace of the others, is trained; `instead`: see
-instead.py.
+The schedule has these settings: `delay` (of a message, in steps), `step_noise`, `speed_spread` (as shares of a step);
+`chips` and `hardware` (as for `diloco simulate`) for chips that fail or differ; `extra` (further learners as a share)
+and `after` (the share of the tokens that is trained when they join); `instead` (instead.py).
 """
 
 import json
@@ -43,10 +42,10 @@ STEP_S = 1.0
 
 
 def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: Path) -> dict[str, float]:
-    """Write the tapes of a schedule; returns what only the schedule knows.
+    """Write the tapes of a schedule, and return its figures, which the training does not know.
 
     Raises:
-        ValueError: the run does not end, or the schedule has a setting that is unknown.
+        ValueError: the run does not end, or the schedule has an unknown setting.
     """
     known = {"delay", "step_noise", "speed_spread", "chips", "hardware", "extra", "after", "instead"}
     if unknown := sorted(set(schedule) - known):
@@ -83,7 +82,9 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
     run.watch(recorder)
     run.run(100.0 * STEPS_FACTOR * steps * step_s)
     if not run.complete:
-        raise ValueError(f"{config.train.tokens} tokens are not merged in {STEPS_FACTOR * steps} global steps")
+        raise ValueError(
+            f"{config.train.tokens} tokens are not merged in {STEPS_FACTOR * steps} global steps; let fewer chips fail"
+        )
     recorder.save(folder)
     found = {"virtual_s": round(run.finished_s, 3)}
     if paces is not None:
@@ -94,7 +95,7 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
 
 
 def trained(config: RunConfig, tapes: Path) -> RunConfig:
-    """Return the config of the training: with more learners a step has more tokens, but the warm-up has not."""
+    """Return the config of the training; its warm-up keeps its tokens if there are more learners."""
     found = as_simulated(config, tapes)
     share = config.islands.count / found.islands.count
     warmup = round(config.optimizer.warmup_steps * share)
@@ -102,7 +103,7 @@ def trained(config: RunConfig, tapes: Path) -> RunConfig:
 
 
 def flight_steps(tapes: Path) -> float:
-    """Return the mean of the steps that learners made between sending a value and adopting what came of it."""
+    """Return the mean number of steps between sending a value and adopting the result of its merge."""
     gaps = []
     for path in sorted((tapes / "tapes").glob("*.jsonl")):
         step, sent = 0, {}
@@ -118,7 +119,7 @@ def flight_steps(tapes: Path) -> float:
 
 
 class Training(Replay):
-    """A replay that keeps the losses of all steps, and counts what went over the wire."""
+    """A replay that keeps the losses of all steps and counts the bytes on the wire."""
 
     def __init__(self, config: RunConfig, tapes: Path, bits: int = 0) -> None:
         super().__init__(config, tapes, compare=False)
@@ -138,7 +139,7 @@ class Training(Replay):
 
     @property
     def peak_to_mean(self) -> float:
-        """Largest payload of a round over the mean one."""
+        """Return the largest payload of a round over the mean one."""
         return max(self._sizes["up"]) / statistics.fmean(self._sizes["up"])
 
     def on_loss(self, life: LearnerLife, step: Any, loss: float) -> None:
@@ -169,14 +170,14 @@ def main() -> None:
     instead = schedule.get("instead", {})
     put_in_place(instead)
     training = Training(trained(config, tapes), tapes, instead.get("bits", 0))
-    began_s, told_s = time.monotonic(), 0.0
+    began_s, written_s = time.monotonic(), 0.0
     events = training.script.events
     for number, event in enumerate(events):
         training.repeat(event)
         if isinstance(event, MergedRound):
             training.count(event)
-        if time.monotonic() - told_s > 1.0:
-            told_s = time.monotonic()
+        if time.monotonic() - written_s > 1.0:
+            written_s = time.monotonic()
             (folder / "progress").write_text(f"{(number + 1) / len(events):.4f}", encoding="utf-8")
     batches = config.train.final_eval_batches
     result = training.evaluator.evaluate(training.model.parameters(), batches, training.script.global_step)

@@ -1,7 +1,7 @@
-"""The large text: source and documentation of the Python and Debian packages that this machine has, as a token store.
+"""The large text: a token store of the source and documentation of this machine's Python and Debian packages.
 
-Nothing is downloaded. Files are taken once each (equal contents count as one), in an order that their contents decide,
-so what is held out is a fair share; machines with other packages have another text, and the store's name says how much.
+Nothing is downloaded. Files with equal contents count as one, and the order of files depends on their contents, so that
+the held-out part is a fair sample. Machines with other packages have another text.
 """
 
 import hashlib
@@ -19,13 +19,15 @@ from experiments.ways import JobFailed, environment
 
 SUFFIXES = {".py", ".pyi", ".pyx", ".md", ".rst", ".txt", ".h", ".hpp", ".c", ".cc", ".cpp", ".js", ".ts", ".sh", ".pl"}
 SYSTEM = ("/usr/share/doc", "/usr/include", "/usr/src", "/usr/lib/python3", "/usr/share/perl", "/usr/lib/node_modules")
-BYTES_LEAST, BYTES_MOST = 400, 1_000_000  # of a file
-TOTAL_MOST = 600_000_000  # characters: tokenized in minutes, and read a few times by the largest budget
+# The limits for a file.
+BYTES_LEAST, BYTES_MOST = 400, 1_000_000
+# The limit of characters for the text; it is tokenized in minutes, and the largest budget reads it a few times.
+TOTAL_MOST = 600_000_000
 SHARD = 64_000_000
 
 
 def roots() -> list[Path]:
-    """List the folders that packages fill."""
+    """List the folders of installed packages."""
     own = {sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")}
     return [path for path in map(Path, [*sorted(own), *SYSTEM]) if path.is_dir()]
 
@@ -50,7 +52,7 @@ def documents(folders: Sequence[Path], most: int = TOTAL_MOST) -> Iterator[str]:
 
 
 def gather(folder: Path, folders: Sequence[Path], most: int = TOTAL_MOST, shard: int = SHARD) -> int:
-    """Write texts as JSONL, some files of about equal size; returns their characters. Does nothing if it was done."""
+    """Write texts as JSONL files of about equal size, unless they exist, and return the number of characters."""
     mark = folder / "gathered"
     if mark.exists():
         return int(mark.read_text(encoding="utf-8"))
@@ -72,7 +74,7 @@ def gather(folder: Path, folders: Sequence[Path], most: int = TOTAL_MOST, shard:
 
 
 def make_text(experiment: Experiment, choice: Choice, work: Path) -> None:
-    """Make the token store that the sizes of an experiment name, unless it is there.
+    """Make the token store for the sizes of an experiment, unless it exists.
 
     Raises:
         JobFailed: `diloco tokenize` failed.
@@ -82,8 +84,8 @@ def make_text(experiment: Experiment, choice: Choice, work: Path) -> None:
         if (store / "store.json").exists():
             continue
         characters = gather(work / "texts", roots())
-        say(f"tokenizing {characters / 1e6:.0f}M characters of this machine's packages with {vocab} ids, once")
+        say(f"tokenizing {characters / 1e6:.0f}M characters of this machine's packages into {vocab} ids, once")
         words = ["tokenize", str(work / "texts"), "--tokenizer", f"train:{vocab}", "--out", str(store)]
         command = [sys.executable, "-m", "diloco_jax", *words, "--patterns", "*.jsonl"]
         if subprocess.run(command, env=environment(None, work), check=False).returncode:
-            raise JobFailed(f"`{' '.join(command)}` failed, see above")
+            raise JobFailed(f"`{' '.join(command)}` failed; its output names the cause")

@@ -1,4 +1,4 @@
-"""How one job is run: its processes, how they are stopped, how it goes on, and what is recorded of it."""
+"""Start, stop and resume the processes of one job, and make the job's record."""
 
 import ctypes
 import json
@@ -19,15 +19,16 @@ from experiments.records import Record, here, thinned
 from experiments.spec import ROOT, Settings
 
 POLL_S = 0.2
-STOP_S = 150.0  # for a run that was asked to stop: it saves
+# An interrupted run has this time to save and end.
+STOP_S = 150.0
 
 
 class JobFailed(Exception):
-    """A job ended without a result; the message says where to look."""
+    """A job ended without a result; the message names the file to look at."""
 
 
 def environment(job: Job | None, work: Path) -> dict[str, str]:
-    """Return the environment of a job's processes: compiled programs are shared, small models stay on the CPU."""
+    """Return the environment of a job's processes; they share compiled programs, and small models use the CPU."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_NUM", "XLA_"))}
     paths = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "docs" / "examples")]
     cache = {
@@ -44,12 +45,12 @@ def environment(job: Job | None, work: Path) -> dict[str, str]:
 
 
 def accelerated(job: Job) -> bool:
-    """Tell whether a job takes an accelerator where there is one; small models stay on the CPU, wherever they run."""
+    """Return whether a job uses an accelerator if there is one; small models always use the CPU."""
     return bool(job.settings["islands"].get("devices") == "auto")
 
 
 def placed(settings: Settings, work: Path) -> Any:
-    """Put folders in the place of {work}, {root} and {purelib} (installed packages) in settings."""
+    """Replace {work}, {root} and {purelib} (installed packages) in settings by these folders."""
     if isinstance(settings, Mapping):
         return {key: placed(value, work) for key, value in settings.items()}
     if isinstance(settings, str):
@@ -59,15 +60,16 @@ def placed(settings: Settings, work: Path) -> Any:
 
 
 def start(command: list[str], log: Path, around: Mapping[str, str], lock: int) -> subprocess.Popen[bytes]:
-    """Start a process that a terminal's Ctrl-C does not reach, and that is asked to stop if this one dies.
+    """Start a process that ignores the terminal's Ctrl-C, and gets SIGTERM if this process ends.
 
     Args:
-        lock: file descriptor that it holds with us: nobody else begins before both are gone.
+        lock: file descriptor of a lock that both processes hold; other runners wait until both have ended.
     """
 
     def follow_parent() -> None:
         if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            # 1 is PR_SET_PDEATHSIG.
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
     with log.open("ab") as stream:
         return subprocess.Popen(
@@ -87,18 +89,18 @@ Wait = Callable[[subprocess.Popen[bytes], Callable[[], float]], bool]
 
 
 def execute(job: Job, work: Path, lock: int, wait: Wait) -> Record | None:
-    """Run a job, or go on with it.
+    """Run or resume a job.
 
     Args:
         work: folder of all jobs.
-        lock: see `start`.
-        wait: waits for the process, which tells its progress, and says whether it ended by itself.
+        lock: file descriptor of the runner's lock.
+        wait: function that waits for a process, given a getter of its progress; it returns False after a stop.
 
     Returns:
-        The record; None if it was stopped.
+        The record; None if the job was stopped.
 
     Raises:
-        JobFailed: it ended without a result.
+        JobFailed: the job ended without a result.
     """
     folder = work / job.experiment / job.digest
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,7 @@ def execute(job: Job, work: Path, lock: int, wait: Wait) -> Record | None:
         if not done and not ended:
             return None
         if not done:
-            raise JobFailed(f"{job.title} ended with status {process.returncode}; see {log}")
+            raise JobFailed(f"{job.title} ended with status {process.returncode}; read {log}")
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else from_run(folder / "run")
     record = {
         "experiment": job.experiment,
@@ -131,7 +133,7 @@ def execute(job: Job, work: Path, lock: int, wait: Wait) -> Record | None:
 
 
 def command(job: Job, folder: Path, config: Path) -> list[str]:
-    """Return the module and the words that run a job, or go on with it; what cannot go on is removed."""
+    """Return the module and the arguments that run or resume a job; a run that cannot resume is removed."""
     if job.way == "tapes":
         (folder / "schedule.json").write_text(json.dumps(job.schedule), encoding="utf-8")
         return ["experiments.taped", str(config), str(folder / "schedule.json"), str(folder)]
@@ -143,12 +145,12 @@ def command(job: Job, folder: Path, config: Path) -> list[str]:
 
 
 def forget(job: Job, work: Path) -> None:
-    """Remove what a job left, once it is on record."""
+    """Remove the files of a recorded job."""
     shutil.rmtree(work / job.experiment / job.digest, ignore_errors=True)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask a job to stop, and end it if it does not."""
+    """Interrupt a job, and kill it if it does not stop."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_S)
@@ -158,7 +160,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def progress(job: Job, folder: Path) -> float:
-    """Return which share of a job is done, as far as its files say."""
+    """Return the finished share of a job from its files; 0 if unknown."""
     try:
         if job.way == "tapes":
             return float((folder / "progress").read_text(encoding="utf-8"))
@@ -176,7 +178,7 @@ def _complete(run: Path) -> bool:
 
 
 def from_run(run: Path) -> dict[str, Any]:
-    """Return what a run's files say."""
+    """Return the figures of a run from its files."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     losses = sorted(_losses(run / "metrics.jsonl"))
     trained, points = 0, []
@@ -206,7 +208,8 @@ def _losses(metrics: Path) -> Iterator[tuple[float, int, float]]:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # the run was killed while it wrote this
+                # The run was killed while it wrote this line.
+                continue
             if row.get("kind") == "step" and row.get("loss") is not None:
                 tokens = row["tokens"] - before.get(row["learner"], 0)
                 before[row["learner"]] = row["tokens"]
@@ -214,10 +217,10 @@ def _losses(metrics: Path) -> Iterator[tuple[float, int, float]]:
 
 
 def prepare(name: str, commands: Sequence[Sequence[str]], work: Path, lock: int, wait: Wait) -> bool:
-    """Run the commands that an experiment needs once before its jobs; returns False if it was stopped.
+    """Run the commands that an experiment needs once before its jobs; return False after a stop.
 
     Raises:
-        JobFailed: one of them failed.
+        JobFailed: a command failed.
     """
     folder = work / name / "prepared"
     folder.mkdir(parents=True, exist_ok=True)
@@ -230,6 +233,6 @@ def prepare(name: str, commands: Sequence[Sequence[str]], work: Path, lock: int,
         if not wait(process, lambda: 0.0):
             return False
         if process.returncode:
-            raise JobFailed(f"`{' '.join(line)}` ended with status {process.returncode}; see {log}")
+            raise JobFailed(f"`{' '.join(line)}` ended with status {process.returncode}; read {log}")
         mark.touch()
     return True

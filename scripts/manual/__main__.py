@@ -1,4 +1,4 @@
-"""Writes the pages and pictures of docs/ that are made by code (./scripts/bless_docs); `test_manual.py` checks them."""
+"""Write the generated pages and pictures of docs/ (./scripts/bless_docs); `test_manual.py` checks them."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def made() -> dict[str, str]:
-    """Return what there is to write: the text of each file, by its path in docs/."""
+    """Return the text of each generated file, by its path in docs/."""
     pictures = {f"pictures/{name}": draw() for name, draw in PICTURES.items()}
     return {"config.md": config_page(config_schema())} | pictures
 

@@ -1,4 +1,4 @@
-"""Generates docs/config.md: every setting with its unit or choices, its default and its meaning."""
+"""Generate docs/config.md: every setting with its unit or choices, its default and its meaning."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def cell(text: str) -> str:
 
 
 def default(setting: Setting) -> str:
-    """Write a default as YAML has it."""
+    """Write a default as in YAML."""
     if setting.required:
         return "must be set"
     if setting.default in (None, "", [], {}):
@@ -51,7 +51,7 @@ def table(section: Section) -> Iterator[str]:
 
 
 def config_page(schema: Mapping[str, Any]) -> str:
-    """Return the page, from what `diloco schema` prints."""
+    """Return the page for the schema that `diloco schema` prints."""
     named = [(key, facts) for key, facts in schema["properties"].items() if "$ref" in facts]
     rows = [f"| [{key}](#{key}) | {cell(facts['description'])} |\n" for key, facts in named]
     lines = [line for section in sections(schema) for line in table(section)]

@@ -7,7 +7,7 @@ from diloco_jax.core.codec import encoded_size
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
 from diloco_jax.protocol.turns import Turns
 
-# The background belongs to the picture: a reader may choose another one for the page than for the system.
+# The picture has its own background, because the page may be dark while the system is light.
 STYLE = """
   .paper { fill: #ffffff } text { fill: #24292f } .small { font-size: 11.5px; fill: #57606a } .late { fill: #cf222e }
   .step { fill: #b6d0fb } .wait { fill: #fff1c2 } .work { fill: #d8c7f5 } .back { fill: #bfe5c8 }
@@ -23,7 +23,7 @@ STYLE = """
 
 
 def svg(title: str, width: int, height: int, body: list[str]) -> str:
-    """Put a drawing into one file that needs no other."""
+    """Return a drawing as the text of a complete SVG file."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     font = 'role="img" font-family="system-ui, sans-serif" font-size="13"'
     paper = f'<rect class="paper" width="{width}" height="{height}" rx="6"/>'
@@ -33,15 +33,17 @@ def svg(title: str, width: int, height: int, body: list[str]) -> str:
 
 
 def box(kind: str, x: float, y: float, width: float, height: float) -> str:
+    """Return a rectangle."""
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2"/>'
 
 
 def words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """Return a line of text."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 
 def turns() -> str:
-    """Draw which fragment is due at each global step, for three ways to cut a model, with H = 6."""
+    """Draw the fragment that is due at each global step for three numbers of fragments, with H = 6."""
     body, cell, steps = [words(16, 26, "fragment that is due at each global step, H = 6")], 34, 18
     rows = ((1, "P = 1: DiLoCo"), (3, "P = 3: Streaming DiLoCo"), (6, "P = H = 6: one in every step"))
     for row, (fragments, about) in enumerate(rows):
@@ -62,8 +64,10 @@ class Pace(NamedTuple):
     """An island of the picture of a round."""
 
     name: str
-    step_s: float  # of an inner step
-    first_s: float  # when its first step of the picture ends
+    # The time of an inner step.
+    step_s: float
+    # The end of its first step in the picture.
+    first_s: float
 
 
 def a_round() -> str:
@@ -93,8 +97,8 @@ def a_round() -> str:
         body.append(
             f'<circle cx="{x(island.first_s) - 1.5:.1f}" cy="{y + 14}" r="5" class="{"dot" if inside else "late"}"/>'
         )
-        told = "report" if inside else "report: too late, this round goes without it"
-        body.append(words(x(island.first_s) + 9, y + 18, told, "small" if inside else "small late"))
+        about = "report" if inside else "report: too late, so the island is not in this round"
+        body.append(words(x(island.first_s) + 9, y + 18, about, "small" if inside else "small late"))
         adopts = next(t for t in _ends(island) if t >= arrives)
         body.append(f'<path class="line c" stroke-width="2" d="M{x(adopts) - 1.5:.1f} {y - 4}v36"/>')
     y = 44 + 3 * 44 + 6
@@ -102,10 +106,12 @@ def a_round() -> str:
     for kind, about, begins, ends in spans:
         body.append(box(kind, x(begins), y, x(ends) - x(begins) - 2, 28))
         body.append(words((x(begins) + x(ends)) / 2, y + 18, about, "small", "middle"))
-    lines = ("blue: inner steps, which wait for nothing; a dot: the report after a step",)
-    lines += ("green line: the new value is adopted, between two steps; the late island gets it too",)
+    lines = ("blue: inner steps, which never wait; a dot: the report after a step",)
+    lines += ("green line: an island adopts the new value between two steps; the late island adopts it, too",)
     body += [words(110, y + 50 + 17 * i, line, "small") for i, line in enumerate(lines)]
-    return svg("One round: quorum, grace window, pulls, merge and broadcast, while islands step on", 840, 284, body)
+    return svg(
+        "One round: quorum, grace window, pulls, merge and broadcast, while islands continue to step", 840, 284, body
+    )
 
 
 def _ends(island: Pace) -> Iterator[float]:
@@ -116,9 +122,10 @@ def _ends(island: Pace) -> Iterator[float]:
 
 
 def adoption() -> str:
-    """Draw one parameter of an island that sends it, trains on, and takes the merged value in one of three ways."""
+    """Draw a parameter of an island that sends it, keeps training, and adopts the merged value in one of three ways."""
     sent_at, arrives_at, last = 4, 6, 9
-    local = [10 - 0.9 * step for step in range(arrives_at + 1)]  # what the island learns by itself
+    # The island changes its parameter by itself.
+    local = [10 - 0.9 * step for step in range(arrives_at + 1)]
     merged, alpha = 7.6, 0.25
     now, sent = local[arrives_at], local[sent_at]
     ways = (
@@ -143,11 +150,11 @@ def adoption() -> str:
         body.append(words(70 + step * 46, 256, about, "small", "middle"))
     body.append(f'<circle cx="{70 + arrives_at * 46}" cy="{250 - merged * 21:.1f}" r="5" class="dot"/>')
     body.append(words(70 + arrives_at * 46 + 10, 250 - merged * 21 - 8, "merged value", "small"))
-    return svg("Three ways to take a merged value: overwrite, blend, rebase", 840, 270, body)
+    return svg("Three ways to adopt a merged value: overwrite, blend, rebase", 840, 270, body)
 
 
 def wire() -> str:
-    """Draw what a fragment of a million parameters takes in each format, by the codec's own count."""
+    """Draw the bytes of a fragment of a million parameters in each format, as the codec counts them."""
     body, shape = [words(16, 26, "bytes of a fragment of 1,048,576 parameters, per island and direction")], (1024, 1024)
     for row, name in enumerate(("float32", "bfloat16", "int8", "int4")):
         size, y = encoded_size([shape], name), 42 + row * 34  # type: ignore[arg-type]
@@ -157,13 +164,13 @@ def wire() -> str:
 
 
 def leases() -> str:
-    """Draw the one order of samples, the ranges that islands hold, and what becomes of them after a death."""
+    """Draw the order of samples, the ranges that islands hold, and the ranges after an island has failed."""
     owners = ("merged", "merged", "island-0", "island-1", "island-2", "island-0", "", "", "")
     after = ("merged", "merged", "merged", "released", "island-2", "merged", "island-0", "", "")
     last = ("merged", "merged", "merged", "island-2", "merged", "merged", "island-0", "island-2", "")
     kinds = {"": "none", "merged": "back", "released": "gone"}
-    body = [words(16, 26, "the samples of a run in their one shuffled order, in ranges")]
-    for row, (about, held) in enumerate((("leased", owners), ("island-1 dies", after), ("leased again", last))):
+    body = [words(16, 26, "the samples of a run in their shuffled order, cut into ranges")]
+    for row, (about, held) in enumerate((("leased", owners), ("island-1 fails", after), ("leased again", last))):
         y = 44 + row * 46
         body.append(words(16, y + 20, about))
         for index, who in enumerate(held):

@@ -12,18 +12,18 @@ MADE = made()
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_is_made_is_current(name: str) -> None:
+def test_generated_files_are_current(name: str) -> None:
     there = (DOCS / name).read_text(encoding="utf-8") if (DOCS / name).exists() else ""
     assert there == MADE[name], f"docs/{name} is old: ./scripts/bless_docs"
 
 
-def test_a_unit_or_zero_is_not_left_to_guess() -> None:
-    """The help of a number that is 0 by default says what 0 does, unless 0 is a number like others."""
+def test_the_meaning_of_zero_is_explained() -> None:
+    """The help of a number with the default 0 explains 0, unless 0 is a number like others."""
     found = {setting.name: setting for section in sections(config_schema()) for setting in section.settings}
     assert len(found) > 150
     zero = [name for name, each in found.items() if each.default == 0 and each.kind not in ("true, false", "text")]
     unsaid = [name for name in zero if not re.search(r"\b0\b", found[name].help)]
-    assert unsaid == ["seed", "data.shuffle_seed", "fragments.split_axis"], f"say what 0 means: {unsaid}"
+    assert unsaid == ["seed", "data.shuffle_seed", "fragments.split_axis"], f"explain the meaning of 0: {unsaid}"
 
 
 def test_every_setting_has_its_row_once() -> None:

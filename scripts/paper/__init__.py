@@ -1,1 +1,1 @@
-"""The paper's tables beside ours: its goodput simulated, its bandwidth by formula."""
+"""The paper's tables beside our figures: goodput from simulations, bandwidth from formulas."""

@@ -1,4 +1,4 @@
-"""The number of learners that makes the most progress on given chips: goodput against the cost in quality."""
+"""The number of learners with the most progress on given chips: goodput against the cost in quality."""
 
 from collections.abc import Sequence
 from math import exp
@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 from diloco_jax.sim.goodput.methods import Row
 from paper.penalty import PENALTIES, Cost, cost_of
 
-WIDTH = 110  # of the text for people
+# The width of the printed text.
+WIDTH = 110
 DATA_PARALLEL = ("rigid", "elastic")
 
 
 class Option(NamedTuple):
-    """One way to use the chips. Progress is a share of what data parallel would make if nothing ever failed."""
+    """One way to use the chips; its progress is a share of data parallel's progress without failures."""
 
     row: Row
     cost: Cost
@@ -23,7 +24,7 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that a table prints."""
+        """Return the name for tables."""
         method, learners = self.row.method, self.row.learners
         if method in DATA_PARALLEL:
             return f"{method} data parallel"
@@ -31,7 +32,7 @@ class Option(NamedTuple):
 
 
 class LearnerChoice(NamedTuple):
-    """All ways to use the chips in the order given, and the best of them."""
+    """All ways to use a number of chips, and the best of them."""
 
     chips: float
     penalty: str
@@ -44,10 +45,10 @@ def choose(rows: Sequence[Row], penalty: str, *, parameters: float, slope: float
     """Choose among the rows for each number of chips.
 
     Raises:
-        ValueError: no rows, or see `cost_of`.
+        ValueError: there are no rows, or `cost_of` refuses the penalty or its numbers.
     """
     if not rows:
-        raise ValueError("there is nothing to choose from; simulate at least one number of learners")
+        raise ValueError("the simulation has no rows; simulate at least one number of learners")
     choices = []
     for chips in dict.fromkeys(row.chips for row in rows):
         options = [_option(row, penalty, parameters, slope) for row in rows if row.chips == chips]
@@ -63,20 +64,23 @@ def _option(row: Row, penalty: str, parameters: float, slope: float | None) -> O
 
 
 def _why(options: Sequence[Option], best: Option) -> str:
-    """Write one sentence on the winner, and one on how sure that is."""
-    more = "there is no loss to make up for"
+    """Write a sentence about the best option, and a sentence about its certainty."""
+    more = "it has no loss to compensate"
     if best.cost.compute > 1:
-        more = f"{best.cost.compute - 1:.1%} more compute would make up for its loss"
-    said = (
+        more = f"{best.cost.compute - 1:.1%} more compute would compensate its loss"
+    text = (
         f"{best.name} makes the most progress, {best.progress:.1%} of an ideal cluster's: {best.row.goodput:.1%} of "
         f"the chips' time is useful, and {more}."
     )
     near = [option.name for option in options if option is not best and option.high >= best.low]
-    said += f" Not told apart by this penalty: {', '.join(near)}." if near else " No other comes within the noise."
-    return said + (" The winner's penalty is extrapolated." if best.cost.extrapolated else "")
+    text += (
+        f" This penalty cannot separate it from {', '.join(near)}." if near else " No other option is within the noise."
+    )
+    return text + (" The penalty of the best option is extrapolated." if best.cost.extrapolated else "")
 
 
 def as_dict(choice: LearnerChoice) -> dict[str, Any]:
+    """Return a choice as plain values for JSON."""
     rows = [
         {
             "method": option.row.method,
@@ -104,6 +108,7 @@ def as_dict(choice: LearnerChoice) -> dict[str, Any]:
 
 
 def describe(choice: LearnerChoice) -> str:
+    """Return a choice as a table with its reason."""
     lines = [
         f"Choice of learners for {choice.chips:,.0f} chips",
         fill(f"Penalty {choice.penalty}: {PENALTIES[choice.penalty].source}.", WIDTH),

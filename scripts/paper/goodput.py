@@ -1,4 +1,4 @@
-"""The paper's tables of goodput, with its numbers beside ours, and simulations that show what simulating costs."""
+"""The paper's tables of goodput with its numbers beside ours, and simulations that measure the simulator's own time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,20 +29,24 @@ UPTIME_1B = {
     ("decoupled", 16): (100, 100, 100, 100, 99),
 }
 TABLE_1 = {"goodput": GOODPUT_1A, "uptime": UPTIME_1B}
-HOURS = {1: 96.0, 2: 24.0, 4: 24.0, 8: 12.0, 16: 12.0}  # fewer learners fail less often: they need more time
+# Simulated hours by number of learners. Fewer learners fail less often, so they need more time.
+HOURS = {1: 96.0, 2: 24.0, 4: 24.0, 8: 12.0, 16: 12.0}
 # Table 5, percent, and the averages of its text and vision scores.
 TABLE_5 = {"K=8, grace off": (84, 54.4, 37.6), "K=1, grace off": (100, 51.4, 25.7), "K=1, grace on": (100, 55.3, 37.0)}
 
-Settings = dict[str, Any]  # as read_shared returns them
+# The settings that read_shared returns.
+Settings = dict[str, Any]
 
 
 class Table(NamedTuple):
-    """Cells, and how their results are told."""
+    """A table of the paper: its cells, and functions that print their results."""
 
     cells: Callable[[Settings], list[Cell]]
     describe: Callable[[Sequence[Result]], str]
-    facts: Callable[[Sequence[Result]], dict[str, Any]]  # for --json
-    workers: int = 0  # 1: what is told depends on undisturbed times
+    # Further facts for --json.
+    facts: Callable[[Sequence[Result]], dict[str, Any]]
+    # Use 1 if the results are times, which other processes would disturb.
+    workers: int = 0
 
 
 def cell(settings: Settings, method: str, learners: int, chips: float, hours: float, **more: Any) -> Cell:
@@ -55,7 +59,7 @@ def _cells_1(settings: Settings) -> list[Cell]:
 
 
 def _errors(results: Sequence[Result]) -> dict[str, list[float]]:
-    """Ours less the paper's, in points: goodput, and uptime."""
+    """Return our goodput and uptime minus the paper's, in points."""
     return {
         name: [
             100 * getattr(row, name) - paper[at.method, at.learners][CHIPS.index(at.chips)] for at, row, _ in results
@@ -65,7 +69,7 @@ def _errors(results: Sequence[Result]) -> dict[str, list[float]]:
 
 
 def rmse(errors: Sequence[float]) -> float:
-    """Root of the mean square."""
+    """Return the root of the mean square."""
     return math.sqrt(sum(error * error for error in errors) / len(errors))
 
 
@@ -97,9 +101,9 @@ def _facts_1(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _cells_5(settings: Settings) -> list[Cell]:
-    """Eight learners on two kinds of hardware, 18 % apart, steps that vary by 10 %, and nothing fails."""
+    """Return cells of eight learners on two kinds of hardware (18 % apart) with step noise of 10 % and no failures."""
     if settings["fast"]:
-        raise ValueError("table5 is about rounds, of which --fast knows nothing; leave it out")
+        raise ValueError("table5 needs rounds, but --fast simulates none; leave --fast out")
     own: dict[str, Any] = {"speed_gap": 0.18, "generations": 2, "step_noise": 0.10, "mtbi_chip_s": math.inf}
     hardware, protocol = replace(settings["hardware"], **own), settings["protocol"]
 
@@ -129,24 +133,24 @@ def _describe_5(results: Sequence[Result]) -> str:
         scores = f"{text}, {vision}" if text is not None else "-"
         contributors = row.contributors_per_round or 0.0
         lines.append(f"{which.label:<22}{goodput:>14}{contributors:>14.2f}{steps:>11.2f}{merges:>13.2f}{scores:>22}")
-    return "\n".join(lines) + _TOLD_5
+    return "\n".join(lines) + _NOTES_5
 
 
-_TOLD_5 = """
+_NOTES_5 = """
 
-Own steps: inner steps of the mean learner per merged round. Merges of a value in 24: how often a fragment is merged
-anew while the mean learner makes 24 steps, which is once where rounds keep pace with the learners. Without a grace
-window K = 1 merges whoever has just finished a step, a third of the learners, and each fragment three times as often:
-outer steps follow few learners' noise, and nobody trains on a merged value for long. That is the collapse in the
-paper's scores. (There a round may pull any fragment after any step, so it may well merge one learner at a time. Our
-learners keep copies of the fragments that are due next, so a round that comes early waits for a step, and for others.)
-The paper's 84 % for K = 8 means learners that wait: that row runs in lockstep (tau = 0) on a network without delay, a
-step of all takes as long as the slowest of eight. With tau = 2 ours do not wait (last row): rounds come as slowly, and
-goodput is whole."""
+Own steps: inner steps of the mean learner per merged round. Merges of a value in 24: the merges of a fragment while the
+mean learner makes 24 steps; it is 1 if rounds keep pace with the learners. Without a grace window, K = 1 merges the
+learners that have just finished a step, a third of all, and merges each fragment three times as often. Outer steps then
+follow the noise of few learners, and learners train on a merged value only for a short time. This explains the collapse
+of the paper's scores. (In the paper a round may pull any fragment after any step, so it may merge one learner at a
+time. Our learners keep copies of the fragments that are due next, so an early round waits for a step and for others.)
+The paper's 84 % for K = 8 means that learners wait. That row runs in lockstep (tau = 0) on a network without delay, and
+a step of all learners takes as long as the slowest of eight. With tau = 2 our learners do not wait (last row): rounds
+are as slow, and goodput is full."""
 
 
 def _shape(learner_steps: int, rounds: int, learners: int) -> tuple[float, float]:
-    """Inner steps of the mean learner per merged round, and its inverse: one merge of a fragment in 24 steps is 1."""
+    """Return the inner steps of the mean learner per merged round, and its inverse."""
     steps = learner_steps / learners
     return (steps / rounds, rounds / steps) if rounds else (math.inf, 0.0)
 

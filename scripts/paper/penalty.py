@@ -1,7 +1,7 @@
-"""The cost of more learners in quality, as compute: how much more of it until the loss is that of data parallel.
+"""The cost of more learners in quality, as the factor of compute that reaches the loss of data parallel.
 
-No source measures this as such, so each of the four here says what it measured and how it becomes compute; see
-docs/simulate.md. All of them are small-scale or noisy, and none was measured beyond 16 learners.
+No source measures this factor directly. Each of the four sources here measured something else, and its penalty turns
+the measurement into compute (docs/simulate.md). All sources are small or noisy, and none has more than 16 learners.
 """
 
 import math
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Evaluation losses of DiLoCo (Scaling laws for DiLoCo, arXiv 2503.09799): parameters -> data parallel, then M = 1, 2,
-# 4, 8 as far as it has them. Synchronous, H = 30, plain averages, outer rate tuned for each M.
+# Evaluation losses of DiLoCo by parameters (Scaling laws for DiLoCo, arXiv 2503.09799): data parallel, then M = 1, 2, 4
+# and 8 if published. The runs are synchronous with H = 30, plain averages and a tuned outer rate for each M.
 SCALING_LOSSES: dict[float, tuple[float, ...]] = {
     35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
     90e6: (3.167, 3.162, 3.182, 3.213, 3.265),
@@ -23,69 +23,80 @@ SCALING_LOSSES: dict[float, tuple[float, ...]] = {
     4e9: (2.224, 2.219, 2.220, 2.230),
     10e9: (2.090, 2.086, 2.086, 2.096),
 }
-SCALING_EXPONENT = 0.0953  # their fit of data parallel: loss ~ parameters^-0.0953, tokens in proportion
-SCALING_NOISE = 0.002  # how far their losses lie from their fits
+# The source's fit of data parallel is loss ~ parameters^-0.0953 with tokens in proportion.
+SCALING_EXPONENT = 0.0953
+# The distance of the source's losses from its fits.
+SCALING_NOISE = 0.002
 
 # Change of the validation loss in per cent when a run of 4 learners has M of them for half of its compute, and the same
 # for data parallel, where only the batch grows (Decoupled DiLoCo, Table 15b: 2B parameters, 128B tokens).
 SCAVENGED = ((5, 0.09, 0.02), (6, -0.01, -0.04), (8, 0.08, -0.02), (16, 0.23, 0.07))
-SCAVENGED_BASE = 4  # learners; at parity with data parallel in the scores of Table 4
-SCAVENGED_NOISE = 0.0005  # how far the four values lie from the line
-# Data parallel there with more compute and no more steps (Table 15a): compute, change of the loss in per cent.
+# With this many learners the scores equal those of data parallel (Table 4).
+SCAVENGED_BASE = 4
+# The distance of the four values from the line.
+SCAVENGED_NOISE = 0.0005
+# Data parallel with more compute and equal steps (Table 15a): compute, change of the loss in per cent.
 SCAVENGED_COMPUTE = ((1.125, -0.22), (1.25, -0.47), (1.5, -0.79), (2.5, -1.41))
 
 # Mean scores in points, text and vision, of 2B parameters on 26B tokens; each M is the mean of three runs: without
 # failures, at 1.2m chips, at 2.4m chips (Tables 11 and 12). Data parallel: one run, then one on ten times the tokens.
 SCORES = {2: (54.63, 36.60), 4: (55.13, 35.90), 8: (54.80, 37.17), 16: (53.93, 34.33)}
 SCORES_DATA_PARALLEL = ((55.1, 38.2), (61.8, 47.8))
-SCORES_NOISE = (1.0, 2.0)  # points between two runs of one setting, text and vision
+# The points between two runs with equal settings, text and vision.
+SCORES_NOISE = (1.0, 2.0)
 
-# Ours, docs/log.md: 1.0M parameters, H = P = 24; losses of data parallel after 1.84M and after 6.05M tokens.
+# Our measurement in docs/log.md: 1.0M parameters, H = P = 24; data parallel's losses after 1.84M and 6.05M tokens.
 QUICKSTART_LEARNERS, QUICKSTART_PERCENT, QUICKSTART_NOISE = 4, 2.87, 0.004
 QUICKSTART_LOSSES = ((1.84e6, 1.353), (6.053888e6, 1.1766))
 
-SLOPE_MIN, SLOPE_MAX = 0.001, 10.0  # below it a loss costs more compute than a number can say
+# Below the least slope the compute for a loss overflows.
+SLOPE_MIN, SLOPE_MAX = 0.001, 10.0
 
 
 class Cost(NamedTuple):
-    """Cost of a number of learners against data parallel. `noise` is in natural logarithms of the compute."""
+    """Cost of a number of learners against data parallel."""
 
-    loss_percent: float | None  # None where scores and not losses were measured
-    compute: float  # times that of data parallel, at least 1: a measured gain is not counted
+    # None if the source measured scores instead of losses.
+    loss_percent: float | None
+    # A multiple of data parallel's compute. It is at least 1, so a measured gain is ignored.
+    compute: float
+    # The uncertainty of the natural logarithm of `compute`.
     noise: float
-    extrapolated: bool  # beyond what the source measured
+    # Whether the cost is outside of the source's measurements.
+    extrapolated: bool
 
 
 class Situation(NamedTuple):
-    """Facts on which a cost depends beside the number of learners."""
+    """Facts beside the number of learners that a cost depends on."""
 
     parameters: float
-    slope: float | None  # relative fall of the loss per relative growth of the compute; None: the source's own
+    # The relative fall of the loss per relative growth of the compute; None: the source's slope.
+    slope: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """A source of costs: where it comes from, and what it says of M > 1 learners."""
+    """A source of costs: its description, and its cost of M > 1 learners."""
 
     source: str
     cost: Callable[[int, Situation], Cost]
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Straight lines between points in order of x; the last one goes on beyond them."""
+    """Interpolate linearly between points in order of x; the last line continues beyond them."""
     right = min(max(1, bisect([at for at, _ in points], x)), len(points) - 1)
     (x0, y0), (x1, y1) = points[right - 1 : right + 1]
     return y0 + (x - x0) / (x1 - x0) * (y1 - y0)
 
 
 def _from_loss(percent: float, noise: float, slope: float, *, extrapolated: bool) -> Cost:
-    """Compute that makes a loss good which lies so many per cent above data parallel's; `noise` is of its logarithm."""
+    """Return the cost of a loss this many per cent above data parallel's; `noise` is that of its logarithm."""
     percent = max(0.0, percent)
     return Cost(percent, math.exp(math.log1p(percent / 100) / slope), noise / slope, extrapolated)
 
 
 def scaling_percent(learners: int, parameters: float) -> float:
-    """Return by how many per cent the loss exceeds data parallel's: between sizes and numbers of learners on lines."""
+    """Return the per cent above data parallel's loss, interpolated between sizes and numbers of learners."""
     columns = []
     for column, trained in enumerate((1, 2, 4, 8), 1):
         sizes = [
@@ -101,18 +112,19 @@ def scaling_percent(learners: int, parameters: float) -> float:
 def _scaling_laws(learners: int, situation: Situation) -> Cost:
     largest = 2.4e9 if learners > 4 else 10e9
     outside = learners > 8 or not 35e6 <= situation.parameters <= largest
-    slope = situation.slope or SCALING_EXPONENT / 2  # compute grows with parameters times tokens
+    # Compute grows with parameters times tokens, so with the square of the parameters.
+    slope = situation.slope or SCALING_EXPONENT / 2
     return _from_loss(scaling_percent(learners, situation.parameters), SCALING_NOISE, slope, extrapolated=outside)
 
 
 def _through_origin(points: Sequence[tuple[float, float]]) -> float:
-    """Slope of the least-squares line through the origin."""
+    """Return the slope of the least-squares line through the origin."""
     return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
 
 
 def _scavenging(learners: int, situation: Situation) -> Cost:
     base = math.log2(SCAVENGED_BASE)
-    # twice: the learners were there for half of the compute
+    # The learners were present for half of the compute, so their change counts twice.
     changes = [(math.log2(many) - base, 2 * (ours - theirs)) for many, ours, theirs in SCAVENGED]
     percent = _through_origin(changes) * max(0.0, math.log2(learners) - base)
     gains = [(math.log(compute), -math.log1p(change / 100)) for compute, change in SCAVENGED_COMPUTE]
@@ -123,7 +135,7 @@ def _scavenging(learners: int, situation: Situation) -> Cost:
 def _scores(learners: int, situation: Situation) -> Cost:
     if situation.slope is not None:
         raise ValueError(
-            "--loss-slope turns losses into compute, but the penalty `scores` has none; leave one of the two out"
+            "--loss-slope turns losses into compute, but the penalty `scores` has no losses; leave one of the two out"
         )
     reference, later = SCORES_DATA_PARALLEL
     per_decade = [after - before for before, after in zip(reference, later, strict=True)]
@@ -137,7 +149,8 @@ def _scores(learners: int, situation: Situation) -> Cost:
     ]
     compute = 10 ** max(0.0, _line(lost, math.log2(learners)))
     spread = math.hypot(*(noise / gain for noise, gain in zip(SCORES_NOISE, per_decade, strict=True)))
-    noise = spread / len(per_decade) / math.sqrt(3)  # three runs for each M
+    # The source has three runs for each M.
+    noise = spread / len(per_decade) / math.sqrt(3)
     return Cost(None, compute, noise * math.log(10), learners > 16)
 
 
@@ -152,7 +165,7 @@ def _quickstart(learners: int, situation: Situation) -> Cost:
 PENALTIES = {
     "scavenging": Penalty(
         "Decoupled DiLoCo, Table 15: validation loss of 2B parameters with 4 to 16 learners for half of the compute, "
-        "doubled; the compute is that of data parallel in the same table",
+        "doubled; the compute is data parallel's in the same table",
         _scavenging,
     ),
     "scaling-laws": Penalty(
@@ -162,12 +175,12 @@ PENALTIES = {
     ),
     "scores": Penalty(
         "Decoupled DiLoCo, Tables 11 and 12: scores of 2B parameters with 2 to 16 learners; the compute is the tokens "
-        "that data parallel needs for so many points",
+        "that data parallel needs for as many points",
         _scores,
     ),
     "quickstart": Penalty(
-        "ours, docs/log.md: loss of 1.0M parameters with 4 learners, taken to grow with the logarithm of M; the "
-        "compute is that of data parallel on the same task",
+        "our measurement, docs/log.md: loss of 1.0M parameters with 4 learners, assumed to grow with the logarithm of "
+        "M; the compute is data parallel's on the same task",
         _quickstart,
     ),
 }
@@ -178,22 +191,22 @@ def cost_of(penalty: str, learners: int, *, parameters: float, slope: float | No
 
     Args:
         learners: M; 1 is data parallel and costs nothing.
-        parameters: of the model; only `scaling-laws` looks at it.
-        slope: relative fall of the loss per relative growth of the compute; None: that of the source.
+        parameters: parameters of the model; only `scaling-laws` uses them.
+        slope: relative fall of the loss per relative growth of the compute; None: the source's slope.
 
     Raises:
-        ValueError: an unknown penalty, or a number out of range.
+        ValueError: the penalty is unknown, or a number is out of range.
     """
     if penalty not in PENALTIES:
         raise ValueError(f"the penalty {penalty!r} is unknown; choose from {', '.join(PENALTIES)}")
     if learners < 1:
         raise ValueError(f"{learners} learners; use 1 or more")
     if not 0 < parameters < math.inf:
-        raise ValueError(f"--parameters is {parameters}; give the model's, above 0, such as 5e9")
+        raise ValueError(f"--parameters is {parameters}; give a number above 0, such as 5e9")
     if slope is not None and not SLOPE_MIN <= slope <= SLOPE_MAX:
         raise ValueError(
-            f"--loss-slope is {slope}, but must be {SLOPE_MIN:g} to {SLOPE_MAX:g}; published ones lie between 0.02 and "
-            "0.05"
+            f"--loss-slope is {slope}, but must be {SLOPE_MIN:g} to {SLOPE_MAX:g}; published slopes are between "
+            "0.02 and 0.05"
         )
     cost = PENALTIES[penalty].cost(max(learners, 2), Situation(parameters, slope))
     return cost if learners > 1 else Cost(0.0, 1.0, 0.0, False)

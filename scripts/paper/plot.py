@@ -1,4 +1,4 @@
-"""Goodput against chips as a drawing: one curve for each method and number of learners."""
+"""Drawing of goodput against chips, with a curve for each method and number of learners."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from plotting.figure import COLOURS, MAIN_COLOUR, Line, Point, line_figure
 
 from diloco_jax.sim.goodput.methods import Row
 
-# Methods with one learner have no number of learners that a colour could stand for.
+# These methods have one learner; colours show the number of learners of the other methods.
 ONE_LEARNER = ("rigid", "elastic")
 TITLE = "Goodput against chips (simulated; see docs/simulate.md)"
 
 
 def curves(rows: Sequence[Row]) -> list[Line]:
-    """Return a line per method and number of learners, in the order of goodput at the most chips, best first."""
+    """Return a line per method and number of learners; the best at the most chips is first."""
     points: dict[tuple[str, int], list[Point]] = {}
     for row in rows:
         points.setdefault((row.method, row.learners), []).append((row.chips, row.goodput))

@@ -1,8 +1,8 @@
-"""Table 13 of Decoupled DiLoCo (arXiv 2604.21428): the rates of the paper's simulator, and formulas beside them.
+"""Table 13 of Decoupled DiLoCo (arXiv 2604.21428): the rates of the paper's simulator beside rates from formulas.
 
-Data parallel follows from the paper's own words (`bandwidth.data_parallel_gbit_per_s`). For the decoupled rows the
-paper does not say how transfers of different fragments share a link, nor what a late one delays, so `fitted_gbit_per_s`
-is a fit of ours with one constant. `needed_gbit_per_s` is what our system needs, from its own rules.
+The rates of data parallel follow from the paper's text (`bandwidth.data_parallel_gbit_per_s`). For the decoupled rows
+the paper does not describe how transfers of several fragments share a link, nor what a late transfer delays;
+`fitted_gbit_per_s` is our fit with one constant. `needed_gbit_per_s` is the rate that our system needs by its rules.
 """
 
 from itertools import groupby
@@ -10,13 +10,19 @@ from typing import Any
 
 from diloco_jax.sim.goodput.bandwidth import GBIT, UTILISATIONS, Rounds, data_parallel_gbit_per_s, ring_factor
 
-PARAMETERS = 5.17e9  # of the 5B model: what makes the data-parallel rows come out
-LEARNERS, SYNC_EVERY, OVERLAP_STEPS = 8, 24, 2  # M, H = P, tau; section 5.1
-SPREAD_STEPS = 4.5  # the one constant that was fitted
-HIDDEN = 1 / 3  # of a step; set, not fitted: with any value from 0.30 to 0.42 some constant comes within 10 %
-INT4_BLOCK_BYTES, INT4_BLOCK = 132, 256  # of our wire: 128 bytes of codes and a scale
+# The parameters of the 5B model; this number reproduces the data-parallel rows.
+PARAMETERS = 5.17e9
+# M, H = P and tau of section 5.1.
+LEARNERS, SYNC_EVERY, OVERLAP_STEPS = 8, 24, 2
+# The only fitted constant.
+SPREAD_STEPS = 4.5
+# A share of a step, set by hand. For each value from 0.30 to 0.42 some SPREAD_STEPS fits the rows within 10 %.
+HIDDEN = 1 / 3
+# A block on our wire has 128 bytes of codes and a scale.
+INT4_BLOCK_BYTES, INT4_BLOCK = 132, 256
 
-TABLE: dict[tuple[float, int, str], tuple[float, ...]] = {  # seconds per step, data centres, wire
+# Rates in Gbit/s for UTILISATIONS, by seconds per step, data centres and wire.
+TABLE: dict[tuple[float, int, str], tuple[float, ...]] = {
     (1.0, 2, "data_parallel"): (49, 81, 104, 113, 195),
     (1.0, 2, "bfloat16"): (0.58, 1.2, 1.7, 1.9, 2.2),
     (1.0, 2, "int4"): (0.15, 0.29, 0.43, 0.49, 0.53),
@@ -32,25 +38,26 @@ TABLE: dict[tuple[float, int, str], tuple[float, ...]] = {  # seconds per step, 
 }
 BITS = {"bfloat16": 16.0, "int4": 4.0}
 NOTES = f"""\
-data parallel: forward 1/3 of a step, backward 2/3, which hides the ring all-reduce of bfloat16 gradients. It does not
-  explain the paper's 99 %.
-fit of ours: the paper does not say how transfers share a link, nor what a late fragment delays. Its rows lie on
-  1/CU = 2/3 + x/{SPREAD_STEPS}, with x the steps that one fragment takes alone on the link: one constant, fitted.
+data parallel: the forward pass takes 1/3 of a step. The backward pass takes 2/3 and hides the ring all-reduce of
+  bfloat16 gradients. This does not explain the paper's 99 %.
+our fit: the paper does not describe how transfers share a link, nor what a late fragment delays. Its rows are on
+  1/CU = 2/3 + x/{SPREAD_STEPS}, where x is the steps that one fragment takes alone on the link. One constant is fitted.
 our system needs: learners never wait, so their steps run at 100 % over any link. The columns are the share of due
-  rounds that are made in time: a fragment up and down within tau = 2 steps, half of one until reports are in; 4.125
-  bits for int4; no latency, no merge. Every learner exchanges with a syncer elsewhere, 8 / sites of them per site;
-  the paper's syncer shards all-reduce between sites. So more sites need less here, and more there.
+  rounds that are made in time: a fragment travels up and down within tau = 2 steps, and half a step passes until the
+  reports arrive. int4 has 4.125 bits. Latency and merge are 0. Every learner exchanges with a syncer elsewhere, and a
+  site has 8 / sites learners; the paper's syncer shards all-reduce between sites. So more sites need less in our
+  system, and more in the paper's.
 docs/plan.md has the derivations."""
 
 
 def fitted_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) -> float:
-    """Return the decoupled rows of the paper, within 8 %; a fit of ours.
+    """Return the rate of the paper's decoupled rows within 8 %, from our fit.
 
-    With x the time that one fragment takes alone on the link, in steps, the paper's rows lie on
+    If one fragment alone takes x steps on the link, the paper's rows are on
     1 / utilisation = (1 - HIDDEN) + x / SPREAD_STEPS.
 
     Args:
-      wire: bfloat16 or int4, of which the paper counts 4 bits per parameter.
+      wire: bfloat16 or int4; the paper counts 4 bits per parameter for int4.
       step_s: compute time of a step.
       sites: data centres.
       utilisation: compute time over wall time, in (0, 1].
@@ -61,13 +68,13 @@ def fitted_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) 
 
 
 def needed_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) -> float:
-    """Return a site's rate in our system: each learner sends fragments to a syncer elsewhere, and gets them back.
+    """Return a site's rate in our system, where each learner exchanges fragments with a syncer elsewhere.
 
     Args:
-      wire: bfloat16 or int4, with the scales of our blocks, both ways.
-      step_s: an inner step.
-      sites: data centres, among which the 8 learners are dealt out.
-      utilisation: share of the due rounds that are made in time.
+      wire: bfloat16 or int4 with the scales of our blocks, both ways.
+      step_s: compute time of an inner step.
+      sites: data centres; the 8 learners are distributed over them.
+      utilisation: share of due rounds that are made in time.
     """
     per_parameter = 2.0 if wire == "bfloat16" else INT4_BLOCK_BYTES / INT4_BLOCK
     total = PARAMETERS * per_parameter
@@ -85,7 +92,7 @@ def needed_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) 
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return the table's cells: wire, sites, step_s, utilisation, gbit_per_s by formula, the paper's, and our need."""
+    """Return the cells of the table with the rates by formula, of our system and of the paper."""
     found = []
     for (step_s, sites, wire), paper in TABLE.items():
         for share, theirs in zip(UTILISATIONS, paper, strict=True):
@@ -108,11 +115,11 @@ def describe() -> str:
     ]
     for (step_s, sites, wire), cells in groupby(rows(), lambda row: (row["step_s"], row["sites"], row["wire"])):
         here = list(cells)
-        told = {"paper": "paper_gbit_per_s", "fit of ours": "gbit_per_s", "our system needs": "needed_gbit_per_s"}
+        labels = {"paper": "paper_gbit_per_s", "our fit": "gbit_per_s", "our system needs": "needed_gbit_per_s"}
         if wire == "data_parallel":
             lines += ["", f"steps of {step_s:g} s, {sites} data centres"]
-            told = {"paper": "paper_gbit_per_s", "formula": "gbit_per_s"}
-        for label, key in told.items():
+            labels = {"paper": "paper_gbit_per_s", "formula": "gbit_per_s"}
+        for label, key in labels.items():
             name = f"{wire if label == 'paper' else '':<14} {label}"
             lines.append(f"  {name:<34}" + "".join(f"{row[key]:>8.3g}" for row in here))
     return "\n".join([*lines, "", NOTES])

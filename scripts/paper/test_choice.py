@@ -1,4 +1,4 @@
-"""The choice of learners weighs goodput against a cost whose numbers can be checked by hand."""
+"""The choice of learners compares goodput with a cost, whose numbers are checked by hand."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def row(method: str, learners: int, chips: float, goodput: float) -> Row:
 
 
 def paper(chips: float, *goodputs: float) -> list[Row]:
-    """Elastic data parallel, then M = 2, 4, 8, 16, as in Table 1a."""
+    """Return rows of elastic data parallel and of M = 2, 4, 8, 16, as in Table 1a."""
     names = ((1, "elastic"), (2, "decoupled"), (4, "decoupled"), (8, "decoupled"), (16, "decoupled"))
     return [row(method, many, chips, value) for (many, method), value in zip(names, goodputs, strict=True)]
 
@@ -30,10 +30,11 @@ AT_600K = paper(600e3, 0.69, 0.80, 0.89, 0.94, 0.96)
 AT_2400K = paper(2.4e6, 0.40, 0.54, 0.73, 0.80, 0.86)
 
 
-def test_scaling_laws_give_the_published_losses_back() -> None:
+def test_scaling_laws_reproduce_the_published_losses() -> None:
     assert scaling_percent(8, 2.4e9) == pytest.approx(100 * (2.351 / 2.326 - 1))
     assert scaling_percent(4, 10e9) == pytest.approx(100 * (2.096 / 2.090 - 1))
-    assert scaling_percent(8, 100e9) == scaling_percent(8, 2.4e9)  # held where nobody measured
+    # The loss stays constant beyond the measured sizes.
+    assert scaling_percent(8, 100e9) == scaling_percent(8, 2.4e9)
     between = math.sqrt(1.3e9 * 2.4e9)
     assert scaling_percent(2, between) == pytest.approx((scaling_percent(2, 1.3e9) + scaling_percent(2, 2.4e9)) / 2)
     assert scaling_percent(16, 35e6) == pytest.approx(2 * scaling_percent(8, 35e6) - scaling_percent(4, 35e6))
@@ -48,7 +49,7 @@ def test_a_loss_becomes_compute_by_the_scaling_law() -> None:
 def test_scavenging_starts_at_four_learners_and_grows_with_doublings() -> None:
     costs = {learners: cost_of("scavenging", learners, parameters=5e9) for learners in (2, 4, 8, 16)}
     assert costs[2].compute == costs[4].compute == 1.0
-    # by hand: differences 0.07, 0.03, 0.10, 0.16 %, doubled, at 0.322, 0.585, 1, 2 doublings
+    # By hand: differences 0.07, 0.03, 0.10, 0.16 %, doubled, at 0.322, 0.585, 1, 2 doublings
     assert costs[8].loss_percent == pytest.approx(0.169, abs=0.001)
     assert costs[16].loss_percent == pytest.approx(2 * (costs[8].loss_percent or 0))
     # Table 15a by hand: the loss falls by 0.0187 of itself for each e-fold of compute
@@ -63,7 +64,7 @@ def test_scores_become_tokens() -> None:
     assert cost.noise > cost_of("scaling-laws", 16, parameters=5e9).noise
 
 
-def test_our_own_measurement_gives_itself_back() -> None:
+def test_our_measurement_is_reproduced() -> None:
     cost = cost_of("quickstart", 4, parameters=1e6)
     assert cost.loss_percent == pytest.approx(2.87)
     assert not cost.extrapolated
@@ -84,7 +85,7 @@ def test_a_measured_gain_is_not_counted() -> None:
     assert cost_of("scaling-laws", 2, parameters=10e9)[:2] == (0.0, 1.0)
 
 
-def test_what_was_not_measured_is_marked() -> None:
+def test_extrapolated_costs_are_marked() -> None:
     assert cost_of("scaling-laws", 8, parameters=5e9).extrapolated
     assert not cost_of("scaling-laws", 4, parameters=5e9).extrapolated
     assert cost_of("scavenging", 2, parameters=5e9).extrapolated
@@ -96,7 +97,7 @@ def test_what_was_not_measured_is_marked() -> None:
     [
         ("guess", 4, 5e9, None, "'guess' is unknown; choose from scavenging"),
         ("scores", 4, 5e9, 0.03, "leave one of the two out"),
-        ("scavenging", 4, 0.0, None, "--parameters is 0.0; give the model's"),
+        ("scavenging", 4, 0.0, None, "--parameters is 0.0; give a number above 0"),
         ("scavenging", 4, 5e9, -1.0, "--loss-slope is -1.0, but must be 0.001 to 10"),
         ("scavenging", 0, 5e9, None, "0 learners; use 1 or more"),
     ],
@@ -131,24 +132,25 @@ def test_progress_is_goodput_over_compute() -> None:
     option = choice.options[3]
     assert option.progress == pytest.approx(0.80 / (2.351 / 2.326) ** (2 / 0.0953))
     assert option.low < option.progress < option.high
-    assert choice.options[0].progress == 0.40  # elastic data parallel costs nothing
+    # Elastic data parallel has no cost.
+    assert choice.options[0].progress == 0.40
 
 
 def test_data_parallel_wins_where_nothing_fails() -> None:
     (choice,) = choose(paper(2400, 1.0, 1.0, 1.0, 1.0, 1.0), "quickstart", parameters=1e6)
     assert choice.best.row.method == "elastic"
-    assert "there is no loss to make up for" in choice.why
-    assert choice.why.endswith("No other comes within the noise.")
+    assert "it has no loss to compensate" in choice.why
+    assert choice.why.endswith("No other option is within the noise.")
 
 
-def test_the_reason_names_those_that_cannot_be_told_apart() -> None:
+def test_the_reason_names_options_within_the_noise() -> None:
     (choice,) = choose(AT_2400K, "scavenging", parameters=5e9)
     assert choice.why.startswith("M = 8 makes the most progress, 73.1% of an ideal cluster's: 80.0%")
-    assert "Not told apart by this penalty: M = 4, M = 16." in choice.why
+    assert "This penalty cannot separate it from M = 4, M = 16." in choice.why
     (choice,) = choose(AT_600K, "scaling-laws", parameters=5e9)
     assert "extrapolated" not in choice.why
     (choice,) = choose(AT_600K[3:], "scaling-laws", parameters=5e9)
-    assert choice.why.endswith("The winner's penalty is extrapolated.")
+    assert choice.why.endswith("The penalty of the best option is extrapolated.")
 
 
 def test_the_table_and_the_object_say_the_same() -> None:
@@ -169,11 +171,13 @@ def test_nothing_to_choose_from() -> None:
         choose([], "scavenging", parameters=5e9)
 
 
-def test_what_a_simulation_printed_is_chosen_from_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_simulation_is_chosen_from_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = Options(fast=True, hours=0.5, workers=1, methods=("decoupled",), chips=("600k", "1.2m"))
-    told, _ = run(options, lambda line: None)
+    simulated, _ = run(options, lambda line: None)
     given, drawn = tmp_path / "goodput.json", tmp_path / "goodput.svg"
-    given.write_text(json.dumps(told))
+    given.write_text(json.dumps(simulated))
     words = ["--penalty", "scaling-laws", "--parameters", "2.4g", "--loss-slope", "0.1", "--plot", str(drawn)]
     assert main([str(given), *words, "--json"]) == 0
     choices = json.loads(capsys.readouterr().out)["choice"]
@@ -184,20 +188,20 @@ def test_what_a_simulation_printed_is_chosen_from_and_drawn(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "message"),
     [
-        ('{"rows": [{}]}', [], "not what `diloco simulate --json` prints"),
-        ('{"rows": []}', [], "there is nothing to choose from"),
+        ('{"rows": [{}]}', [], "not an output of `diloco simulate --json`"),
+        ('{"rows": []}', [], "the simulation has no rows"),
         (None, [], "No such file"),
-        ('{"rows": []}', ["--parameters", "many"], "--parameters is 'many', which is no number"),
+        ('{"rows": []}', ["--parameters", "many"], "--parameters is 'many', but must be a number"),
     ],
 )
 def test_a_wrong_file_is_one_line(
-    tmp_path: Path, text: str | None, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str | None, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "goodput.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(SystemExit, match="2"):
         main([str(path), *words])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The drawing of goodput must show what the rows hold: one curve for each, every point in its place."""
+"""The drawing of goodput has a curve for each method and number of learners, with every point in its place."""
 
 from xml.etree import ElementTree
 

@@ -1,4 +1,4 @@
-"""The paper's tables: its numbers are all there, ours come near them, and the documentation shows what is computed."""
+"""The paper's tables have all of its numbers, ours are near them, and the documentation shows the computed ones."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def settings(*, fast: bool = False, hours: float | None = None) -> Settings:
     return read_shared((), seed=0, fast=fast, hours=hours)
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(words) == 0
     return capsys.readouterr().out
 
@@ -36,7 +36,7 @@ def test_rmse() -> None:
 
 
 def test_table_1_without_machines_is_within_two_points() -> None:
-    """The machines agree with the fast mode (test_methods.py), so this holds for them too; theirs takes a minute."""
+    """The machines would take a minute, and agree with the fast mode (test_methods.py)."""
     result, text = simulate("table1", settings(fast=True), workers=1)
     assert result["rmse_points"]["goodput"] <= 2.0 and result["rmse_points"]["uptime"] <= 2.0
     assert len(result["paper"]) == len(result["rows"]) == 30
@@ -55,17 +55,17 @@ def test_table_5_shows_the_collapse() -> None:
     assert "51.4, 25.7" in text
 
 
-def test_the_cost_of_simulating_is_timed_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulators_own_time_is_measured_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert TABLES["day"].workers == TABLES["scale"].workers == 1
     (cell,) = TABLES["day"].cells(settings())
     assert (cell.learners, cell.chips, cell.hours) == (16, 2.4e6, 24.0)
-    assert "us/event" in told(capsys, "day", "--hours", "0.05", "--seed", "1")
+    assert "us/event" in printed(capsys, "day", "--hours", "0.05", "--seed", "1")
 
 
-def test_table_5_is_about_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_5_needs_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["table5", "--fast"])
-    assert "table5 is about rounds" in capsys.readouterr().err
+    assert "table5 needs rounds" in capsys.readouterr().err
 
 
 def test_table_13_within_ten_percent_up_to_95() -> None:
@@ -85,7 +85,7 @@ def test_ratios_of_table_13() -> None:
         for wire in ("bfloat16", "data_parallel"):
             near, far = (rates[wire, 1.0, sites, share]["gbit_per_s"] for sites in (2, 8))
             assert far / near == pytest.approx(1.75)
-        # of ours a site with one learner needs a quarter of what one with four needs
+        # In our system a site with one learner needs a quarter of the rate of a site with four.
         ours = [rates["int4", 1.0, sites, share]["needed_gbit_per_s"] for sites in (2, 8)]
         assert ours[0] / ours[1] == pytest.approx(4)
 
@@ -97,11 +97,11 @@ def test_what_our_system_needs_at_table_13() -> None:
 
 
 def test_table_13_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "table13")
-    for words in ("104", "106", "3.02", "the paper does not say", "our system needs"):
+    text = printed(capsys, "table13")
+    for words in ("104", "106", "3.02", "the paper does not describe", "our system needs"):
         assert words in text
     assert all(len(line) <= 120 for line in text.splitlines())
-    assert len(json.loads(told(capsys, "table13", "--json"))["rows"]) == 60
+    assert len(json.loads(printed(capsys, "table13", "--json"))["rows"]) == 60
 
 
 def test_the_documentation_shows_the_same_table() -> None:

@@ -1,1 +1,1 @@
-"""Charts that programs of this folder draw."""
+"""Charts for the experiments and for the tables of the paper."""

@@ -1,4 +1,4 @@
-"""Line figures as SVG text, drawn by matplotlib: for the pages of the experiments and the tables of the paper."""
+"""Line figures as SVG text, drawn with matplotlib, for the experiments and for the tables of the paper."""
 
 import io
 import itertools
@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLoc
 
 Point = tuple[float, float]
 
-# Equal input gives equal bytes, and text stays text, which viewers can search.
+# These settings give equal bytes for equal input, and text that viewers can search.
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "diloco",
@@ -45,14 +45,11 @@ class Line:
 def line_figure(
     title: str, lines: Sequence[Line], x_label: str, y_label: str, *, settings: bool = False, share: bool = False
 ) -> str:
-    """Draw curves with a legend at their right.
+    """Draw curves with a legend at their right, and return the text of an SVG file.
 
     Args:
-        settings: the values of x are settings, such as numbers of chips: a logarithmic axis with these as its ticks.
-        share: y is a share from 0 to 1, written in per cent.
-
-    Returns:
-        the text of an SVG file.
+        settings: the values of x are settings, such as numbers of chips; they are the ticks of a logarithmic axis.
+        share: y is a share from 0 to 1, and is written in per cent.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
@@ -81,7 +78,7 @@ def _count(value: float, position: int | None = None) -> str:
 
 
 def _set_ticks(axes: Axes, values: Sequence[float]) -> None:
-    """Make x logarithmic with a tick at each value that keeps its distance from the one before."""
+    """Make x logarithmic, with ticks at those values that are far enough from the tick before."""
     axes.set_xscale("log")
     ratio_min = (values[-1] / values[0]) ** 0.08
     ticks = [values[0]]

@@ -1,1 +1,1 @@
-"""A rehearsal on this machine of what a config would run on slices, under a schedule of faults (docs/launch.md)."""
+"""A rehearsal of a config for slices on this machine, under a schedule of faults (docs/launch.md)."""

@@ -25,22 +25,23 @@ from rehearsal.shrink import changes, shrink
 
 CONFIG = "configs/tpu/gemma_12b_4x_v5p.yaml"
 TRACE = "Traceback (most recent call last)"
-SHARE = 0.8  # of the minutes in which rounds close: a start takes two of them, and a syncer half of one to come back
-# Eight small programs on few cores: threads that share one product cost more switches than they save.
+# Rounds close in this share of the minutes, because a start takes two minutes and a syncer's restart half a minute.
+SHARE = 0.8
+# Eight small programs share few cores, so threads within one product would cost more switches than they save.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rehearse, print, and return the exit status: 0 if nobody would have had to do anything."""
+    """Rehearse, print, and return the exit status: 0 if an operator would have had nothing to do."""
     parser = argparse.ArgumentParser(prog="scripts/rehearse", description=__doc__.splitlines()[0])
-    parser.add_argument("config", nargs="?", default=CONFIG, help=f"what would run on slices; default: {CONFIG}")
-    parser.add_argument("--minutes", type=float, default=20.0, help="about how long; default: 20")
-    parser.add_argument("--faults", type=int, default=40, help="how many; default: 40")
-    parser.add_argument("--kinds", default=",".join(CARDS), help="of faults, separated by commas; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
+    parser.add_argument("config", nargs="?", default=CONFIG, help=f"config for slices; default: {CONFIG}")
+    parser.add_argument("--minutes", type=float, default=20.0, help="approximate length; default: 20")
+    parser.add_argument("--faults", type=int, default=40, help="number of faults; default: 40")
+    parser.add_argument("--kinds", default=",".join(CARDS), help="kinds of faults, separated by commas; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the schedule; default: 0")
     parser.add_argument("--step-s", type=float, default=0.7, help="least seconds of an inner step; default: 0.7")
     parser.add_argument("--out", type=Path, help="folder; default: a new one, runs/rehearsal")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and all else on stderr")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and all other lines on stderr")
     options = parser.parse_args(arguments)
     root = (options.out or new_run_dir(Path("runs"), "rehearsal")).absolute()
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
@@ -51,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root.mkdir(parents=True)
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
-    say("\n  ".join([f"{options.config} with these changes, all else is as it says:", *changes(whole, config)]))
+    say(
+        "\n  ".join(
+            [f"{options.config} with these changes, and all other settings unchanged:", *changes(whole, config)]
+        )
+    )
     say(f"folder {root}, {config.train.steps} steps, {options.faults} faults")
     renewer, stop = Renewer(root / "certs", config.islands.names), stop_on_signals()
     with bucket(root) as found:
@@ -68,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = root / "run" / SUMMARY_FILE
     result["alarms"] = read_object(summary).get("alarms", []) if summary.exists() else []
     result["needed"] = [*result["problems"], *renewer.failures, *cluster.given_up()]
-    # no work for anybody by themselves: a process that another one took along says why, and is started again
+    # A stack trace alone needs no operator: a process that ended with another one prints it, and is restarted.
     result["stack_traces"] = sum(path.read_text(errors="replace").count(TRACE) for path in (root / "logs").iterdir())
     say(table(result))
     warned = "; ".join(each["text"] for each in result["alarms"]) or "none"

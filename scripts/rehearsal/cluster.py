@@ -1,7 +1,7 @@
 """The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays between regions.
 
-As JobSets do on a cluster, the supervisor of local runs starts again what ended, by the commands of `diloco launch`.
-Each island dials an address of its own, with a relay for the syncer's port and one for that of each merge shard.
+Like JobSets on a cluster, the supervisor of local runs restarts ended processes with the commands of `diloco launch`.
+Each island dials a separate address, which has a relay for the syncer's port and one for each merge shard's port.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ VOLUME_BYTES = 256 << 20
 
 
 class Ways:
-    """All relays of an island, used as one: what is asked of it is asked of each (see `Relay`)."""
+    """All relays of an island, used as one; a call of a method calls it on each `Relay`."""
 
     def __init__(self, island: str, ports: range, syncer: Callable[[], str]) -> None:
         self.address = f"{island}:{ports[0]}"
@@ -40,7 +40,7 @@ class Ways:
 
 
 class Cluster(LocalRun):
-    """A run whose processes share nothing but the network; `root/run` is the syncer's volume, wherever mounted."""
+    """A run whose processes share only the network; `root/run` always leads to the syncer's volume."""
 
     def __init__(
         self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
@@ -54,7 +54,8 @@ class Cluster(LocalRun):
         (root / "config.yaml").write_text(dump(config), encoding="utf-8")
         (self._volume / CHAOS).symlink_to(root / CHAOS)
         self._mount_at(0)
-        self.moves = 0  # of the syncer to another host, as many as are wanted
+        # The number of wanted moves of the syncer to another host.
+        self.moves = 0
         super().__init__(config, root / "run", say, stop)
         first = int(free_address().rpartition(":")[2])
         self._ports = range(first, first + config.syncer.shards + 1)
@@ -62,7 +63,7 @@ class Cluster(LocalRun):
         self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, lambda: self._host) for i, name in names}
 
     def _mount_at(self, number: int) -> None:
-        """Let the volume be that of another host, and root/run lead there."""
+        """Move the volume to another host, and let root/run lead there."""
         self._volume = self._volume.rename(self.volumes / f"host-{number}")
         link = self._root / "run.new"
         link.symlink_to(self._volume)
@@ -72,11 +73,12 @@ class Cluster(LocalRun):
     def _start_syncer(self, options: Any = ()) -> Child:
         if self.moves > self._moved:
             self._mount_at(self.moves)
-        words = [*common.syncer_words(), "--transport.address", f"{self._host}:{self._ports[0]}", *options]
-        return Child(SYNCER, [self._launch(SYNCER, words)])
+        arguments = [*common.syncer_words(), "--transport.address", f"{self._host}:{self._ports[0]}", *options]
+        return Child(SYNCER, [self._launch(SYNCER, arguments)])
 
     def _start_island(self, name: str, address: str) -> Child:
-        del address  # that of its own end of the way
+        # An island dials its relay instead.
+        del address
         hosts = self._config.island(name).hosts
         words = common.learner_words(name, self.relays[name].address)
         meet = ["--coordinator", free_address(), "--host"] if hosts > 1 else []
@@ -99,30 +101,30 @@ class Cluster(LocalRun):
         return Process(f"{name}.host-{host}" if host else name, process, log)
 
     def _start_compilers(self) -> None:
-        """Do nothing: what one host has compiled the others find (JAX_COMPILATION_CACHE_DIR)."""
+        """Do nothing, because all hosts share compiled programs (JAX_COMPILATION_CACHE_DIR)."""
 
     def pid(self, name: str) -> int | None:
-        """Return the process that leads an island, or the syncer's; None while it has none."""
+        """Return the id of an island's leading process or of the syncer; None if it has no process."""
         return next(iter(self.pids(name)), None)
 
     def pids(self, name: str) -> list[int]:
-        """Return the processes that an island has now, its leader first."""
+        """Return the ids of an island's present processes; the leader is first."""
         child = self._syncer if name == SYNCER else self._islands.get(name)
         hosts = [] if child is None else child.hosts
         return [each.process.pid for each in hosts if each.process.poll() is None]
 
     def send(self, name: str, number: signal.Signals) -> bool:
-        """Send a signal to the process that leads; False if there is none."""
+        """Send a signal to the leading process; False if there is none."""
         for pid in (pids := self.pids(name)[:1]):
             os.kill(pid, number)
         return bool(pids)
 
     def given_up(self) -> list[str]:
-        """Return the last words of islands that nobody starts again."""
+        """Return the descriptions of the exits of islands that are not restarted."""
         return [child.describe_exit() for child in self._islands.values() if child.failed]
 
     def close(self) -> None:
-        """Take the relays down, bring all tapes to where the audit looks, and the volume's files to the folder."""
+        """Close the relays, link all tapes into the run's folder for the audit, and copy the volume's files."""
         for relay in self.relays.values():
             relay.close()
         (self._root / "run" / TAPES).mkdir(exist_ok=True)
@@ -138,7 +140,7 @@ class Cluster(LocalRun):
 
 
 def _mount(folder: Path) -> bool:
-    """Make the volume a file system of its own, so that it can be full; False if this user may not mount one."""
+    """Mount a separate file system for the volume, so that it can be full; False without the permission."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={VOLUME_BYTES}", "rehearsal", str(folder)]
     return os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The faults of a rehearsal, beside those of `diloco chaos`: of regions, hosts, volumes and certificates."""
+"""The faults of a rehearsal: those of `diloco chaos`, and faults of regions, hosts, volumes and certificates."""
 
 import contextlib
 import os
@@ -17,19 +17,28 @@ from diloco_jax.tools.launch.common import region_of
 from rehearsal.cluster import Cluster
 from rehearsal.services import VALID_S, Renewer
 
-# A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
+# A deck of 20 cards by kind; kinds of `diloco chaos` keep their names. After a kind that starts with "kill" the target
+# returns as another process.
 CARDS = {
-    "lost-region": 1,  # nothing gets through to or from the islands of a region
-    "kill-to-move-syncer": 1,  # SIGKILL, then it starts on another host, with its volume
-    "expired-certificate": 1,  # of an island, and then its connections end
-    "expired-syncer": 1,  # the syncer's certificate, and then all connections end
-    "full-volume": 1,  # of the syncer
+    # No message gets to or from the islands of a region.
+    "lost-region": 1,
+    # The syncer gets SIGKILL, and starts on another host with its volume.
+    "kill-to-move-syncer": 1,
+    # The certificate of an island expires, and then its connections end.
+    "expired-certificate": 1,
+    # The certificate of the syncer expires, and then all connections end.
+    "expired-syncer": 1,
+    # The volume of the syncer is full.
+    "full-volume": 1,
     "kill-syncer": 1,
-    "kill-shard": 1,  # SIGKILL to a merge shard
+    # A merge shard gets SIGKILL.
+    "kill-shard": 1,
     "stop-syncer": 1,
     "kill": 2,
-    "kill-host": 2,  # SIGKILL to an island's last host
-    "kill-politely": 3,  # SIGTERM to all hosts of an island: a preemption
+    # The last host of an island gets SIGKILL.
+    "kill-host": 2,
+    # All hosts of an island get SIGTERM, as in a preemption.
+    "kill-politely": 3,
     "stop": 1,
     "cut": 1,
     "black-hole": 1,
@@ -38,11 +47,12 @@ CARDS = {
 }
 AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-syncer", "kill-shard", "stop-syncer"}
 REGION_S, FULL_S = 120.0, 20.0
-LAST = 0.7  # share of the run in which faults begin: twice the slowest recovery must be left, and that is 200 s here
+# Faults start in this share of the run, because twice the slowest recovery (200 s here) must be left after each.
+LAST = 0.7
 
 
 def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) -> list[ChaosFault]:
-    """Draw a schedule of kinds as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run."""
+    """Draw a schedule like `draw_schedule`; a region is lost for 2 minutes, or for a tenth of a shorter run."""
     cards = [kind for kind in kinds.split(",") for _ in range(CARDS[kind])]
     random, steps = Random(seed), config.planned_steps
     deal, islands = deck(random, cards), deck(random, config.islands.names)
@@ -61,13 +71,13 @@ def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) 
 
 
 def region(config: RunConfig, name: str) -> set[str]:
-    """Return the islands of an island's region; one without a zone has a region of its own."""
+    """Return the islands of an island's region; an island without a zone has a separate region."""
     where = region_of(config.island(name).zone)
     return {name, *(each for each in config.islands.names if where and region_of(config.island(each).zone) == where)}
 
 
 class Calamity(Saboteur):
-    """The one who inflicts them."""
+    """Saboteur that also inflicts the faults of a rehearsal."""
 
     def __init__(self, config: RunConfig, run_dir: Path, cluster: Cluster, renewer: Renewer) -> None:
         ways: Mapping[str, Any] = cluster.relays
@@ -75,7 +85,7 @@ class Calamity(Saboteur):
         self._config, self.cluster, self._renewer, self._ways = config, cluster, renewer, ways
 
     def inflict(self, fault: ChaosFault) -> bool:
-        """Do it; False, and nothing is done, if its target has no process now."""
+        """Inflict a fault; False without any effect if its target has no process now."""
         pids = self.cluster.pids(fault.target)
         if not pids:
             return False
@@ -102,7 +112,8 @@ class Calamity(Saboteur):
                 self._renewer.expire(fault.target)
                 hit = [self._ways[name] for name in self._ways if fault.target in (SYNCER, name)]
                 self._undo[fault.number] = lambda: [way.cut() for way in hit]
-                for way in hit:  # so that the syncer reads what will expire
+                # After a reconnection the syncer reads the certificate that will expire.
+                for way in hit:
                     way.cut()
             case "full-volume":
                 return self._fill(fault)
@@ -111,7 +122,7 @@ class Calamity(Saboteur):
         return True
 
     def _fill(self, fault: ChaosFault) -> bool:
-        """Take all that is free of the volume; if it is none of its own, no file of the syncer may grow."""
+        """Fill the volume; if it is not a separate file system, stop the growth of the syncer's files instead."""
         if not self.cluster.mounted:
             return self._fill_disk(fault)
         path = self.cluster.volumes / "of-somebody-else"

@@ -19,21 +19,22 @@ from diloco_jax.transport.trust import certificates
 from rehearsal.shrink import BUCKET
 
 DILOCO = (sys.executable, "-m", "diloco_jax")
-CORPUS = "[a-i]*.py"  # of Python's standard library: 2 MB
-# Between two looks of the job that renews; of a certificate that expires, and how much later it is renewed at least.
+# These files of Python's standard library have 2 MB.
+CORPUS = "[a-i]*.py"
+# The interval of renewals; the validity of an expiring certificate; the least delay of its renewal.
 RENEWAL_S, VALID_S, LATE_S = 15.0, 3.0, 10.0
 
 
 @contextmanager
 def bucket(root: Path) -> Iterator[dict[str, str]]:
-    """Serve a bucket with a corpus, made as an operator would; yields the environment with which gcsfs finds it."""
+    """Serve a bucket with a corpus, and yield the environment that leads gcsfs to it."""
     from gcp_storage_emulator.server import create_server
 
     logging.getLogger("gcp_storage_emulator").setLevel(logging.ERROR)
     host, port = free_address().split(":")
     server = create_server(host, int(port), in_memory=True, default_bucket=BUCKET.removeprefix("gs://"))
     server.start()
-    # without the second one gcsfs asks by gRPC, which the emulator does not speak, for a minute
+    # The second variable turns off gRPC, because the emulator has none and gcsfs would try it for a minute.
     environment = {"STORAGE_EMULATOR_HOST": f"http://{host}:{port}", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
     os.environ.update(environment)
     try:
@@ -46,7 +47,7 @@ def bucket(root: Path) -> Iterator[dict[str, str]]:
 
 
 class Renewer(threading.Thread):
-    """A CronJob that runs `diloco certs --renew`; `failures` has what it said when it did not work."""
+    """Thread that runs `diloco certs --renew` like a CronJob; `failures` has the errors of failed calls."""
 
     def __init__(self, folder: Path, learners: Sequence[str]) -> None:
         super().__init__(name="renewer", daemon=True)
@@ -56,20 +57,20 @@ class Renewer(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Renew for ever."""
+        """Renew certificates at intervals, without end."""
         while True:
             time.sleep(RENEWAL_S)
             if time.monotonic() > self._late_until_s:
                 self.renew()
 
     def renew(self) -> None:
-        """Renew what would expire within a month."""
+        """Renew certificates that would expire within a month."""
         words = [*DILOCO, "certs", str(self._folder), "--learners", ",".join(self._learners), "--renew", "30"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         self.failures += [done.stderr.strip()] * (done.returncode > 0)
 
     def expire(self, name: str) -> None:
-        """Let a certificate expire in a moment, and be late to renew it."""
+        """Make a certificate expire soon, and delay its renewal."""
         self._late_until_s = time.monotonic() + VALID_S + LATE_S
         now = datetime.datetime.now(datetime.UTC)
         certificates.renew(self._folder, name, now, now + datetime.timedelta(seconds=VALID_S))

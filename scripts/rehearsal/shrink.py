@@ -1,4 +1,4 @@
-"""The rules by which a config for slices becomes one that two cores bear. What no rule names stays as it is."""
+"""Rules that shrink a config for slices until two cores can run it; all other settings stay unchanged."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,18 +15,22 @@ from diloco_jax.transport.trust.certificates import settings
 
 AXES = ("data", "fsdp", "expert", "tensor")
 ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX, SEQ_LEN, BATCH_PER_DEVICE = 4, 2, 2, 2, 64, 2
-SIZES_MAX = {  # together below 2 million parameters
+# A model of these sizes has fewer than 2 million parameters.
+SIZES_MAX = {
     "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
     "experts_per_token": 2, "vocab_size": 256, "loss_chunk": 128, "seq_len_max": 64,
 }  # fmt: skip
-SNAPSHOTS = 12  # at least so many
+# A rehearsal has at least this many snapshots.
+SNAPSHOTS = 12
 BUCKET = "gs://rehearsal"
 
 
 def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
-    """Make the config of a rehearsal of so many global steps in the folder `root`; ValueError if it has no syncer."""
+    """Make the config of a rehearsal of `steps` global steps in the folder `root`; ValueError without a syncer."""
     if config.algorithm != "decoupled" or config.model.own:
-        raise ValueError("only a run of islands and a syncer with a model of the config can be rehearsed")
+        raise ValueError(
+            "only a run of islands and a syncer with a built-in model can be rehearsed; choose another config"
+        )
     names = config.islands.names[:ISLANDS_MAX]
     each = {name: _island(config, config.island(name)) for name in names}
     args = {key: min(value, SIZES_MAX.get(key, value)) for key, value in config.model.args.items()}
@@ -56,7 +60,7 @@ def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
 
 
 def changes(config: RunConfig, made: RunConfig) -> list[str]:
-    """List every setting that is another one."""
+    """List every setting that differs."""
     before, after = dict(flat(asdict(config))), dict(flat(asdict(made)))
     keys = (key for key in {**before, **after} if before.get(key) != after.get(key))
     return [
@@ -65,7 +69,7 @@ def changes(config: RunConfig, made: RunConfig) -> list[str]:
 
 
 def _island(config: RunConfig, island: IslandConfig) -> IslandOverride:
-    """Return an island of fewer hosts and devices; the two longest axes of its mesh keep 2."""
+    """Return an island with fewer hosts and devices; the two longest axes of its mesh keep 2 devices."""
     chips = Topology.parse(island.topology).chips if island.topology else island.devices or 4
     sizes = dict(zip(AXES, island.mesh.sizes(chips), strict=True))
     longest = sorted((axis for axis in AXES if sizes[axis] > 1), key=lambda axis: -sizes[axis])[:2]

@@ -1,1 +1,1 @@
-"""A release: what must hold, what is built and tried from an empty environment, and an upgrade while a run trains."""
+"""Releases: checks of the repository, a trial of the built wheel, and an upgrade of a run while it trains."""

@@ -1,7 +1,7 @@
 """A release of this repository: ./scripts/release VERSION [--tag]. Nothing is uploaded.
 
-It refuses what is not ready, builds the sdist and from that the wheel, checks both, installs the wheel into an empty
-environment and trains there, and with --tag makes the annotated tag; without, it says what it would do.
+It refuses a repository that is not ready. Otherwise it builds the sdist and the wheel, checks both, installs the wheel
+into an empty environment and trains there. With --tag it makes the annotated tag; without, it only names the tag.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("build>=1.3", "twine>=6.2")
-PLACES = {"diloco_jax": "diloco_jax", "configs": "diloco_jax/configs"}  # folder here -> folder in the wheel
+# Folders in the wheel, by folder of the repository.
+PLACES = {"diloco_jax": "diloco_jax", "configs": "diloco_jax/configs"}
 RELEASES = "diloco_jax/protocol/releases.py"
 PINS = "constraints-py311.txt"
 ONE_SMALL_ISLAND = "--islands.count=1 --train.batch_size=4 --train.steps=2 --train.final_eval_batches=1"
@@ -32,39 +33,39 @@ TINY = f"train quickstart --json {ONE_SMALL_ISLAND} --model.args.num_layers=1 --
 
 
 def git(root: Path, *words: str) -> str:
-    """Return what a git command prints."""
+    """Return the output of a git command."""
     return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def problems(root: Path, version: str) -> Iterator[str]:
-    """Say what keeps a repository from being released as this version."""
+    """Yield the reasons why a repository cannot be released as this version."""
     try:
         wanted = Version(version)
     except InvalidVersion:
-        yield f"{version!r} is no version; write one such as 0.2.0"
+        yield f"{version!r} is not a version; write one such as 0.2.0"
         return
     if lines := git(root, "status", "--porcelain").splitlines():
-        yield f"the tree has {len(lines)} changes that are not committed ({lines[0].strip()}); commit or remove them"
+        yield f"the tree has {len(lines)} uncommitted changes ({lines[0].strip()}); commit or remove them"
     package = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     source = re.search(r'(?m)^RELEASE = "(.+)"$', (root / RELEASES).read_text(encoding="utf-8"))
     cited = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))
-    told = {"pyproject.toml": package, RELEASES: source and source[1], "CITATION.cff": cited["version"]}
-    for place, found in told.items():
+    versions = {"pyproject.toml": package, RELEASES: source and source[1], "CITATION.cff": cited["version"]}
+    for place, found in versions.items():
         if found != version:
-            yield f"{place} says version {found}, not {version}; change it there, or release {found}"
+            yield f"{place} has version {found}, not {version}; change it there, or release {found}"
     tags = [Version(tag[1:]) for tag in git(root, "tag", "--list", "v[0-9]*").splitlines()]
     if tags and wanted <= max(tags):
         yield f"{version} is not newer than the last tag, v{max(tags)}; raise the version"
     heading = rf"(?m)^## \[{re.escape(version)}\] - (\d{{4}}-\d{{2}}-\d{{2}})$"
     dated = re.search(heading, (root / "CHANGELOG.md").read_text(encoding="utf-8"))
     if dated is None:
-        yield f"CHANGELOG.md has no section '## [{version}] - YYYY-MM-DD'; date what is under Unreleased"
+        yield f"CHANGELOG.md has no section '## [{version}] - YYYY-MM-DD'; rename the section Unreleased"
     elif (cited_on := str(cited.get("date-released"))) != dated[1]:
-        yield f"CITATION.cff is of {cited_on}, the section of CHANGELOG.md of {dated[1]}; make them equal"
+        yield f"CITATION.cff has the date {cited_on}, the section of CHANGELOG.md {dated[1]}; make them equal"
 
 
 def content_problems(root: Path, built: Path) -> Iterator[str]:
-    """Compare a wheel or an sdist with what git knows: a wheel has the package and the configs, an sdist nearly all."""
+    """Compare a wheel (package and configs) or an sdist (nearly all files) with the files that git tracks."""
     known = set(git(root, "ls-files").splitlines())
     parts = [(folder, rest) for folder, _, rest in (name.partition("/") for name in known)]
     wanted = {f"{PLACES[folder]}/{rest}" for folder, rest in parts if folder in PLACES}
@@ -81,10 +82,10 @@ def content_problems(root: Path, built: Path) -> Iterator[str]:
 
 
 def build(root: Path, out: Path) -> Path:
-    """Build sdist and wheel into an empty folder, and check them; returns the wheel.
+    """Build sdist and wheel into an empty folder, check them, and return the wheel.
 
     Raises:
-        ValueError: their content is not that of the repository.
+        ValueError: their files are not those of the repository.
     """
     python = python_with("release", TOOLS)
     subprocess.run([python, "-m", "build", "--outdir", out, root], check=True, stdout=subprocess.DEVNULL)
@@ -95,7 +96,7 @@ def build(root: Path, out: Path) -> Path:
 
 
 def try_out(root: Path, wheel: Path, version: str, home: Path) -> dict[str, object]:
-    """Install a wheel into an empty environment, run the command and a tiny training; returns the run's summary."""
+    """Install a wheel into an empty environment, run a tiny training there, and return the run's summary."""
     venv.create(home / "env", with_pip=True)
     python, diloco = home / "env/bin/python", home / "env/bin/diloco"
     pins = ["--constraint", root / PINS] if sys.version_info[:2] == (3, 11) else []
@@ -107,17 +108,17 @@ def try_out(root: Path, wheel: Path, version: str, home: Path) -> dict[str, obje
             [diloco, *words], cwd=home, env=around, check=True, stdout=subprocess.PIPE, text=True
         ).stdout
 
-    if not (said := call("--version")).startswith(f"diloco-jax {version}, "):
-        raise ValueError(f"the installed wheel says that it is {said.strip()}, not {version}")
+    if not (found := call("--version")).startswith(f"diloco-jax {version}, "):
+        raise ValueError(f"the installed wheel has version {found.strip()}, not {version}")
     call("--help")
     summary: dict[str, object] = json.loads(call(*TINY.split()).splitlines()[-1])
     return summary
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Rehearse a release, or make it; returns the exit status: 2 if it is refused."""
+    """Rehearse or make a release, and return the exit status: 2 if it is refused."""
     parser = argparse.ArgumentParser(prog="scripts/release", description=__doc__.splitlines()[0])
-    parser.add_argument("version", help="such as 0.2.0")
+    parser.add_argument("version", help="version, such as 0.2.0")
     parser.add_argument("--tag", action="store_true", help="make the tag; without it this is a rehearsal")
     options = parser.parse_args(arguments)
     if found := list(problems(root, options.version)):
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         wheel = build(root, out)
         summary = try_out(root, wheel, options.version, Path(folder))
         if not summary["complete"]:
-            raise ValueError(f"the run from the wheel did not come to its end: {summary}")
+            raise ValueError(f"the run from the wheel did not complete: {summary}")
         dist.mkdir(exist_ok=True)
         for file in out.iterdir():
             (dist / file.name).write_bytes(file.read_bytes())
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     print(f"the wheel trained from an empty environment: evaluation loss {summary['eval_loss']:.3f}")
     if options.tag:
         git(root, "tag", "--annotate", tag, "--message", f"diloco-jax {options.version}")
-        print(f"made tag {tag} at {commit}; `git push origin {tag}` makes it known")
+        print(f"made tag {tag} at {commit}; `git push origin {tag}` publishes it")
     else:
         print(f"a rehearsal: --tag would make the annotated tag {tag} at {commit}")
     return 0

@@ -1,4 +1,4 @@
-"""A small model whose steps take a while, made of names that every release has: `scripts/upgrade` trains it."""
+"""A small model with slow steps for `scripts/upgrade`; it uses only names that every release has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP_S_ENV = "UPGRADE_STEP_S"
 
 
 class Paced(nnx.Module):
-    """The next byte from the one before it."""
+    """A model that predicts the next byte from the byte before it."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(256, 32, rngs=rngs)

@@ -1,8 +1,8 @@
-"""A run that is upgraded while it trains: ./scripts/upgrade [OLD_REF].
+"""Upgrade a run while it trains: ./scripts/upgrade [OLD_REF].
 
-Syncer and three islands begin with the program of OLD_REF. Island after island leaves and comes back with that of HEAD,
-then the syncer is killed and comes back: so newer islands meet an older syncer on the way. Where the older syncer
-refuses them, the order is the other one, as its refusal says. All must be merged after the upgrade.
+A syncer and three islands start with the program of OLD_REF. One island after another leaves and returns with the
+program of HEAD, and then the syncer is killed and restarted, so newer islands use an older syncer for a while. If the
+older syncer refuses them, the syncer is upgraded first. All islands must be merged after the upgrade.
 """
 
 import argparse
@@ -36,14 +36,14 @@ WHO = "import diloco_jax as d; from diloco_jax.protocol.messages import PROTOCOL
 
 
 class Refused(Exception):
-    """A process of the newer program ended at once; the message is its last word."""
+    """A process of the newer program ended at its start; the message has the last line of its log."""
 
 
 def tree_of(ref: str, folder: Path) -> Path:
-    """Put the files of a commit into a folder, and return it.
+    """Write the files of a commit into a folder, and return the folder.
 
     Raises:
-        ValueError: there is no such commit.
+        ValueError: the commit does not exist.
     """
     found = subprocess.run(["git", "archive", "--format=tar", ref], cwd=ROOT, capture_output=True, check=False)
     if found.returncode:
@@ -57,7 +57,7 @@ def last_tag(root: Path = ROOT) -> str:
     """Return the newest tag of a release.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the repository has no such tag.
     """
     words = ["git", "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*"]
     found = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
@@ -70,9 +70,9 @@ class Fleet:
     """A syncer and three islands, each on one of two programs.
 
     Args:
-        folder: of the run, its logs and its config.
-        trees: the old program and the new one.
-        say: takes a line for people.
+        folder: folder of the run, its logs and its config.
+        trees: folders of the old program and of the new one.
+        say: function that prints a line.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class Fleet:
         self._patience_s = PATIENCE_S + 2 * steps * step_s
         self._programs = [self._environment(tree, step_s) for tree in trees]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._lives: Counter[str] = Counter()  # of each name, so far
-        self.since: dict[str, int] = {}  # name -> global step at which its old program ended
+        # The number of processes so far, by name.
+        self._lives: Counter[str] = Counter()
+        # The global step at the end of the old program, by name.
+        self.since: dict[str, int] = {}
         values: dict[str, Any] = {
             "name": "upgrade",
             "islands": {"count": len(ISLANDS), "devices": 1},
@@ -103,8 +105,8 @@ class Fleet:
     def who(self, number: int) -> str:
         """Return the release and the protocol of a program."""
         words, around = [sys.executable, "-c", WHO], self._programs[number]
-        told = subprocess.run(words, cwd=self._folder, env=around, capture_output=True, text=True, check=False)
-        return "diloco-jax {}, protocol {}".format(*told.stdout.split() or ("without", "a number"))
+        found = subprocess.run(words, cwd=self._folder, env=around, capture_output=True, text=True, check=False)
+        return "diloco-jax {}, protocol {}".format(*found.stdout.split() or ("without", "a number"))
 
     def start(self, name: str, number: int) -> None:
         """Start a process with one of the programs."""
@@ -121,67 +123,69 @@ class Fleet:
             )  # fmt: skip
 
     def replace(self, name: str) -> None:
-        """Let a process end, start it with the new program, and wait until it has a part in rounds.
+        """End a process, start it with the new program, and wait until rounds use it again.
 
         Raises:
-            Refused: it ended instead.
+            Refused: the new process ended.
         """
         step = self.since.setdefault(name, self.global_step())
-        if (process := self._processes.pop(name, None)) is not None:  # else it was refused before
-            process.send_signal(signal.SIGKILL if name == SYNCER else signal.SIGTERM)  # which would end the run
+        # There is no process if an earlier attempt was refused.
+        if (process := self._processes.pop(name, None)) is not None:
+            # SIGTERM to the syncer would end the run.
+            process.send_signal(signal.SIGKILL if name == SYNCER else signal.SIGTERM)
             if process.wait(PATIENCE_S) not in (INTERRUPTED, -signal.SIGKILL):
-                raise ValueError(f"{name} did not leave in good order: {self.last_word(name)}")
+                raise ValueError(f"{name} did not leave cleanly: {self.last_line(name)}")
         self.start(name, 1)
         self.wait(lambda: self.global_step() > step + 1 if name == SYNCER else self.merged(name), f"{name} is back")
         self._say(f"{name} came back with the new program after global step {step}, at {self.global_step()}")
 
     def wait(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-        """Wait for a condition while all processes live.
+        """Wait for a condition while all processes run.
 
         Raises:
-            Refused: one of them failed, and is forgotten.
-            TimeoutError: it took too long.
+            Refused: a process failed; it is removed from the fleet.
+            TimeoutError: the condition did not come true in time.
         """
         ends_s = time.monotonic() + patience_s
         while not condition():
             for name, process in self._processes.items():
                 if process.poll():
                     del self._processes[name]
-                    raise Refused(f"{name} ended with status {process.returncode}: {self.last_word(name)}")
+                    raise Refused(f"{name} ended with status {process.returncode}: {self.last_line(name)}")
             if time.monotonic() > ends_s:
                 raise TimeoutError(f"not within {patience_s:.0f} s: {what}")
             time.sleep(0.1)
 
     def global_step(self) -> int:
-        """Return how many rounds the syncer has closed."""
+        """Return the newest global step in the syncer's status; -1 if there is no status."""
         path = self.run / STATUS_FILE
         return int(read_object(path, "global_step")["global_step"]) if path.exists() else -1
 
     def merged(self, name: str) -> int:
-        """Return the newest round that merged a value of an island's present life, 0 for none."""
+        """Return the newest round that merged a value of an island's present process; 0 if there is none."""
         tape = learner_tape_path(self.run, name, self._lives[name])
         adopted = (line for line in (read_lines(tape) if tape.exists() else ()) if line.startswith('["adopt"'))
         return max((json.loads(line)[5] for line in adopted), default=0)
 
-    def last_word(self, name: str) -> str:
+    def last_line(self, name: str) -> str:
         """Return the last line of a process's log."""
         return (self._folder / f"{name}.log").read_text(errors="replace").strip().rpartition("\n")[2]
 
     def end(self) -> dict[str, Any]:
-        """Wait until all processes have ended well; returns the run's summary."""
+        """Wait until all processes have ended without an error, and return the run's summary."""
         running = self._processes.values()
         self.wait(lambda: all(process.poll() == 0 for process in running), "the end of the run", self._patience_s)
         return read_object(self.run / SUMMARY_FILE)
 
     def kill(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for process in self._processes.values():
             process.kill()
             process.wait()
 
 
 def upgrade(fleet: Fleet, say: Callable[[str], None]) -> list[str]:
-    """Upgrade a run from its beginning to its end; returns what went wrong.
+    """Upgrade a run, wait for its end, and return the problems.
 
     Raises:
         Refused: the releases do not work with each other in any order.
@@ -207,14 +211,14 @@ def upgrade(fleet: Fleet, say: Callable[[str], None]) -> list[str]:
     rounds = {name: fleet.merged(name) for name in ISLANDS}
     for name in (SYNCER, *ISLANDS):
         tail = f", merged until round {rounds[name]}" if name in rounds else ""
-        say(f"{name:9} old program to global step {fleet.since[name]}, new one from there to the end{tail}")
+        say(f"{name:9} old program to global step {fleet.since[name]}, new program from there to the end{tail}")
     found = [] if summary["complete"] else ["the run is not complete"]
     last = max(fleet.since.values())
     return found + [f"{name} was not merged after the last upgrade" for name in ISLANDS if rounds[name] <= last]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Upgrade a run; returns the exit status: 2 without a commit to begin with."""
+    """Upgrade a run, and return the exit status: 2 if the commit to upgrade from is missing."""
     parser = argparse.ArgumentParser(prog="scripts/upgrade", description=__doc__.splitlines()[0])
     parser.add_argument("old_ref", nargs="?", help="commit or tag to upgrade from; default: the last tag of a release")
     parser.add_argument("--steps", type=int, default=900, help="global steps of the run; default: 900")

@@ -1,1 +1,1 @@
-"""The twin of a real run: the same faults on virtual time, to see how true the simulator is."""
+"""The check that the simulator is true: a real chaos run beside the same faults on virtual time."""

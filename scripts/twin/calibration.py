@@ -1,55 +1,60 @@
-"""Durations on a machine, measured in runs that are not the one to be predicted."""
+"""How long things take on a machine, measured in other runs than the one that is predicted."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from twin.real_run import Life, RealRun, deaths, syncer_deaths
+from twin.real_run import Life, RealRun, restarts, syncer_restarts
 
-DELAY_S = 0.001  # one way over loopback, through a relay; metrics do not tell it
-RECONNECTS_S = (0.2, 0.1, 0.16, 0.26, 0.41, 0.66, 1.0)  # first that of runtime/learner/run.py, then gRPC's own backoff
+# The delay of one way over loopback through a relay; the metrics of a run do not contain it.
+DELAY_S = 0.001
+# The first pause is that of runtime/learner/run.py; the others are the backoff of gRPC.
+RECONNECTS_S = (0.2, 0.1, 0.16, 0.26, 0.41, 0.66, 1.0)
 MERGE_MIN_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Settings of a simulated local run. Each is a median, so that what else a machine does now and then drops out."""
+    """Durations of a simulated local run, as medians, so that rare disturbances of the machine have no effect.
 
+    All durations are in seconds.
+    """
+
+    # The time between the ends of two steps, by island.
     step_s: dict[str, float]
-    """From one step's end to the next, for each island."""
+    # The part of `step_s` that is between two steps.
     gap_s: float
-    """How much of that is between two steps."""
+    # The difference between the longest and the shortest steps without the twentieth at each end, as a share of a step.
     step_noise: float
-    """Between the shortest and the longest steps, without the twentieth at each end, as a share of a step."""
+    # The start of each island's first step; 0 is the start of the first one of all.
     first_step_s: dict[str, float]
-    """When each island's first step begins, counted from that of the first one."""
+    # The time from the end of a round to the new version, without the network.
     merge_s: float
-    """From the end of a round to the new version, without the network."""
+    # The size of one encoded fragment.
     value_bytes: int
-    """Of one encoded fragment."""
+    # The delay of one way between an island and the syncer.
     delay_s: float = DELAY_S
-    """One way between an island and the syncer."""
+    # The time until the supervisor notices that a process ended; the default is half of its poll interval. The
+    # supervisor's restart delay follows it.
     notice_s: float = 0.05
-    """Until the supervisor sees a death: half of its poll. Its restart delay comes on top."""
+    # The time from an island's start to its greeting: Python, JAX and the model start.
     boot_s: float = 0.0
-    """From an island's start to its greeting: Python, JAX, the model."""
+    # The least time from the greeting to the first step: compiled programs are loaded.
     ready_s: float = 0.0
-    """From there to its first step at the earliest: what was compiled is loaded."""
+    # The time from the start of the syncer's process to the start of its machine.
     syncer_boot_s: float = 0.0
-    """From the syncer's start to its machine's."""
+    # The numbers of measured restarts of islands and of the syncer.
     restarts: int = 0
-    """Deaths of islands that were measured."""
     syncer_restarts: int = 0
-    """Deaths of the syncer that were measured."""
+    # The pauses before attempts to connect; the last pause repeats.
     reconnects_s: tuple[float, ...] = field(default=RECONNECTS_S)
-    """Pauses before attempts to connect; the last one goes on."""
 
 
 def calibrate(runs: Sequence[RealRun]) -> Calibration:
-    """Measure: steps and merges in the first run, which should have no faults, restarts in whichever has any.
+    """Measure steps and merges in the first run, which should have no faults, and restarts in all runs.
 
     Args:
-        runs: complete runs of one config, of the same islands.
+        runs: complete runs of one config with the same islands.
 
     Raises:
         ValueError: an island of the first run made too few steps.
@@ -63,8 +68,8 @@ def calibrate(runs: Sequence[RealRun]) -> Calibration:
     gaps = [median(calm.periods_s[name]) - median(calm.steps_s[name]) for name in names]
     step_s = {name: median(periods[name]) for name in names}
     noise = median(_spread(periods[name]) / step_s[name] for name in names)
-    islands = [(fault, life, run) for run in runs for fault, life in deaths(run)]
-    syncers = [back_s - fault.at_s - _syncer_delay_s(run) for run in runs for fault, back_s in syncer_deaths(run)]
+    islands = [(fault, life, run) for run in runs for fault, life in restarts(run)]
+    syncers = [back_s - fault.at_s - _syncer_delay_s(run) for run in runs for fault, back_s in syncer_restarts(run)]
     notices = [life.started_s - fault.at_s - run.settings.restart_delay_s for fault, life, run in islands]
     notice_s = max(0.0, _median(notices, 0.05))
     return Calibration(

@@ -1,4 +1,4 @@
-"""A cluster whose processes take as long as those of a local run, and what it has done, counted as of a real run."""
+"""A simulated cluster whose processes take as long as those of a local run, and the count of its figures."""
 
 from collections.abc import Sequence
 from random import Random
@@ -17,7 +17,7 @@ from diloco_jax.sim.scenario import Scenario
 from twin.calibration import Calibration
 from twin.real_run import RunSettings
 
-# A fault that only the twin has: `factor` is the number of unusable values of a process.
+# A fault that only these simulations have; its `factor` is the number of unusable values of a process.
 BAD_VALUES = "bad_values"
 
 
@@ -27,7 +27,7 @@ def restart_s(settings: RunSettings, calibration: Calibration) -> float:
 
 
 class LocalPace(Steady):
-    """Steps of about equal length; before the first one of a process something is loaded."""
+    """The pace of steps of about equal length; a restarted process loads compiled programs before its first step."""
 
     __slots__ = ("ready_s",)
 
@@ -40,15 +40,15 @@ class LocalPace(Steady):
 
 
 class BadValues(Observer):
-    """The values that are of no use, counted where they are sent."""
+    """Observer that makes the next values of a process unusable, and counts them where they are sent."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        # Name and incarnation of a process -> number of bad values to come.
+        # The number of bad values that a process still sends, by its name and incarnation.
         self._left: dict[tuple[str, int], int] = {}
 
     def begin(self, fault: Fault) -> None:
-        """Let the next values of the processes that run be bad."""
+        """Make the next values of the fault's running processes bad."""
         for name in fault.learners:
             process = self._cluster.nodes[name].process
             if process is not None:
@@ -65,13 +65,13 @@ class BadValues(Observer):
 
 
 class LocalRun:
-    """A simulated run like a local one. Let observers `watch` it, and run its `cluster`.
+    """A simulated run like a local one; add observers with `cluster.watch`, then run `cluster`.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         calibration: how long things take.
-        faults: what goes wrong, times counted from the first step.
-        seed: of everything that is drawn.
+        faults: faults with their times in seconds after the first step.
+        seed: seed of everything that is drawn.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class LocalRun:
                 self.inflict(fault)
 
     def _boot(self, name: str, incarnation: int, *args: Any, **described: Any) -> Learner:
-        """Build a learner's machine; whoever was started again has to load what was compiled."""
+        """Build a learner's machine; a restarted learner first loads its compiled programs."""
         if incarnation > 1:
             self._paces[name].ready_s = self.cluster.engine.now_s + self.calibration.ready_s
         return Learner(name, incarnation, *args, **described)
 
     def inflict(self, fault: Fault) -> None:
-        """Let a fault happen at its time, of which the scenario knows nothing."""
+        """Plan a fault that is not part of the scenario, at its time."""
         if fault.kind == BAD_VALUES:
             self.cluster.engine.at(fault.at_s, self._bad_values.begin, fault)
         else:
@@ -123,7 +123,7 @@ class LocalRun:
 
 
 class Meter(Observer):
-    """Counts a simulated run as the syncer of a real one counts (protocol/watch/stats.py)."""
+    """Observer that counts a simulated run with the same code as a real syncer (protocol/watch/stats.py)."""
 
     def __init__(self, run: LocalRun) -> None:
         self.began_s: float | None = None
@@ -150,16 +150,16 @@ class Meter(Observer):
         self._stats.restore(counted)
 
     def measured(self) -> dict[str, float]:
-        """Return the figures that are compared, after the run.
+        """Return the figures for the comparison, after the run.
 
         Raises:
-            ValueError: the run did not come to its end.
+            ValueError: the run did not end.
         """
         cluster, total_steps = self._run.cluster, self._run.settings.total_steps
         if not cluster.syncer.finished or self.began_s is None:
             raise ValueError(
                 f"the simulated run stood still at global step {cluster.syncer.global_step} of "
-                f"{total_steps}; are the faults survivable?"
+                f"{total_steps}; compare with a run of fewer or shorter faults"
             )
         summary = self._stats.summary({}, cluster.finished_s)
         rounds = cluster.syncer.merged_rounds

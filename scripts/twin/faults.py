@@ -1,14 +1,14 @@
-"""The faults of a chaos run on virtual time (tools/chaos/schedule.py has their kinds).
+"""Simulated faults that replace the faults of a chaos run (tools/chaos/schedule.py lists their kinds).
 
-kill, kill-donor    crash, until supervisor and Python are through
+kill, kill-donor    crash for the time that supervisor and Python need to restart the process
 kill-syncer         syncer_crash, likewise
 stop                pause
-stop-syncer         a hold on every link: nothing reaches it, and nothing comes from it
-cut                 disconnect, until the first attempt to connect
-corrupt, duplicate  likewise: a stream that is damaged ends, and what it carried comes again
-black-hole          hold; a connection that is silent for longer than the keepalive allows breaks
+stop-syncer         hold on every link: no message reaches the syncer, and none leaves it
+cut                 disconnect until the first attempt to connect
+corrupt, duplicate  disconnect too: a damaged stream ends, and its messages are sent again
+black-hole          hold; a connection breaks if it is silent for longer than the keepalive allows
 slow-link           narrow
-nan                 bad_values: so many values are of no use
+nan                 bad_values: the next `amount` values are unusable
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,20 +18,21 @@ from twin.calibration import Calibration
 from twin.cluster import restart_s
 from twin.real_run import RealFault, RunSettings
 
-UNKNOWN = {"full-disk": "what the syncer does while its disk takes nothing is not simulated"}
-TIMED_ONLY = {"kill-donor": "whom it hits second depends on the run"}
-NOTICE_S = 0.005  # until the syncer's transport sees the end of a connection, over loopback
+UNKNOWN = {"full-disk": "the simulator has no disk that can be full"}
+TIMED_ONLY = {"kill-donor": "its second target depends on the run"}
+# The time until the syncer's transport sees the end of a connection over loopback.
+NOTICE_S = 0.005
 
 
 def check_kinds(faults: Iterable[RealFault], *, timed: bool) -> None:
-    """Refuse what cannot be simulated.
+    """Refuse faults that cannot be simulated.
 
     Args:
-        faults: of the run.
-        timed: they are to happen at the times at which they did, not when they are due.
+        faults: faults of the run.
+        timed: True if faults happen at their real times, False if they happen at their global steps.
 
     Raises:
-        ValueError: names kinds, and why.
+        ValueError: a fault cannot be simulated; the message names its kind and the reason.
     """
     refused = UNKNOWN if timed else UNKNOWN | TIMED_ONLY
     found = sorted({fault.kind for fault in faults} & set(refused))
@@ -39,16 +40,16 @@ def check_kinds(faults: Iterable[RealFault], *, timed: bool) -> None:
         reasons = "; ".join(f"{kind}: {refused[kind]}" for kind in found)
         raise ValueError(f"faults that cannot be simulated: {reasons}. Leave them out with `diloco chaos --kinds`")
     if not timed and any(fault.at_step < 0 for fault in faults):
-        raise ValueError("chaos/faults.jsonl does not say at which global step faults were due; make a new chaos run")
+        raise ValueError("chaos/faults.jsonl has no global steps of its faults (`at_step`); make a new chaos run")
 
 
 def simulated(fault: RealFault, at_s: float, settings: RunSettings, calibration: Calibration) -> Iterator[Fault]:
-    """Yield the simulated faults that stand for a real one.
+    """Yield the simulated faults that replace a real one.
 
     Args:
-        fault: of a real run.
-        at_s: when it happens, on virtual time.
-        settings: of the run.
+        fault: fault of a real run.
+        at_s: its time on the virtual clock.
+        settings: settings of the run.
         calibration: how long things take.
     """
     who, lasts_s = (fault.target,), fault.duration_s
@@ -71,4 +72,7 @@ def simulated(fault: RealFault, at_s: float, settings: RunSettings, calibration:
     elif fault.kind == "nan":
         yield Fault(at_s, "bad_values", who, factor=float(fault.amount))
     else:
-        raise ValueError(f"nobody knows how to simulate {fault.kind}, fault {fault.number} of the run")
+        raise ValueError(
+            f"fault {fault.number} of the run has the kind {fault.kind}, which has no simulation; add it to "
+            "twin/faults.py"
+        )

@@ -1,9 +1,9 @@
 """A real chaos run beside the same faults on virtual time.
 
-Two predictions. `given` has the faults at the times, and for as long, as they happened; `schedule` has what the seed of
-the chaos run drew, each due at its global step. Neither knows anything else of the run: steps, merges and restarts take
-as long as in the runs of the calibration. `none` has no faults: what there was to predict is its distance from the real
-run.
+There are two predictions and one reference. `given` has the faults at their real times, with their real durations.
+`schedule` has the faults that the seed of the chaos run drew, each at its global step. `none` has no faults; its
+distance from the real run shows how much there was to predict. In all three, steps, merges and restarts take as long as
+in the runs of the calibration.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,25 +17,26 @@ from twin.driver import ScheduleDriver
 from twin.faults import check_kinds, simulated
 from twin.real_run import RealRun
 
-SLACK = 20.0  # a simulated run may take so many times as long as the real one
+# A simulated run may take this many times as long as the real one.
+SLACK = 20.0
 QUANTITIES = ("goodput", "uptime", "contributors_per_round", "rounds", "rounds_per_s")
 TIMED, DRAWN, CALM = "given", "schedule", "none"
 
 
 def compare(run: RealRun, calibration_runs: Sequence[RealRun], seeds: int) -> dict[str, Any]:
-    """Simulate a run as often as there are seeds, each way.
+    """Simulate a real run with its faults at their times, with its faults when they are due, and without faults.
 
     Args:
-        run: the real one.
-        calibration_runs: others of the same islands; the first one without faults.
-        seeds: how many simulated runs of each kind.
+        run: the real run.
+        calibration_runs: other runs of the same islands; the first one has no faults.
+        seeds: number of simulations of each kind.
 
     Returns:
-        Plain values: rows of the simulations (mean, and low and high over the seeds), real, difference of each row,
-        calibration.
+        Plain values: `rows` (the mean of each kind of simulation, with low and high over the seeds), `real`,
+        `difference` (simulated minus real), `calibration`.
 
     Raises:
-        ValueError: a fault, or a run, that cannot be simulated; or the run itself among those of the calibration.
+        ValueError: a fault or a run cannot be simulated, or `run` is among the runs of the calibration.
     """
     for other in calibration_runs:
         if other.folder.resolve() == run.folder.resolve():
@@ -45,7 +46,7 @@ def compare(run: RealRun, calibration_runs: Sequence[RealRun], seeds: int) -> di
                 f"{other.folder} has other islands than {run.folder}; calibrate with runs of the same config"
             )
     if seeds < 1:
-        raise ValueError(f"--seeds is {seeds}; use at least 1")
+        raise ValueError(f"--simulations is {seeds}; use at least 1")
     calibration = calibrate(calibration_runs)
     _check_measured(run, calibration)
     check_kinds(run.faults, timed=True)
@@ -80,7 +81,7 @@ def _check_measured(run: RealRun, calibration: Calibration) -> None:
 
 
 def timed(run: RealRun, calibration: Calibration, seed: int) -> dict[str, float]:
-    """Simulate with the faults at the times at which they happened."""
+    """Simulate with the faults at the times when they happened."""
     faults = []
     for fault in run.faults:
         faults += list(simulated(fault, max(0.0, fault.at_s - run.began_s), run.settings, calibration))
@@ -88,7 +89,7 @@ def timed(run: RealRun, calibration: Calibration, seed: int) -> dict[str, float]
 
 
 def drawn(run: RealRun, calibration: Calibration, seed: int) -> dict[str, float]:
-    """Simulate with the faults when they are due."""
+    """Simulate with each fault at its global step."""
     twin = LocalRun(run.settings, calibration, (), seed)
     twin.cluster.watch(ScheduleDriver(twin, run.faults))
     return _measure(twin, run)
@@ -115,7 +116,7 @@ def _spread(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """The comparison as a table."""
+    """Return the comparison as a table."""
     lines = [_line("", "goodput", "uptime", "contributors", "rounds/s")]
     real = result["real"]
     four = [f"{real[name]:.4f}" for name in ("goodput", "uptime", "contributors_per_round", "rounds_per_s")]
@@ -126,8 +127,8 @@ def describe(result: dict[str, Any]) -> str:
         rounds = f"{row['rounds_per_s']:.4f} ({difference['rounds_per_s_percent']:+.1f} %)"
         shares = f"{row['uptime']:.4f}", f"{row['contributors_per_round']:.4f}"
         lines.append(_line(row["faults"], goodput, *shares, rounds))
-    words = f"{TIMED}: at their times, {DRAWN}: when they were due, {CALM}: without them"
-    lines.append(f"{result['faults']} faults ({words}), each way simulated {result['seeds']} times")
+    ways = f"{TIMED}: at their times, {DRAWN}: at their global steps, {CALM}: without them"
+    lines.append(f"{result['faults']} faults ({ways}), each way simulated {result['seeds']} times")
     return "\n".join([*lines, *([result["note"]] if result["note"] else [])])
 
 

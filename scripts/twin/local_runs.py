@@ -1,4 +1,4 @@
-"""Folders as real runs leave them, made up or written from a simulation."""
+"""Folders like those of real runs, for tests: with given records, or written from a simulation."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ CALIBRATION = Calibration(
 
 
 def fault(kind: str, target: str, at_s: float = 0.0, *, number: int = 1, at_step: int = 0, **fields: Any) -> RealFault:
-    """A fault of a real run."""
+    """Return a fault of a real run."""
     facts: dict[str, Any] = {"duration_s": 0.0, "direction": "both", "how": "", "amount": 0} | fields
     return RealFault(number=number, kind=kind, target=target, at_s=at_s, at_step=at_step, **facts)
 
@@ -60,11 +60,11 @@ def fault(kind: str, target: str, at_s: float = 0.0, *, number: int = 1, at_step
 def write_run(
     folder: Path, records: Iterable[dict[str, Any]], summary: dict[str, Any], faults: Iterable[dict[str, Any]] = ()
 ) -> Path:
-    """Make a folder of these lines."""
+    """Write the folder of a run with these records, and return it."""
     (folder / "chaos").mkdir(parents=True)
-    told = {"complete": True, "goodput": 0.5, "uptime": 1.0, "contributors_per_round": 2.0}
-    told |= {"wire": {"up_bytes": 4000}} | summary
-    (folder / "summary.json").write_text(json.dumps(told))
+    written = {"complete": True, "goodput": 0.5, "uptime": 1.0, "contributors_per_round": 2.0}
+    written |= {"wire": {"up_bytes": 4000}} | summary
+    (folder / "summary.json").write_text(json.dumps(written))
     (folder / "clock.json").write_text(json.dumps({"began_unix_s": BEGAN_UNIX_S}))
     for name, lines in (("metrics.jsonl", records), ("chaos/faults.jsonl", faults)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -72,19 +72,20 @@ def write_run(
 
 
 class Recorder(Observer):
-    """Writes down what the syncer of a real run would write; `offset_s` is when the simulation's time begins."""
+    """Observer that records what a real syncer would write; `offset_s` is the real time of virtual time 0."""
 
     def __init__(self, run: LocalRun, offset_s: float) -> None:
         self.records: list[dict[str, Any]] = []
         self._cluster, self._offset_s = run.cluster, offset_s
         self._steps: dict[tuple[str, int], int] = {}
-        self._started: dict[tuple[str, int], int] = {}  # life -> its number, as the supervisor gives it
+        # The number of each process, as the supervisor gives it.
+        self._started: dict[tuple[str, int], int] = {}
 
     def _write(self, kind: str, now_s: float, **fields: Any) -> None:
         self.records.append({"kind": kind, "t": now_s + self._offset_s, **fields})
 
     def _number(self, life: tuple[str, int], now_s: float) -> int:
-        """By the clock, when the process started, which is before it greets."""
+        """Return the start of a process, which is before its greeting, in milliseconds of the clock."""
         started_s = BEGAN_UNIX_S + now_s + self._offset_s - CALIBRATION.boot_s
         return self._started.setdefault(life, round(1000 * started_s))
 
@@ -113,7 +114,7 @@ class Recorder(Observer):
 
 
 def simulate_run(folder: Path, faults: Sequence[RealFault], seed: int = 0, offset_s: float = 10.0) -> Path:
-    """The folder of a real run, of which all is simulated; times of faults are those of the folder's clock."""
+    """Simulate a run and write the folder of a real run from it; times of `faults` are on the folder's clock."""
     planned = [each for one in faults for each in simulated(one, one.at_s - offset_s, SETTINGS, CALIBRATION)]
     run = LocalRun(SETTINGS, CALIBRATION, planned, seed)
     meter, recorder = Meter(run), Recorder(run, offset_s)

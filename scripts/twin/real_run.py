@@ -1,6 +1,6 @@
 """Times and faults of a real local run, read from its folder.
 
-All times are seconds on the run's clock. Reads JSON only: the settings of config.yaml come from whoever can read it.
+All times are seconds on the run's clock. This module reads only JSON; its caller reads the settings in config.yaml.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.tools.chaos.relay import Direction
+from diloco_jax.tools.chaos.schedule import ChaosFault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,100 +20,116 @@ class RunSettings:
     """Settings of a run's config that a simulation needs."""
 
     protocol: ProtocolConfig
-    """The algorithm."""
+    # The names of the islands.
     names: tuple[str, ...]
-    """The islands."""
+    # The number of global steps of the run.
     total_steps: int
-    """Global steps of the run."""
+    # The times from the end of a process, of an island and of the syncer, to its next start.
     restart_delay_s: float
-    """From an island's death to its next start."""
     syncer_restart_delay_s: float
-    """From the syncer's death to its next start."""
+    # The time that a starting learner waits for the syncer. Afterwards it ends, and the supervisor restarts it.
     connect_timeout_s: float
-    """How long a learner that starts waits for the syncer before it ends, and is started again."""
 
 
 class RealFault(NamedTuple):
-    """A fault that was inflicted, one entry for each that it hit."""
+    """A fault that hit a target; a fault with two targets has two entries."""
 
     number: int
     kind: str
     target: str
     at_s: float
-    duration_s: float  # until it was taken back; 0 for what is over at once
-    at_step: int  # global step at which it was due; -1 if the book does not say
-    direction: str
+    # The time until the fault was undone; 0 for a momentary fault.
+    duration_s: float
+    # The global step when the fault was due; -1 if unknown.
+    at_step: int
+    direction: Direction
     how: str
     amount: int
+
+    def scheduled(self) -> ChaosFault:
+        """Return the fault as the schedule of a chaos run has it, without its time."""
+        fields = self._asdict()
+        del fields["at_s"]
+        return ChaosFault(**fields)
 
 
 @dataclass(slots=True)
 class Life:
-    """One process of an island."""
+    """One process of an island, from its start to its end."""
 
     name: str
     started_s: float
-    joined_s: float | None = None  # the syncer heard of it
-    stepped_s: float | None = None  # its first step began
+    # The time when the syncer received its greeting.
+    joined_s: float | None = None
+    # The start of its first step.
+    stepped_s: float | None = None
     steps: int = 0
-    ended_s: float = 0.0  # its newest step
+    # The end of its newest step.
+    ended_s: float = 0.0
 
 
 @dataclass(slots=True)
 class RealRun:
-    """A run that is complete."""
+    """A complete run."""
 
     folder: Path
     settings: RunSettings
-    began_s: float = 0.0  # the first inner step
+    # The start of the first inner step.
+    began_s: float = 0.0
     ended_s: float = 0.0
     goodput: float = 0.0
     uptime: float = 0.0
     contributors_per_round: float = 0.0
-    rounds: int = 0  # merged
+    # The number of merged rounds.
+    rounds: int = 0
     faults: list[RealFault] = field(default_factory=list)
+    # The processes of islands, by name and incarnation.
     lives: dict[tuple[str, int], Life] = field(default_factory=dict)
-    periods_s: dict[str, list[float]] = field(default_factory=dict)  # from one step's end to the next
-    steps_s: dict[str, list[float]] = field(default_factory=dict)  # as reported
-    syncs_s: list[float] = field(default_factory=list)  # from the end of a round to the new version
-    syncer_back_s: list[float] = field(default_factory=list)  # restarts of its machine
-    value_bytes: float = 0.0  # of one encoded fragment, on its way up
+    # By island: the times between the ends of two steps, and the reported times of steps.
+    periods_s: dict[str, list[float]] = field(default_factory=dict)
+    steps_s: dict[str, list[float]] = field(default_factory=dict)
+    # The times from the end of a round to the new version.
+    syncs_s: list[float] = field(default_factory=list)
+    # The times when the syncer's machine restarted.
+    syncer_back_s: list[float] = field(default_factory=list)
+    # The size of one encoded fragment on its way to the syncer.
+    value_bytes: float = 0.0
 
     @property
     def rounds_per_s(self) -> float:
-        """Merged rounds in a second, since the first inner step began."""
+        """Return the merged rounds per second since the start of the first inner step."""
         return self.rounds / (self.ended_s - self.began_s)
 
 
 def read_run(folder: Path, settings: RunSettings) -> RealRun:
-    """Read clock.json, metrics.jsonl, summary.json and, of a chaos run, chaos/faults.jsonl.
+    """Read clock.json, metrics.jsonl and summary.json of a run, and chaos/faults.jsonl of a chaos run.
 
     Args:
-        folder: of the run.
-        settings: of its config.
+        folder: folder of the run.
+        settings: settings of the run's config.
 
     Raises:
-        ValueError: it is not the folder of a complete run.
+        ValueError: `folder` is not the folder of a complete run.
     """
     for name in ("summary.json", "clock.json", "metrics.jsonl"):
         if not (folder / name).exists():
             raise ValueError(f"{folder} has no {name}; name the folder of a run that has ended")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if not summary["complete"]:
-        raise ValueError(f"{folder} holds a run that ended early; use one that made all of its global steps")
+        raise ValueError(f"{folder} holds a run that ended early; use a run that made all of its global steps")
     run = RealRun(folder, settings)
     run.goodput, run.uptime = summary["goodput"], summary["uptime"]
     run.contributors_per_round = summary["contributors_per_round"]
     began_unix_s = json.loads((folder / "clock.json").read_text(encoding="utf-8"))["began_unix_s"]
     _read_metrics(run, began_unix_s)
-    parts = run.contributors_per_round * run.rounds
-    run.value_bytes = summary["wire"]["up_bytes"] / parts if parts else 0.0
+    contributions = run.contributors_per_round * run.rounds
+    run.value_bytes = summary["wire"]["up_bytes"] / contributions if contributions else 0.0
     run.faults = list(_read_faults(folder / "chaos" / "faults.jsonl"))
     return run
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a file of JSON objects."""
+    """Yield the objects of a JSONL file; an incomplete last line is ignored."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
@@ -151,7 +169,7 @@ def _read_metrics(run: RealRun, began_unix_s: float) -> None:
 
 
 def _life(run: RealRun, name: str, incarnation: int, began_unix_s: float) -> Life:
-    """Find the life of that number; the supervisor numbers them by the clock, in milliseconds."""
+    """Return the process of this incarnation, which the supervisor numbers by its start in milliseconds."""
     return run.lives.setdefault((name, incarnation), Life(name, incarnation / 1000 - began_unix_s))
 
 
@@ -166,7 +184,7 @@ def _on_step(run: RealRun, life: Life, record: Mapping[str, Any]) -> None:
 
 
 def _read_faults(path: Path) -> Iterator[RealFault]:
-    """Yield the faults in the order in which they began."""
+    """Yield the faults in the order of their starts."""
     if not path.exists():
         return
     begun: list[dict[str, Any]] = []
@@ -190,8 +208,8 @@ def _read_faults(path: Path) -> Iterator[RealFault]:
         )
 
 
-def deaths(run: RealRun) -> Iterator[tuple[RealFault, Life]]:
-    """Islands that were killed, each with the process that took the place of the dead one."""
+def restarts(run: RealRun) -> Iterator[tuple[RealFault, Life]]:
+    """Yield the kills of islands, each with the process that replaced the killed one."""
     for fault in run.faults:
         if fault.kind in ("kill", "kill-donor"):
             later = [life for life in run.lives.values() if life.name == fault.target and life.started_s > fault.at_s]
@@ -199,8 +217,8 @@ def deaths(run: RealRun) -> Iterator[tuple[RealFault, Life]]:
                 yield fault, min(later, key=lambda life: life.started_s)
 
 
-def syncer_deaths(run: RealRun) -> Iterator[tuple[RealFault, float]]:
-    """Yield the deaths of the syncer, each with the time at which its machine went on."""
+def syncer_restarts(run: RealRun) -> Iterator[tuple[RealFault, float]]:
+    """Yield the kills of the syncer, each with the time when its machine resumed."""
     for fault in run.faults:
         if fault.kind == "kill-syncer" and fault.target == SYNCER:
             later = [back_s for back_s in run.syncer_back_s if back_s > fault.at_s]

@@ -25,7 +25,7 @@ DELAY_S = CALIBRATION.delay_s
 
 
 class Steps(Observer):
-    """Beginnings and ends of steps, and the syncer's notes."""
+    """Observer that keeps starts and ends of steps, and the notes of the syncer."""
 
     def __init__(self) -> None:
         self.began: dict[tuple[str, int], list[float]] = {}
@@ -61,9 +61,11 @@ def test_goodput_is_the_time_inside_steps_over_the_time_of_all_islands() -> None
         for begin_s, end_s in zip(steps.began[life], ends, strict=False)
     )
     began_s = min(begun[0] for begun in steps.began.values())
-    window_s = cluster.finished_s - (began_s + DELAY_S)  # the syncer counts from what it hears
+    # The syncer counts from the first report that arrives.
+    window_s = cluster.finished_s - (began_s + DELAY_S)
     measured = meter.measured()
-    one_step = 0.5 / (3 * window_s)  # each island's last one may end too late for the syncer
+    # Each island's last step may end too late for the syncer.
+    one_step = 0.5 / (3 * window_s)
     assert busy_s / (3 * window_s) - 3 * one_step <= measured["goodput"] <= busy_s / (3 * window_s)
     assert measured["rounds"] == 60 and measured["rounds_per_s"] == pytest.approx(60 / (cluster.finished_s - began_s))
 
@@ -78,7 +80,7 @@ def test_the_gap_between_steps_is_not_counted() -> None:
 
 
 def test_a_real_run_would_count_the_same_tape_alike() -> None:
-    """Count from a tape as runtime/syncer/begin.py does, over the deaths of the syncer."""
+    """The count from the tape, across a restart of the syncer, equals the count of the simulation."""
     faults = (fault("kill", "island-1", 12.0), fault("kill-syncer", "syncer", 30.0), fault("stop", "island-2", 40.0))
     cluster, _, meter = run(*planned(faults[0], faults[1], faults[2]._replace(duration_s=4.5)))
     machine = Syncer(SETTINGS.protocol, SETTINGS.total_steps, FINGERPRINT)
@@ -95,10 +97,10 @@ def test_a_real_run_would_count_the_same_tape_alike() -> None:
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "merged":
                 stats.on_merged(effect.members, effect.global_step)
-    told = stats.summary({}, cluster.finished_s)
+    replayed = stats.summary({}, cluster.finished_s)
     measured = meter.measured()
     assert {name: measured[name] for name in ("goodput", "uptime", "contributors_per_round")} == {
-        name: told[name] for name in ("goodput", "uptime", "contributors_per_round")
+        name: replayed[name] for name in ("goodput", "uptime", "contributors_per_round")
     }
     assert measured["goodput"] < 0.97 and measured["uptime"] == 1.0
 
@@ -112,7 +114,7 @@ def test_a_run_that_stands_still_is_an_error() -> None:
         meter.measured()
 
 
-def test_a_killed_island_is_away_for_the_supervisor_python_and_what_it_loads() -> None:
+def test_a_killed_island_returns_after_supervisor_python_and_loading() -> None:
     _, steps, _ = run(*planned(fault("kill", "island-1", 20.0)))
     away_s = CALIBRATION.notice_s + SETTINGS.restart_delay_s + CALIBRATION.boot_s
     assert max(steps.ended["island-1", 1]) < 20.0
@@ -133,7 +135,7 @@ def test_an_island_that_starts_while_no_syncer_answers_ends_and_is_started_again
     assert steps.began["island-1", 3][0] == pytest.approx(greeted_s + CALIBRATION.ready_s, abs=0.01)
 
 
-def test_rounds_rest_while_the_syncer_is_away_and_steps_do_not() -> None:
+def test_steps_continue_without_rounds_while_the_syncer_restarts() -> None:
     _, steps, _ = run(*planned(fault("kill-syncer", "syncer", 20.0)))
     back_s = 20.0 + CALIBRATION.notice_s + SETTINGS.syncer_restart_delay_s + CALIBRATION.syncer_boot_s
     merged = [at_s for at_s, note in steps.notes if note.kind == "merged"]
@@ -151,7 +153,7 @@ def test_a_black_hole_keeps_what_it_holds() -> None:
     assert not [note for _, note in steps.notes if note.kind == "silent"], "shorter than the lease"
 
 
-def test_bad_values_are_left_out_as_often_as_the_fault_says() -> None:
+def test_the_fault_says_how_many_bad_values_are_excluded() -> None:
     _, steps, _ = run(*planned(fault("nan", "island-1", 20.0, amount=2)))
     strikes = [note for _, note in steps.notes if note.kind == "strike"]
     assert [note.members for note in strikes] == [("island-1",), ("island-1",)]
@@ -178,22 +180,22 @@ def test_each_kind_has_its_counterpart(kind: str) -> None:
     assert list(simulated(real, 7.0, SETTINGS, CALIBRATION)) == KINDS[kind]
 
 
-def test_what_cannot_be_simulated_is_refused_by_name() -> None:
+def test_unsupported_faults_are_refused_by_name() -> None:
     donor, disk = fault("kill-donor", "island-0"), fault("full-disk", "syncer")
     check_kinds([donor], timed=True)
-    with pytest.raises(ValueError, match="kill-donor: whom it hits"):
+    with pytest.raises(ValueError, match="kill-donor: its second target"):
         check_kinds([donor], timed=False)
     for timed in (True, False):
-        with pytest.raises(ValueError, match="full-disk: what the syncer does"):
+        with pytest.raises(ValueError, match="full-disk: the simulator has no disk"):
             check_kinds([disk], timed=timed)
-    with pytest.raises(ValueError, match="does not say at which global step"):
+    with pytest.raises(ValueError, match="has no global steps of its faults"):
         check_kinds([fault("kill", "island-0", at_step=-1)], timed=False)
-    with pytest.raises(ValueError, match="nobody knows how to simulate flood"):
+    with pytest.raises(ValueError, match="has the kind flood, which has no simulation"):
         list(simulated(fault("flood", "island-0"), 0.0, SETTINGS, CALIBRATION))
 
 
 def driven(*schedule: RealFault) -> list[tuple[float, int]]:
-    """Return when which fault was inflicted."""
+    """Run a schedule, and return the time and the number of each inflicted fault."""
     local = LocalRun(SETTINGS, CALIBRATION)
     driver = ScheduleDriver(local, schedule)
     local.cluster.watch(driver)
@@ -209,20 +211,20 @@ def test_a_fault_happens_at_its_global_step_when_all_have_been_merged() -> None:
     assert later_s == pytest.approx(60 * 0.5, abs=2.0)
 
 
-def test_a_fault_waits_until_its_target_is_well_again() -> None:
+def test_a_fault_waits_until_its_target_has_recovered() -> None:
     kill, cut = fault("kill", "island-1", number=1, at_step=20), fault("cut", "island-1", number=2, at_step=21)
     (killed_s, _), (cut_s, _) = driven(kill, cut)
     away_s = CALIBRATION.notice_s + SETTINGS.restart_delay_s + CALIBRATION.boot_s + CALIBRATION.ready_s
     assert away_s + 1.0 < cut_s - killed_s < away_s + 5.0
 
 
-def test_one_island_is_left_alone() -> None:
+def test_one_island_always_stays_well() -> None:
     kills = [fault("kill", name, number=number, at_step=20) for number, name in enumerate(NAMES)]
     first, second, third = (at_s for at_s, _ in driven(*kills))
     assert second - first < 0.1 and third - second > 6.0
 
 
-def test_a_fault_of_another_does_not_wait() -> None:
+def test_a_fault_with_another_target_does_not_wait() -> None:
     (first_s, _), (second_s, _) = driven(
         fault("stop", "island-1", number=1, at_step=20, duration_s=5.0),
         fault("kill-syncer", "syncer", number=2, at_step=20),

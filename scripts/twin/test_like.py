@@ -1,6 +1,7 @@
-"""Reading real runs, comparing them with simulated ones, and what cannot be compared."""
+"""Tests of reading real runs, of their comparison with simulated runs, and of refused runs."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from twin.__main__ import main
 from twin.calibration import calibrate
 from twin.like import compare, describe
 from twin.local_runs import BEGAN_UNIX_S, CALIBRATION, PROTOCOL, SETTINGS, fault, simulate_run, write_run
-from twin.real_run import RealRun, deaths, read_run, syncer_deaths
+from twin.real_run import RealRun, read_run, restarts, syncer_restarts
 
 FAULTS = (
     fault("kill", "island-1", 20.0, number=1, at_step=20),
@@ -26,7 +27,7 @@ FAULTS = (
 
 
 def folders(tmp_path: Path) -> tuple[RealRun, list[RealRun]]:
-    """A chaos run, and two for its calibration, with other seeds and other faults."""
+    """Return a chaos run, and two runs with other seeds and other faults for its calibration."""
     kills = (fault("kill", "island-2", 25.0, number=1, at_step=25), fault("kill-syncer", "syncer", 40.0, number=2))
     made = [
         simulate_run(tmp_path / "run", FAULTS, seed=1),
@@ -70,7 +71,7 @@ def test_a_simulated_run_is_predicted_both_ways(tmp_path: Path) -> None:
 
 
 def test_other_restarts_would_be_seen(tmp_path: Path) -> None:
-    """The prediction rests on the calibration: with a slower start of Python it is another one."""
+    """A calibration with slower restarts of islands changes the prediction."""
     run, others = folders(tmp_path)
     slower = read_run(simulate_run(tmp_path / "slower", FAULTS, seed=4), replace(SETTINGS, restart_delay_s=0.0))
     assert calibrate([others[0], slower]).notice_s == pytest.approx(CALIBRATION.notice_s + 4.0, abs=0.02)
@@ -87,13 +88,13 @@ def test_kinds_that_only_have_times_are_predicted_one_way(tmp_path: Path) -> Non
     assert result["note"] in describe(result)
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_runs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     run, others = folders(tmp_path)
     with pytest.raises(ValueError, match="compared with itself"):
         compare(run, [*others, run], 1)
     with pytest.raises(ValueError, match="no island was killed"):
         compare(run, others[:1], 1)
-    with pytest.raises(ValueError, match="--seeds is 0"):
+    with pytest.raises(ValueError, match="--simulations is 0"):
         compare(run, others, 0)
     fewer = replace(SETTINGS, names=SETTINGS.names[:2])
     with pytest.raises(ValueError, match="other islands"):
@@ -115,31 +116,47 @@ CONFIG = RunConfig(
 
 
 def make(folder: Path, *kills: int) -> str:
-    """A run whose island-1 dies at these times."""
+    """Write a run whose island-1 is killed at these times, and return its folder."""
     deaths = [fault("kill", "island-1", float(at_s), number=n, at_step=at_s) for n, at_s in enumerate(kills, 1)]
     simulate_run(folder, deaths, seed=len(kills))
     (folder / "config.yaml").write_text(dump(CONFIG), encoding="utf-8")
     return str(folder)
 
 
-def test_real_and_simulated_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_and_simulated_figures_are_printed_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, calm, kills = make(tmp_path / "run", 20, 40), make(tmp_path / "calm"), make(tmp_path / "kills", 30)
-    words = [run, "--calibrate", calm, kills, "--seeds", "2"]
+    words = [run, "--calibrate", calm, kills, "--simulations", "2"]
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["run"] == run and told["faults"] == 2 and told["calibration"]["restarts"] == 1
-    assert abs(told["difference"]["given"]["goodput_points"]) < 1.0
-    assert told["calibration"]["notice_s"] < 0.2, "the restart delay of the config is not part of it"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["run"] == run and printed["faults"] == 2 and printed["calibration"]["restarts"] == 1
+    assert abs(printed["difference"]["given"]["goodput_points"]) < 1.0
+    assert printed["calibration"]["notice_s"] < 0.2, "the restart delay of the config is not part of it"
     assert main(words) == 0
     assert "schedule" in capsys.readouterr().out
 
 
+@pytest.mark.net
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_runs_are_made_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--seeds 1 --islands 2 --step-s 0.05 --steps 100 --faults 1 --kinds kill --simulations 1 --json"
+    assert main([*job.split(), "--folder", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) >= 7
+    for row in rows:
+        assert row["name"] and row["unit"] and math.isfinite(row["value"]), row
+
+
 def test_wrong_folders_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(tmp_path / "run", 20)
-    for words, said in (([run], "required: --calibrate"), ([run, "--calibrate", str(tmp_path)], "has no config.yaml")):
+    cases = (
+        ([run], "RUN and --calibrate belong together"),
+        ([run, "--calibrate", str(tmp_path)], "has no config.yaml"),
+    )
+    for words, message in cases:
         with pytest.raises(SystemExit, match="2"):
             main(words)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 ONE = replace(SETTINGS, names=("island-0",))
@@ -163,7 +180,7 @@ def round_of(number: int, t: float, sync_s: float) -> list[dict[str, Any]]:
 
 
 def killed(folder: Path) -> Path:
-    """21 steps of half a second, a death at 30 s, a new life from 34.5 s on, and the syncer's death at 40 s."""
+    """Write a run with steps of half a second, kills of the island (30 s) and the syncer (40 s)."""
     records = [joined(4.0, FIRST), *(step(5.5 + 0.5 * n, n + 1) for n in range(22))]
     records += round_of(2, 8.0, 0.0625) + round_of(4, 9.0, 0.125) + round_of(6, 10.0, 0.25)
     records += [joined(36.0, SECOND), step(37.0, 1, SECOND, 0.5), {"kind": "restarted", "t": 42.0, "reason": ""}]
@@ -188,16 +205,16 @@ def test_times_rounds_and_faults_are_those_of_the_folder(tmp_path: Path) -> None
         fault("stop", "island-0", 39.0, number=2, at_step=8, duration_s=0.75),
         fault("kill-syncer", "syncer", 40.0, number=3, at_step=9),
     ]
-    ((_, life),) = deaths(run)
+    ((_, life),) = restarts(run)
     assert (life.started_s, life.joined_s, life.stepped_s) == (34.5, 36.0, 36.5)
-    assert [back_s for _, back_s in syncer_deaths(run)] == [42.0]
+    assert [back_s for _, back_s in syncer_restarts(run)] == [42.0]
 
 
 def test_calibration_splits_a_restart_into_its_parts(tmp_path: Path) -> None:
     measured = calibrate([read_run(killed(tmp_path / "run"), ONE)])
     assert (measured.step_s, measured.gap_s, measured.step_noise) == ({"island-0": 0.5}, 0.125, 0.0)
     assert measured.merge_s == 0.125 - 2 * measured.delay_s, "the median"
-    assert measured.notice_s == 0.5, "4.5 s from death to start, of which 4 are the supervisor's delay"
+    assert measured.notice_s == 0.5, "4.5 s from kill to start; 4 s of them are the supervisor's delay"
     assert (measured.boot_s, measured.ready_s) == (1.5, 0.5)
     assert measured.syncer_boot_s == 2.0 - SETTINGS.syncer_restart_delay_s - measured.notice_s
     assert (measured.restarts, measured.syncer_restarts) == (1, 1)
@@ -205,13 +222,13 @@ def test_calibration_splits_a_restart_into_its_parts(tmp_path: Path) -> None:
     assert measured.first_step_s == {"island-0": 0.0}
 
 
-def test_a_step_that_nobody_reported_makes_no_long_one(tmp_path: Path) -> None:
+def test_a_missing_report_does_not_lengthen_a_step(tmp_path: Path) -> None:
     steps = [step(5.5 + 0.5 * n, n + 1) for n in range(30) if n not in (10, 11)]
     run = read_run(write_run(tmp_path / "run", [*steps, {"kind": "finished", "t": 20.5, "members": []}], {}), ONE)
     assert set(run.periods_s["island-0"]) == {0.5} and len(run.periods_s["island-0"]) == 26
 
 
-def test_a_life_that_never_greeted_is_not_measured(tmp_path: Path) -> None:
+def test_a_process_that_never_greeted_is_not_measured(tmp_path: Path) -> None:
     run = read_run(killed(tmp_path / "run"), ONE)
     run.lives["island-0", SECOND].joined_s = run.lives["island-0", SECOND].stepped_s = None
     measured = calibrate([run])

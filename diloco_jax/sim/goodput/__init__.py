@@ -1,1 +1,1 @@
-"""Goodput of clusters whose chips fail, by simulation."""
+"""Simulated goodput of clusters whose chips fail."""

@@ -1,30 +1,33 @@
-"""Rates that a wide-area link must have: formulas for data parallel and for this protocol.
+"""Formulas for the rate that a wide-area link must have, for data parallel and for this protocol.
 
-    data parallel   every step waits for a ring all-reduce of the gradient, of which the backward pass hides a part
-    decoupled       nobody waits; a round that takes longer than its overlap takes the place of others
+    data parallel   every step waits for a ring all-reduce of the gradient; the backward pass hides a part of it
+    decoupled       learners never wait; a round that takes longer than its overlap delays other rounds
     lockstep        tau = 0: learners wait for every round
 
-Rates are in Gbit/s (1e9 bit) of one direction of a site's link, times in seconds, sizes in bytes of the whole model as
-it travels; a utilisation is compute time over wall time.
+Rates are in Gbit/s (1e9 bit) of one direction of a site's link, times are in seconds, and sizes are the encoded bytes
+of the whole model. A utilisation is compute time over wall time.
 """
 
 import math
 from dataclasses import dataclass
 
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
-BACKWARD = 2 / 3  # share of a step in which gradients can travel: the backward pass costs twice the forward pass
-QUORUM_STEPS = 0.5  # from the opening of a round until reports of steps that end at any time are in, on average
-TRIPS = 1.5  # round trips of a round: pull down and value up, then the new version down
+# Gradients can travel during this share of a step, because the backward pass costs twice the forward pass.
+BACKWARD = 2 / 3
+# Steps end at any time, so reports arrive half a step after the opening of a round on average.
+QUORUM_STEPS = 0.5
+# A round needs this many round trips: the pull and the value, then the new version in one direction.
+TRIPS = 1.5
 GBIT = 1e9 / 8  # bytes
 
 
 def ring_factor(sites: int) -> float:
-    """Return the bytes that each member of a ring all-reduce sends and receives, over the bytes that are reduced."""
+    """Return the bytes that each member of a ring all-reduce sends and receives, as a multiple of the reduced bytes."""
     return 2 * (sites - 1) / sites
 
 
 def data_parallel_gbit_per_s(gradient_bytes: float, step_s: float, sites: int, utilisation: float) -> float:
-    """Rate per site at which data parallel computes for this share of the time.
+    """Return the rate per site that lets data parallel compute for this share of the time.
 
     A step takes 1/3 of the compute time (forward) plus the longer of 2/3 (backward) and the all-reduce.
 
@@ -37,7 +40,7 @@ def data_parallel_gbit_per_s(gradient_bytes: float, step_s: float, sites: int, u
 
 
 def data_parallel_utilisation(gradient_bytes: float, step_s: float, sites: int, gbit_per_s: float) -> float:
-    """Share of the time in which data parallel computes over links of this rate."""
+    """Return the share of the time that data parallel computes over links of this rate."""
     travel_s = gradient_bytes * ring_factor(sites) / (gbit_per_s * GBIT)
     return step_s / (step_s * (1 - BACKWARD) + max(step_s * BACKWARD, travel_s))
 
@@ -46,33 +49,40 @@ def data_parallel_utilisation(gradient_bytes: float, step_s: float, sites: int, 
 class Rounds:
     """Demands of one learner's rounds on its link."""
 
-    step_s: float  # an inner step
-    sync_every: int  # H, global steps in which every fragment has one round; the longest period, if they differ
-    num_fragments: int  # P; all rounds in so many steps, if periods differ
-    overlap_steps: int  # tau, inner steps that a round may take; 0: learners wait for it
-    up_bytes: float  # largest fragment on its way to the syncer
-    down_bytes: float  # largest fragment on its way back
-    up_total_bytes: float  # all of these rounds up
-    down_total_bytes: float  # all of them down
-    round_trip_s: float = 0.0  # between learner and syncer
-    merge_s: float = 0.0  # of the largest fragment
+    # The time of an inner step.
+    step_s: float
+    # H: every fragment has one round in this many global steps. If periods differ, it is the longest one.
+    sync_every: int
+    # P: the number of rounds in H steps.
+    num_fragments: int
+    # tau: a round may take this many inner steps. With 0, learners wait for the round.
+    overlap_steps: int
+    # The encoded size of the largest fragment on its way to the syncer, and on its way back.
+    up_bytes: float
+    down_bytes: float
+    # The encoded sizes of all rounds in H steps.
+    up_total_bytes: float
+    down_total_bytes: float
+    # The round trip between learner and syncer.
+    round_trip_s: float = 0.0
+    # The time to merge the largest fragment.
+    merge_s: float = 0.0
 
     @property
     def planned_gbit_per_s(self) -> float:
-        """Mean rate in the busier direction when every round is made."""
+        """Return the mean rate in the busier direction if every round is made."""
         return max(self.up_total_bytes, self.down_total_bytes) / (self.sync_every * self.step_s) / GBIT
 
     def round_s(self, gbit_per_s: float) -> float:
-        """Return the seconds from a round's opening until its new version has arrived, for the largest fragment."""
+        """Return the seconds from the opening of the largest fragment's round to the arrival of its new version."""
         return self._waits_s + (self.up_bytes + self.down_bytes) / (gbit_per_s * GBIT)
 
     def utilisation(self, gbit_per_s: float) -> float:
         """Return the share of the schedule that a link of this rate can keep.
 
-        With overlap: rounds that are made in time as a share of those that are due. At most tau are in flight and
-        never two of a fragment, each for `round_s`, and the link carries no more than its rate. Inner steps go on at
-        full speed whatever comes out.
-        In lockstep: share of the time in inner steps.
+        With overlap: the share of due rounds that are made in time. At most tau rounds are in flight, each for
+        `round_s`, and a fragment has at most one of them. Inner steps continue at full speed in any case.
+        In lockstep: the share of the time in inner steps.
         """
         if not self.overlap_steps:
             between_s = self.step_s * self.sync_every / self.num_fragments
@@ -81,7 +91,7 @@ class Rounds:
         return min(1.0, in_flight, gbit_per_s / self.planned_gbit_per_s)
 
     def gbit_per_s(self, utilisation: float) -> float:
-        """Rate at which `utilisation` is this; infinite if no rate is enough, because waiting alone takes too long."""
+        """Return the rate for this utilisation; infinite if the waits alone take too long for any rate."""
         _check_share(utilisation)
         if not self.overlap_steps:
             between_s = self.step_s * self.sync_every / self.num_fragments
@@ -90,7 +100,7 @@ class Rounds:
         return max(carried, self._rate(self._overlap_s / utilisation))
 
     def overlap_needed(self, gbit_per_s: float) -> int:
-        """Return the smallest tau, at least 1, with which the largest fragment comes back in time."""
+        """Return the smallest tau, at least 1, that lets the largest fragment return in time."""
         return max(1, math.ceil(self._quorum_free_s(gbit_per_s) / self.step_s + QUORUM_STEPS))
 
     @property
@@ -99,7 +109,8 @@ class Rounds:
 
     @property
     def _waits_s(self) -> float:
-        quorum_s = QUORUM_STEPS * self.step_s if self.overlap_steps else 0.0  # in lockstep all report at once
+        # In lockstep all learners report at once.
+        quorum_s = QUORUM_STEPS * self.step_s if self.overlap_steps else 0.0
         return quorum_s + TRIPS * self.round_trip_s + self.merge_s
 
     def _quorum_free_s(self, gbit_per_s: float) -> float:
@@ -107,7 +118,7 @@ class Rounds:
         return TRIPS * self.round_trip_s + self.merge_s + moved_s
 
     def _rate(self, round_s: float) -> float:
-        """Return the rate at which a round takes this long."""
+        """Return the rate that makes a round take this long."""
         left_s = round_s - self._waits_s
         return (self.up_bytes + self.down_bytes) / left_s / GBIT if left_s > 0 else math.inf
 

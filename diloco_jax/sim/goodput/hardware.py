@@ -1,10 +1,10 @@
-"""Chips that fail: one learner's slices on virtual time, when its next step begins, what it takes and what it is worth.
+"""The slices of one learner on virtual time: start, duration and useful share of each step while chips fail.
 
-The model (paper, section 3.3 and appendix E.1: five knobs; the rest is ours, see docs/simulate.md):
-  * A learner has n slices of equal size. A step runs on those that are present and is worth their share of all.
-  * During a step each of its chips fails with rate 1 / MTBI (Eq. 4: MTBF = MTBI / chips). A failure
-    takes the whole slice away, at the end of the step, and it is back after an exponentiated-Weibull time.
-  * Each time slices go, and each time slices come back, the learner stands still for a fixed time. Nothing fails then.
+The model has five parameters of the paper (section 3.3 and appendix E.1); the others are ours (docs/simulate.md):
+  * A learner has n slices of equal size. A step runs on the slices that are present, and its useful share is theirs.
+  * During a step each chip fails with rate 1 / MTBI (Eq. 4: MTBF = MTBI / chips). A failure removes the whole slice
+    at the end of the step. The slice returns after an exponentiated-Weibull time.
+  * Each time slices fail, and each time slices return, the learner stalls for a fixed time without failures.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 from diloco_jax.sim.goodput.settings import CHIPS_MAX, SLICES_MAX, YEAR_S, setting
 
-STEP_SHARE_MIN = 0.05  # noise never makes a step shorter than this share of its mean
-MEAN_MAX = 500.0  # of a Poisson number, until which exp(-mean) is a number to begin with
+# Noise never makes a step shorter than this share of its mean.
+STEP_SHARE_MIN = 0.05
+# Above this mean of a Poisson number exp(-mean) is too close to 0; a normal distribution replaces it.
+MEAN_MAX = 500.0
 NORMAL = NormalDist()
 TINY = 1e-300
 OURS = "our calibration against the paper's Table 1"
@@ -25,15 +27,15 @@ OURS = "our calibration against the paper's Table 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Chips, how often they fail, and what a failure costs. Most of it is not in the paper: see each source."""
+    """Settings of chips: their step time, how often they fail, and what a failure costs; each names its source."""
 
     step_s: float = setting(4.6, "seconds per inner step of the fastest learner", OURS)
     slices: int = setting(192, "slices of the whole cluster, spread over the learners", OURS)
     mtbi_chip_s: float = setting(YEAR_S, "mean seconds between two failures of one chip", "the paper: 1 year")
-    down_s: float = setting(7.7, "seconds that a learner stands still when slices fail", OURS)
-    up_s: float = setting(15.6, "seconds that a learner stands still when slices come back", OURS)
+    down_s: float = setting(7.7, "seconds that a learner stalls when slices fail", OURS)
+    up_s: float = setting(15.6, "seconds that a learner stalls when slices return", OURS)
     return_a: float = setting(
-        2.0, "first shape of the time until a slice is back, F(t) = (1-exp(-(t/scale)^c))^a", OURS
+        2.0, "first shape of the time until a slice returns, F(t) = (1-exp(-(t/scale)^c))^a", OURS
     )
     return_c: float = setting(1.0, "second shape of that time", OURS)
     return_scale_s: float = setting(43.0, "scale of that time in seconds", OURS)
@@ -42,10 +44,10 @@ class Hardware:
     )
     generations: int = setting(2, "kinds of hardware, with speeds evenly spread over the gap", "the paper's Table 5: 2")
     step_noise: float = setting(
-        0.0, "standard deviation of a learner's step time, as a share, drawn anew for every step", "0 in Table 1"
+        0.0, "standard deviation of a learner's step time, as a share, drawn again for every step", "0 in Table 1"
     )
     chip_noise: float = setting(
-        0.0, "the same of a single chip: a step takes as long as its slowest chip", "the paper: 0 in Table 1"
+        0.0, "the same for a single chip; a step takes as long as its slowest chip", "the paper: 0 in Table 1"
     )
 
     def __post_init__(self) -> None:
@@ -61,12 +63,12 @@ class Hardware:
         _check(self.slices <= SLICES_MAX, "slices", self.slices, f"at most {SLICES_MAX}")
 
     def return_s(self, share: float) -> float:
-        """Inverse of F: the time within which this share of the slices is back, in seconds."""
+        """Return the seconds until this share of the slices has returned: the inverse of F."""
         below = share ** (1.0 / self.return_a)
         return self.return_scale_s * float((-log1p(-below)) ** (1.0 / self.return_c)) if below < 1.0 else 0.0
 
     def slowdown(self, learner: int, learners: int) -> float:
-        """Return a learner's step time over that of the fastest: learner 0 is the fastest, the last the slowest."""
+        """Return a learner's step time over that of learner 0, the fastest; the last learner is the slowest."""
         kinds = min(self.generations, learners)
         return 1.0 + self.speed_gap * (learner * kinds // learners) / (kinds - 1) if kinds > 1 else 1.0
 
@@ -77,7 +79,7 @@ def _check(ok: bool, name: str, value: object, limit: str) -> None:
 
 
 class Gap(NamedTuple):
-    """A time without a step."""
+    """A time span without a step."""
 
     begins_s: float
     ends_s: float
@@ -97,12 +99,12 @@ def poisson(random: Random, mean: float, most: int) -> int:
 
 
 class Slices:
-    """One learner's slices. Ask `begins_s`, then `takes_s`, tell `ended`; again and again.
+    """Slices of one learner; for each step call `begins_s`, `takes_s` and `ended`.
 
     Args:
-        random: its own source of randomness: what others do changes nothing for it.
-        slowdown: how much longer its steps take than the fastest learner's.
-        elastic: whether it goes on with the slices that are left. Else it waits for all of them.
+        random: source of randomness of this learner alone, so that other learners do not change its draws.
+        slowdown: its step time as a multiple of the fastest learner's.
+        elastic: True if it continues with the remaining slices, False if it waits for all of them.
     """
 
     def __init__(
@@ -117,7 +119,8 @@ class Slices:
     ) -> None:
         self.chips = chips
         self.steps = 0
-        self.useful_s = 0.0  # time in steps, times the share of slices that took part
+        # The time in steps, weighted by the share of slices that were present.
+        self.useful_s = 0.0
         self.gaps: list[Gap] = []
         self._hardware = hardware
         self._slices = slices
@@ -125,17 +128,19 @@ class Slices:
         self._elastic = elastic
         self._step_s = hardware.step_s * slowdown
         self._failures_per_s = chips / hardware.mtbi_chip_s
-        self._absent: list[float] = []  # when they are back
-        self._ended_s = 0.0  # when the newest step did
-        self._free_s = 0.0  # when the newest stall does
+        # The times when the absent slices return.
+        self._absent: list[float] = []
+        # The ends of the newest step and of the newest stall.
+        self._ended_s = 0.0
+        self._free_s = 0.0
 
     @property
     def lost(self) -> bool:
-        """True when no slice is left, and with the last one the learner's state is gone."""
+        """Return whether no slice is left, so that the learner's state is lost."""
         return len(self._absent) == self._slices
 
     def begins_s(self, now_s: float) -> float:
-        """Return when the next step can begin, `now_s` at the earliest: after stalls and waits."""
+        """Return the time when the next step can start, after stalls and waits; `now_s` at the earliest."""
         begin_s = max(now_s, self._free_s)
         while self._absent:
             absent = self._absent
@@ -146,25 +151,27 @@ class Slices:
             left = [back_s for back_s in absent if back_s > begin_s]
             if len(left) == len(absent):
                 break
-            self._absent = left  # one stall takes all of them in
+            # All slices that have returned share one stall.
+            self._absent = left
             begin_s += self._hardware.up_s
         self._free_s = begin_s
         return begin_s
 
     def takes_s(self) -> float:
-        """Draw what a step takes that begins now, in seconds."""
+        """Draw the seconds of a step that starts now."""
         hardware, random = self._hardware, self._random
         share = 1.0
         if hardware.step_noise:
             share += hardware.step_noise * random.gauss()
         if hardware.chip_noise:
             chips = self.chips * (1.0 - len(self._absent) / self._slices)
-            above = -expm1(log(1.0 - random.random()) / chips)  # the slowest of n is above z with 1 - (1 - above)^n
+            # The slowest of n chips is above z with probability 1 - (1 - above)^n.
+            above = -expm1(log(1.0 - random.random()) / chips)
             share -= hardware.chip_noise * NORMAL.inv_cdf(max(above, TINY))
         return self._step_s * max(STEP_SHARE_MIN, share)
 
     def ended(self, began_s: float, now_s: float) -> None:
-        """Count a step that has ended, and draw what failed during it."""
+        """Count a step that has ended, and draw the failures during the step."""
         if began_s > self._ended_s:
             self.gaps.append(Gap(self._ended_s, began_s))
         self._ended_s = self._free_s = now_s
@@ -179,7 +186,7 @@ class Slices:
             self._free_s += hardware.down_s
 
     def finish(self, now_s: float) -> None:
-        """End the observed time; a step in progress does not count."""
+        """End the observed time; an unfinished step does not count."""
         if now_s > self._ended_s:
             self.gaps.append(Gap(self._ended_s, now_s))
 
@@ -188,7 +195,8 @@ def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
     """Refuse, with ValueError, a cluster that has fewer slices than learners, or fewer chips than slices."""
     if not 1 <= learners <= hardware.slices:
         raise ValueError(
-            f"{learners} learners, but there are {hardware.slices} slices; use 1 to so many, or raise --hardware.slices"
+            f"{learners} learners, but there are {hardware.slices} slices; use 1 to {hardware.slices}, "
+            "or raise --hardware.slices"
         )
     if not chips <= CHIPS_MAX:
         raise ValueError(f"{chips:g} chips; simulate at most {CHIPS_MAX:g}")
@@ -199,7 +207,7 @@ def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
 
 
 def cluster(hardware: Hardware, learners: int, chips: float, seed: int, *, elastic: bool = True) -> list[Slices]:
-    """Deal out the slices to all learners as equally as can be; ValueError if there are too few slices or chips."""
+    """Distribute the slices over all learners as equally as possible; ValueError if slices or chips are too few."""
     check_cluster(hardware, learners, chips)
     parts = [
         (learner + 1) * hardware.slices // learners - learner * hardware.slices // learners
@@ -219,13 +227,13 @@ def cluster(hardware: Hardware, learners: int, chips: float, seed: int, *, elast
 
 
 def goodput(parts: Sequence[Slices], seconds: float) -> float:
-    """Share of all chips' time that went into steps: a step without some of the slices counts for the rest."""
+    """Return the share of all chips' time in steps; a step counts only for the slices that were present."""
     chips = sum(part.chips for part in parts)
     return sum(part.useful_s * part.chips for part in parts) / (seconds * chips)
 
 
 def uptime(parts: Sequence[Slices], seconds: float) -> float:
-    """Share of the time in which any learner was in a step."""
+    """Return the share of the time when at least one learner was in a step."""
     common = parts[0].gaps
     for part in parts[1:]:
         common = list(_both(common, part.gaps))

@@ -1,7 +1,7 @@
 """Goodput and uptime of rigid and elastic data parallel, synchronous and Decoupled DiLoCo on chips that fail.
 
-`simulate` runs the protocol's own machines on virtual time wherever there is a protocol; `expected` knows only that a
-decoupled learner never waits and a synchronous one waits for the slowest, and is some thirty times faster.
+`simulate` runs the protocol's machines on virtual time for the methods that have a protocol. `expected` assumes only
+that a decoupled learner never waits and a synchronous learner waits for the slowest; it is about thirty times faster.
 """
 
 import math
@@ -21,20 +21,23 @@ from diloco_jax.sim.tapes import LearnerTapes
 METHODS = ("rigid", "elastic", "sync", "decoupled")
 HOUR_S = 3600.0
 WAN_MAX = 1e15
-ENDLESS = 1 << 60  # global steps: time ends the run
-PARTS = 100  # progress is told so many times
-TAPED_MAX = 100.0  # a taped run may take so many times its hours
+# A run with this many global steps ends by its time.
+ENDLESS = 1 << 60
+# Progress is reported this many times.
+PARTS = 100
+# A taped run may take this many times its hours.
+TAPED_MAX = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wan:
-    """Links between learners and syncer. Decoupled learners never wait for it; synchronous ones do."""
+    """Settings of links between learners and syncer; synchronous learners wait for them, decoupled ones never do."""
 
     delay_s: float = setting(0.025, "seconds from a learner to the syncer, one way", "ours: across a continent")
-    merge_s: float = setting(0.2, "seconds of a merge, drawn from half to one and a half of it", "ours")
+    merge_s: float = setting(0.2, "mean seconds of a merge, drawn from half to 1.5 times the mean", "ours")
     fragment_bytes: float = setting(0.0, "bytes of an encoded fragment; 0: transfers take no time", "ours: see plan")
-    bytes_per_s: float = setting(0.0, "of each direction of each link; 0: transfers take no time", "ours: see plan")
-    load_s: float = setting(2.0, "seconds in which a learner that lost all slices takes a state over", "ours")
+    bytes_per_s: float = setting(0.0, "rate of each link, each way; 0: transfers take no time", "ours: see plan")
+    load_s: float = setting(2.0, "seconds until a learner that lost all slices has loaded a state", "ours")
 
     def __post_init__(self) -> None:
         for name in ("delay_s", "merge_s", "fragment_bytes", "bytes_per_s", "load_s"):
@@ -44,47 +47,56 @@ class Wan:
 
     @property
     def round_s(self) -> float:
-        """Seconds from a round's last report until its broadcast is there: report, pull, value, merge, broadcast."""
+        """Return the seconds from a round's last report to its broadcast: report, pull, value, merge, broadcast."""
         transfer_s = self.fragment_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
         return 4 * self.delay_s + 2 * transfer_s + self.merge_s
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One simulation: everything that it depends on."""
+    """Input of one simulation."""
 
-    hardware: Hardware  # what fails
-    method: str  # one of METHODS. Rigid and elastic data parallel are one learner, whatever `learners` says.
-    learners: int  # M
-    chips: float  # of all learners together
-    hours: float  # of simulated time
-    seed: int = 0  # of everything that is drawn
-    wan: Wan = field(default_factory=Wan)  # between learners and syncer
-    # the algorithm; of a synchronous run only H is taken from it
+    hardware: Hardware
+    # One of METHODS. Rigid and elastic data parallel have one learner, whatever `learners` is.
+    method: str
+    # M.
+    learners: int
+    # The chips of all learners together.
+    chips: float
+    # The simulated time.
+    hours: float
+    seed: int = 0
+    wan: Wan = field(default_factory=Wan)
+    # The algorithm; a synchronous run uses only its H.
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    # folder for the run's tapes, which `diloco replay` trains from. Such a run ends with the global step that a cluster
+    # Folder for the run's tapes, which `diloco replay` trains from. Such a run ends with the global step that a cluster
     # without failures would reach in these hours, however long that takes.
     tapes: Path | None = None
-    fast: bool = False  # without the protocol's machines
-    label: str = ""  # what a preset calls it
+    # True: the simulation does not run the protocol's machines.
+    fast: bool = False
+    # The name of the simulation in a preset.
+    label: str = ""
 
 
 class Row(NamedTuple):
-    """Figures of one method on one cluster. Shares are of 1."""
+    """Figures of one method on one cluster; shares are between 0 and 1."""
 
     method: str
     learners: int
     chips: float
     goodput: float
     uptime: float
-    contributors_per_round: float | None  # learners in the mean merged round; None where nothing is merged
-    rounds: int  # merged
+    # The mean number of learners in a merged round; None if no round was merged.
+    contributors_per_round: float | None
+    # The number of merged rounds.
+    rounds: int
     learner_steps: int
-    events: int  # of the simulation
+    # The number of events of the simulation.
+    events: int
 
 
 def expected(cell: Cell) -> Row:
-    """Return goodput and uptime without a protocol; ValueError for a method or a cluster that cannot be."""
+    """Return goodput and uptime without a protocol; ValueError for an impossible method or cluster."""
     _check(cell)
     learners = cell.learners if cell.method in ("sync", "decoupled") else 1
     parts = cluster(cell.hardware, learners, cell.chips, cell.seed, elastic=cell.method != "rigid")
@@ -99,7 +111,7 @@ def expected(cell: Cell) -> Row:
 
 
 def run_steps(part: Slices, now_s: float, until_s: float, most: int = ENDLESS) -> float:
-    """Step without a pause from `now_s` on, as long as steps end in time; returns when the last one did."""
+    """Make steps without a pause from `now_s` to `until_s`, and return the end of the last one."""
     for _ in range(most):
         begin_s = part.begins_s(now_s)
         end_s = begin_s + part.takes_s()
@@ -111,7 +123,7 @@ def run_steps(part: Slices, now_s: float, until_s: float, most: int = ENDLESS) -
 
 
 def _run_rounds(parts: Sequence[Slices], until_s: float, sync_every: int, round_s: float) -> int:
-    """Everybody makes so many steps, then waits for the last one and for the round; returns the rounds."""
+    """Run rounds and return their number: all learners make H steps, then wait for the slowest and for the round."""
     now_s, rounds = 0.0, 0
     while now_s < until_s:
         now_s = max(run_steps(part, now_s, until_s, sync_every) for part in parts) + round_s
@@ -120,17 +132,21 @@ def _run_rounds(parts: Sequence[Slices], until_s: float, sync_every: int, round_
 
 
 def simulate(cell: Cell, on_share: Callable[[float], None] | None = None) -> Row:
-    """Return goodput and uptime with the protocol's machines, where the method has a protocol.
+    """Return goodput and uptime from a run of the protocol's machines, if the method has a protocol.
 
-    `on_share` is told now and then which share of the time is simulated. ValueError for what cannot be simulated, a
-    folder that holds tapes already, or a run with tapes that does not end.
+    Args:
+      on_share: called at times with the share of the time that is simulated.
+
+    Raises:
+      ValueError: the cell cannot be simulated, its folder has tapes already, or its run with tapes does not end.
     """
     _check(cell)
     if cell.method in ("rigid", "elastic"):
         return expected(cell)
     hardware, tapes, until_s = cell.hardware, cell.tapes, cell.hours * HOUR_S
     parts = cluster(hardware, cell.learners, cell.chips, cell.seed)
-    total_steps = ENDLESS if tapes is None else max(1, int(until_s / hardware.step_s))  # a tape needs an end
+    # A tape needs an end.
+    total_steps = ENDLESS if tapes is None else max(1, int(until_s / hardware.step_s))
     scenario = _scenario(cell, total_steps)
     paces = dict(zip(scenario.names, parts, strict=True))
     run = Cluster(scenario, taped=tapes is not None, paces=paces)
@@ -146,7 +162,7 @@ def simulate(cell: Cell, on_share: Callable[[float], None] | None = None) -> Row
         if not run.complete:
             raise ValueError(
                 f"the run did not reach global step {total_steps} within {TAPED_MAX:g} times {cell.hours:g} hours, so "
-                "there is nothing to replay; let less fail (--hardware.mtbi-chip-s), or make the quorum smaller"
+                "there is nothing to replay; raise --hardware.mtbi-chip-s, or lower the quorum"
             )
         recorder.save(tapes)
         until_s = run.end_s
@@ -177,7 +193,7 @@ def _check(cell: Cell) -> None:
     if cell.method not in METHODS:
         raise ValueError(f"the method {cell.method!r} is unknown; choose from {', '.join(METHODS)}")
     if not 0 < cell.hours < math.inf:
-        raise ValueError(f"{cell.hours} hours; simulate more than 0, and finitely many")
+        raise ValueError(f"{cell.hours} hours; simulate a finite number above 0")
 
 
 def _row(

@@ -1,4 +1,4 @@
-"""Settings of a simulation as `--section.name value`, read from a command line, and assumptions of a forecast."""
+"""Settings of a simulation, read from arguments `--section.name value`, and the assumptions of a forecast."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ MEASURED = "measured, docs/log.md of 2026-11-21"
 
 
 def setting(default: Any, text: str, source: str) -> Any:
-    """Make a field of a settings class, with what `--settings` says of it."""
+    """Make a field of a settings class with the help and the source that `--settings` prints."""
     return field(default=default, metadata={"help": text, "source": source})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Links, machines and prices of a forecast beside the config, options of `diloco plan`; 0 stands for "not said"."""
+    """Links, machines and prices of a forecast, options of `diloco plan`; 0 means that an option is not given."""
 
     link_gbit_per_s: float = setting(5.0, "rate of each site's link, each way", "the paper: 2 to 5")
     round_trip_ms: float = setting(60.0, "round trip between a learner and the syncer", "a continent")
@@ -59,16 +59,16 @@ class Assumptions:
 
 
 def number(text: str, option: str) -> float:
-    """Read 150k, 1.2m or 2400000; ValueError if it is no number."""
+    """Read a number such as 150k, 1.2m or 2400000; ValueError for other text."""
     scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if scale != 1.0 else text) * scale
     except ValueError:
-        raise ValueError(f"{option} is {text!r}, which is no number; write 150000, 150k, 1.2m or 5g") from None
+        raise ValueError(f"{option} is {text!r}, but must be a number; write 150000, 150k, 1.2m or 5g") from None
 
 
 def compact(value: float) -> str:
-    """Writes 150k, 1.2m or 192."""
+    """Write a number as 150k, 1.2m or 192."""
     for scale, unit in ((1e9, "g"), (1e6, "m"), (1e3, "k")):
         if value >= scale:
             return f"{value / scale:g}{unit}"
@@ -76,7 +76,7 @@ def compact(value: float) -> str:
 
 
 def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
-    """Read the settings of each section from words such as `--hardware.step-s 2.5`; ValueError names a wrong one."""
+    """Read the settings of sections from arguments such as `--hardware.step-s 2.5`; ValueError names a wrong one."""
     known = {
         f"--{name}.{each.name.replace('_', '-')}": (name, each)
         for name, made in sections.items()
@@ -90,7 +90,7 @@ def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
         if option not in known:
             near = get_close_matches(option, known, 1)
             hint = f"; do you mean {near[0]}?" if near else "; --settings lists them all"
-            raise ValueError(f"there is no setting {word}{hint}")
+            raise ValueError(f"the setting {word} does not exist{hint}")
         if not value and not left:
             raise ValueError(f"{word} needs a value")
         section, each = known[option]
@@ -99,7 +99,7 @@ def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
 
 
 def _numbers(made: type) -> list[Field[Any]]:
-    """Return the settings that a word can give: numbers, true or false."""
+    """Return the settings that an argument can set: numbers and booleans."""
     return [each for each in fields(made) if isinstance(each.default, int | float)]
 
 
@@ -120,7 +120,7 @@ def _value(option: str, each: Field[Any], text: str) -> Any:
 
 
 def describe(sections: Mapping[str, type]) -> str:
-    """List all settings with default, meaning and source."""
+    """Return a list of all settings with default, meaning and source."""
     lines = []
     for name, made in sections.items():
         for each in _numbers(made):

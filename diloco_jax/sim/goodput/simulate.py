@@ -1,4 +1,4 @@
-"""`diloco simulate`: from the words of a command line to cells, and from their results to a table or JSON."""
+"""`diloco simulate`: its arguments become cells, and the results of the cells become a table or JSON."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from diloco_jax.sim.tapes import check_folder
 
 Say = Callable[[str], None]
 WORKERS_MAX = 256
-TELL_EVERY_S = 5.0
+SAY_EVERY_S = 5.0
 SECTIONS = {"hardware": Hardware, "wan": Wan, "protocol": ProtocolConfig}
 LEARNERS = (2, 4, 8, 16)
 CHIPS = ("150k", "300k", "600k", "1.2m", "2.4m")
@@ -29,7 +29,8 @@ HOURS = 24.0
 CELLS_MAX = 10_000
 FRAGMENTS_MAX = 10_000
 HOURS_MAX = 24.0 * 366
-STEPS_MAX = 1e9  # of all learners together: hours of computing
+# More steps of all learners together would take hours to simulate.
+STEPS_MAX = 1e9
 
 
 class Result(NamedTuple):
@@ -41,14 +42,14 @@ class Result(NamedTuple):
 
 
 def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Result:
-    """Run one simulation; `cpu_s` is this process's time for it."""
+    """Run one simulation; `cpu_s` of its result is the processor time of this process."""
     began_s = time.process_time()
     row = expected(cell) if cell.fast else simulate(cell, on_share)
     return Result(cell, row, time.process_time() - began_s)
 
 
 def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
-    """Run all cells, by so many processes or one per core (0); return their results in order, or raise ValueError."""
+    """Run all cells in this many processes (0: one per core), and return their results in order."""
     if not 0 <= workers <= WORKERS_MAX:
         raise ValueError(f"--workers is {workers}; use 1 to {WORKERS_MAX}, or 0 for one on each core")
     workers = min(workers or os.cpu_count() or 1, len(cells))
@@ -63,7 +64,7 @@ def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
 
 
 def count_of(simulations: int) -> str:
-    """Write a number as people say it."""
+    """Write a number of simulations in words, such as "1 simulation"."""
     return f"{simulations} simulation" + "s" * (simulations != 1)
 
 
@@ -74,12 +75,12 @@ def _describe(result: Result) -> str:
 
 
 def _one_by_one(cells: Sequence[Cell], say: Say) -> Iterator[tuple[int, Result]]:
-    told_s = time.monotonic()
+    said_s = time.monotonic()
 
     def on_share(share: float) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s > TELL_EVERY_S:
-            told_s = time.monotonic()
+        nonlocal said_s
+        if time.monotonic() - said_s > SAY_EVERY_S:
+            said_s = time.monotonic()
             say(f"  {share:.0%} of number {place + 1}")
 
     for place, cell in enumerate(cells):
@@ -87,10 +88,11 @@ def _one_by_one(cells: Sequence[Cell], say: Say) -> Iterator[tuple[int, Result]]
 
 
 def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Result]]:
-    """Yield results in the order in which they come; the longest simulations begin first."""
+    """Yield results as they come; the longest simulations start first."""
     longest = sorted(range(len(cells)), key=lambda n: -cells[n].learners * cells[n].hours * (not cells[n].fast))
     with _pool(workers) as pool:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for processes that only begin
+        # Processes that are starting would print a traceback after an interrupt.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             places = {pool.submit(run_cell, cells[place]): place for place in longest}
         finally:
@@ -100,8 +102,9 @@ def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Re
 
 
 def _begin_worker() -> None:
-    """Let an interrupt end this process, and the end of the parent, however that came."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background job: the parent ignores it too
+    """Make this process end after an interrupt, and after any end of its parent."""
+    # In a background job of a shell the parent ignores the interrupt too.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -109,15 +112,16 @@ def _begin_worker() -> None:
 
 def _follow_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None, "this is a worker's"
+    assert parent is not None, "only worker processes call this"
     parent.join()
     os._exit(1)
 
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Open a pool whose processes do not outlive an interrupt or an error."""
-    fresh = multiprocessing.get_context("spawn")  # a caller may have JAX's threads, which a fork would leave behind
+    """Open a pool whose processes end after an interrupt or an error."""
+    # A caller may have threads of JAX, which do not survive a fork.
+    fresh = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, fresh, initializer=_begin_worker)
     try:
         yield pool
@@ -131,7 +135,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the command line. None: a default."""
+    """Options of the command line; None means the default."""
 
     methods: Sequence[str] | None = None
     learners: Sequence[int] | None = None
@@ -145,15 +149,15 @@ class Options:
 
 
 def read_shared(overrides: Sequence[str], *, seed: int, fast: bool, hours: float | None) -> dict[str, Any]:
-    """Return what all cells of a command line share, `--section.name value` too; ValueError names what is wrong."""
+    """Return the settings that all cells of a command line share; ValueError names a wrong one."""
     if hours is not None and not 0 < hours <= HOURS_MAX:
         raise ValueError(f"--hours is {hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
-    said = {} if hours is None else {"hours": hours}
-    return {**read(overrides, SECTIONS), "seed": seed, "fast": fast, **said}
+    given = {} if hours is None else {"hours": hours}
+    return {**read(overrides, SECTIONS), "seed": seed, "fast": fast, **given}
 
 
 def plan_cells(options: Options) -> list[Cell]:
-    """Return the cells of a command line; ValueError for what cannot be simulated."""
+    """Return the cells of a command line; ValueError for a cell that cannot be simulated."""
     shared = read_shared(options.overrides, seed=options.seed, fast=options.fast, hours=options.hours)
     cells = _cross(options, {"hours": HOURS} | shared)
     for each in cells:
@@ -162,7 +166,7 @@ def plan_cells(options: Options) -> list[Cell]:
 
 
 def _check_cell(each: Cell) -> None:
-    """Refuse what takes too long, or would say nothing."""
+    """Refuse, with ValueError, a cell that would take too long or show nothing."""
     learners = each.learners if each.method in ("sync", "decoupled") else 1
     check_cluster(each.hardware, learners, each.chips)
     every_s = min(each.hardware.step_s, each.protocol.heartbeat_s)
@@ -186,19 +190,19 @@ def _check_cell(each: Cell) -> None:
         )
     if each.method == "decoupled" and not each.fast and each.protocol.quorum > learners:
         raise ValueError(
-            f"--protocol.quorum is {each.protocol.quorum}, but {learners} learners are simulated, who would never "
+            f"--protocol.quorum is {each.protocol.quorum}, but {learners} learners would never "
             f"merge a round; use at most {learners}, or more --learners"
         )
 
 
 def _cross(options: Options, shared: dict[str, Any]) -> list[Cell]:
-    """Cross every method with every number of chips; those with learners for every number of them."""
+    """Combine every method with every number of chips, and with every number of learners if it has learners."""
     methods = dict.fromkeys(METHODS if options.methods is None else options.methods)
     many = dict.fromkeys(LEARNERS if options.learners is None else options.learners)
     sizes = dict.fromkeys(number(text, "--chips") for text in (CHIPS if options.chips is None else options.chips))
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
-        raise ValueError(f"there is no method {', '.join(unknown)}; choose from {', '.join(METHODS)}")
+        raise ValueError(f"the method {', '.join(unknown)} does not exist; choose from {', '.join(METHODS)}")
     cells: list[Cell] = []
     for method in methods:
         learners = (1,) if method in ("rigid", "elastic") else many
@@ -211,7 +215,7 @@ def _cross(options: Options, shared: dict[str, Any]) -> list[Cell]:
 def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
     if len(cells) != 1 or cells[0].fast or cells[0].method in ("rigid", "elastic"):
         raise ValueError(
-            f"--tapes writes the tapes of one run of the protocol; here are {count_of(len(cells))}; name one method "
+            f"--tapes writes the tapes of one run of the protocol, not of {count_of(len(cells))}; name one method "
             "(sync or decoupled), one number of learners and one of chips, and leave --fast out"
         )
     check_folder(folder)
@@ -219,18 +223,19 @@ def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
 
 
 def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
-    """Simulate; return what `--json` prints, and a table. ValueError for what cannot be simulated."""
+    """Simulate, and return the object of `--json` and a table; ValueError for a cell that cannot be simulated."""
     cells = plan_cells(options)
     began_s = time.monotonic()
     results = run_cells(cells, options.workers or 0, say)
     wall_s = time.monotonic() - began_s
     events = sum(result.row.events for result in results)
     rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
-    told: dict[str, Any] = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
-    return told, f"{table(results)}\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
+    summary: dict[str, Any] = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
+    return summary, f"{table(results)}\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
 
 
 def table(results: Sequence[Result]) -> str:
+    """Return the results as a table."""
     lines = [
         f"{'method':<10} {'learners':>8} {'chips':>8} {'hours':>6} {'goodput':>8} {'uptime':>8} {'contributors':>13} "
         f"{'rounds':>8}"

@@ -120,13 +120,7 @@ class Driver:
         if not ledger.merged_once.issuperset(self._islands):
             self._slowest_s = ledger.now_s
             return False
-        unwell = ledger.unwell
-        if ledger.global_step < fault.at_step or fault.target in unwell:
-            return False
-        hit = 2 if fault.kind == "kill-donor" else 1
-        if fault.target != SYNCER and len(unwell - {SYNCER}) + hit >= len(self._islands):
-            return False
-        return ledger.steps_per_s() > 0 and self._fits(fault)
+        return ledger.allows(fault, self._islands) and ledger.steps_per_s() > 0 and self._fits(fault)
 
     def _fits(self, fault: ChaosFault) -> bool:
         """Return whether the rest of the run is long enough to recover from the fault; if not, skip the fault."""

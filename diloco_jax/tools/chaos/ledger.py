@@ -110,6 +110,14 @@ class Ledger:
         """Return the names of targets that have not recovered."""
         return {recovery.target for recovery in self.recoveries if not recovery.settled}
 
+    def allows(self, fault: ChaosFault, islands: Sequence[str]) -> bool:
+        """Return whether a fault is due, its target is well, and one of `islands` stays well during the fault."""
+        unwell = self.unwell
+        if not self.merged_once.issuperset(islands) or self.global_step < fault.at_step or fault.target in unwell:
+            return False
+        hit = 2 if fault.kind == "kill-donor" else 1
+        return fault.target == SYNCER or len(unwell - {SYNCER}) + hit < len(islands)
+
     def close(self) -> None:
         """Settle the recoveries at the end of the run, because no disruption can follow."""
         for recovery in self.recoveries:

@@ -1,11 +1,11 @@
-"""One island of the synchronous baseline, for `wan vs_data_parallel`: gradients are averaged in every step.
+"""One island of the synchronous baseline for `wan vs_data_parallel`; it averages gradients in every step.
 
 Model, optimizer, schedule and global data order are those of diloco_jax; the islands are processes of one job
 (jax.distributed, gloo). The gradient travels as one bfloat16 buffer, once per step, as reduce-scatter and all-gather of
 its bits: XLA sums bfloat16 all-reduces on CPUs in float32 and would send twice as much. Sums are made in float32.
 
-First all steps, then the parameters are saved; when the file "slow" appears, `timed_steps` more. Each step is a JSON
-line with its seconds.
+It makes all steps and saves the parameters. When the file "slow" appears, it makes `timed_steps` more. Each step is a
+JSON line with its seconds.
 """
 
 import json
@@ -33,7 +33,7 @@ POLL_S = 0.05
 
 
 def make_exchange(count: int) -> Any:
-    """The mean of every island's bfloat16 buffer; each sends, and receives, 2 (M - 1) / M times its size."""
+    """Return the mean of all islands' bfloat16 buffers; each island sends and receives 2 (M - 1) / M times its size."""
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
 
     def mean(own: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def make_exchange(count: int) -> Any:
 
 
 class Replica:
-    """This island's copy of the model, the same on all of them."""
+    """This island's copy of the model; all islands have equal copies."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         config = load(settings["config"])
@@ -85,7 +85,7 @@ class Replica:
         self._gradient, self._update = jax.jit(gradient), jax.jit(update, donate_argnums=(0, 1))
 
     def step(self, number: int) -> dict[str, float]:
-        """One step; its loss on this island's share of the batch, and where the time went."""
+        """Make one step, and return its loss on this island's share of the batch and its times."""
         share = self._config.train.batch_size // self._count
         start = number * self._config.train.batch_size + self._index * share
         began_s = time.monotonic()

@@ -1,8 +1,8 @@
-"""One link with a delay, for network: `delay.py NAMESPACE:DEVICE NAMESPACE:DEVICE SECONDS`, until it is killed.
+"""One link with a delay: `delay.py NAMESPACE:DEVICE NAMESPACE:DEVICE SECONDS` runs until it is killed.
 
-Makes two TUN devices, each in its namespace, and carries packets from one to the other SECONDS later. Rates and queues
-are the kernel's business (tbf on the devices). Packets come with a virtio header and up to 64 KiB at a time, as the
-kernel's segmentation offload makes them, whatever the MTU: so one process carries gigabits.
+It makes two TUN devices, each in its namespace, and carries packets from one to the other SECONDS later. The kernel
+handles rates and queues (tbf on the devices). Packets have a virtio header and up to 64 KiB, as the kernel's
+segmentation offload makes them for any MTU. So one process carries gigabits.
 """
 
 import contextlib
@@ -21,12 +21,14 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 READ_BYTES = (64 << 10) + 128
-BATCH_PACKETS = 64  # read from one side before the other has its turn
-BACKLOG_BYTES_MAX = 64 << 20  # under way in one direction; what comes on top is dropped
+# The packets that are read from one side before the other has its turn.
+BATCH_PACKETS = 64
+# The limit of bytes in flight in one direction; further packets are dropped.
+BACKLOG_BYTES_MAX = 64 << 20
 
 
 def open_device(place: str) -> int:
-    """Make a TUN device at "namespace:device"; returns its file descriptor."""
+    """Make a TUN device at "namespace:device", and return its file descriptor."""
     namespace, device = place.split(":")
     with open(f"/run/netns/{namespace}", encoding="utf-8") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
@@ -46,7 +48,7 @@ class Direction:
         self._bytes = 0
 
     def take(self) -> None:
-        """Read what came."""
+        """Read the packets that have arrived."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(BATCH_PACKETS):
                 packet = os.read(self.source, READ_BYTES)
@@ -55,12 +57,13 @@ class Direction:
                     self._bytes += len(packet)
 
     def give(self, now_s: float) -> float:
-        """Write what is due; returns when the next packet is."""
+        """Write the packets that are due, and return the time of the next one."""
         packets = self._packets
         while packets and packets[0][0] <= now_s:
             packet = packets.popleft()[1]
             self._bytes -= len(packet)
-            with contextlib.suppress(OSError):  # the device is not up yet: lost
+            # Packets are lost while the device is not up yet.
+            with contextlib.suppress(OSError):
                 os.write(self._target, packet)
         return packets[0][0] if packets else now_s + 1.0
 
@@ -69,7 +72,8 @@ def main() -> None:
     here, there, delay = sys.argv[1:]
     a, b = open_device(here), open_device(there)
     directions = {a: Direction(a, b, float(delay)), b: Direction(b, a, float(delay))}
-    gc.disable()  # nothing here is cyclic, and a collection is a pause
+    # This program has no cyclic objects, and a collection would pause it.
+    gc.disable()
     print("ready", flush=True)
     while True:
         now_s = time.monotonic()

@@ -1,8 +1,9 @@
-"""Needs of a link in closed form: bytes of a step, and the rates that follow. Pure arithmetic."""
+"""Formulas for the needs of a link: the bytes of a step, and the rates that follow from them."""
 
 from typing import NamedTuple
 
-BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.125, "int4": 4.125}  # of an element, scales of blocks of 256 too
+# Bits of an element, with the scales of blocks of 256.
+BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.125, "int4": 4.125}
 
 
 class StepBytes(NamedTuple):
@@ -13,30 +14,30 @@ class StepBytes(NamedTuple):
 
 
 def decoupled_bytes(num_parameters: int, num_fragments: int, up: str, down: str) -> StepBytes:
-    """One fragment up and one down per global step, payload only, with as many fragments as steps between syncs."""
+    """Return the payload bytes of one fragment up and one down per global step, for P = H fragments."""
     elements = num_parameters / num_fragments
     return StepBytes(elements * BITS[up] / 8, elements * BITS[down] / 8)
 
 
 def ring_bytes(num_parameters: int, islands: int, bytes_per_element: float = 2.0) -> StepBytes:
-    """A ring all-reduce of the gradient in every step: 2 (M - 1) / M times its size up, and as much down."""
+    """Return the bytes of a ring all-reduce of the gradient: 2 (M - 1) / M times its size in each direction."""
     one_way = 2 * (islands - 1) / islands * num_parameters * bytes_per_element
     return StepBytes(one_way, one_way)
 
 
 def sustained_rate(step: StepBytes, step_s: float) -> float:
-    """Bits per second at which one fragment a step just gets through, in the direction that carries more.
+    """Return the bits per second that carry one fragment per step in the busier direction.
 
-    Below it rounds queue up: no overlap helps.
+    Below this rate rounds queue up, and no overlap helps.
     """
     return 8 * max(step) / step_s
 
 
 def round_rate(step: StepBytes, step_s: float, overlap_steps: int, round_trip_s: float = 0.0) -> float:
-    """Bits per second at which a round fits its budget of `overlap_steps` inner steps.
+    """Return the bits per second that fit a round into `overlap_steps` inner steps.
 
-    A round is half a step of waiting for the quorum on average, the pull (a round trip and the value up), and the new
-    version down (half a round trip). Merging is left out: it is short beside a step.
+    A round waits half a step for the quorum on average, pulls (a round trip and the value up), and sends the new
+    version down (half a round trip). The time of the merge is ignored, because it is short beside a step.
 
     Raises:
         ValueError: no rate is enough.

@@ -1,14 +1,14 @@
-"""A laboratory for wide-area networks on one machine: namespaces for islands and a syncer, joined by a router.
+"""A laboratory for wide-area networks on one machine, with namespaces for islands and a syncer around a router.
 
     island-0 [wan] ======= [island-0]
     island-1 [wan] ======= [island-1]  router  [syncer] ------- [wan] syncer
     ...          shaped both ways                      as fast as it goes
 
-Every island's link has its own rate, the same in both directions (`tc tbf`, tail drop), and optionally a delay
-(delay.py). Bytes are those that the shaper let through, with the headers of every packet. Needs Linux and root.
+Every island's link has its own rate, which is equal in both directions (`tc tbf`, tail drop), and optionally a delay
+(delay.py). The lab counts the bytes that pass the shaper, with the headers of every packet. It needs Linux and root.
 
-Nothing stays behind: children get SIGTERM when this process dies, and the next lab removes namespaces whose owner is
-gone. Their names hold the owner's process id and start time, so labs of several processes do not meet.
+Children get SIGTERM when this process ends, and the next lab removes namespaces without an owner. The names of
+namespaces have the owner's process id and start time, so labs of several processes are separate.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ PREFIX = "dlwan"
 SYNCER, ROUTER = "syncer", "router"
 ROOT = Path(__file__).parents[3]
 NAMESPACES, NAMESPACE_FILES = Path("/run/netns"), Path("/etc/netns")
-QUEUE_S = 0.05  # what a shaper keeps back at most, at its rate
+# The longest queue of a shaper, at its rate.
+QUEUE_S = 0.05
 QUEUE_BYTES_MIN = 256 << 10
 BURST_S = 0.004
 BURST_BYTES_MIN = 16 << 10
 TUN_QUEUE_PACKETS = 10_000
 STOP_S = 10.0
 POLL_S = 0.05
-DIES_WITH_US = ("setpriv", "--pdeathsig", "TERM", "--")  # not preexec_fn: it forks, which JAX warns of
+# A child with this prefix gets SIGTERM when this process ends. preexec_fn would fork, and JAX warns about forks.
+ENDS_WITH_US = ("setpriv", "--pdeathsig", "TERM", "--")
 _serial = itertools.count()
 
 
@@ -48,27 +50,27 @@ class LabError(RuntimeError):
 
 
 class RunFailed(RuntimeError):
-    """Error of a run that did not do what is measured; the message says where to look."""
+    """Error of a run that did not reach the measurement; the message names the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wan:
     """Settings that all island links of a lab have in common."""
 
+    # Bits per second in each direction; 0: unlimited.
     rate_bit_s: float = 0.0
-    """Bits per second in each direction; 0: as fast as it goes."""
+    # The delay in each direction.
     one_way_s: float = 0.0
-    """Delay in each direction, in seconds."""
+    # The largest packet in bytes.
     mtu: int = 1500
-    """Bytes of a packet at most."""
+    # The largest send buffer and receive buffer of a TCP connection; 0: the system's limit.
     window_bytes: int = 0
-    """Most memory of a TCP connection's send buffer, and of its receive buffer; 0: the system's limit."""
+    # TCP's congestion control, one of net.ipv4.tcp_allowed_congestion_control; empty: the system's choice.
     congestion: str = ""
-    """TCP's congestion control, one of net.ipv4.tcp_allowed_congestion_control; empty: the system's choice."""
 
 
 class Traffic(NamedTuple):
-    """Bytes of one island's link since it was built, with Ethernet (without delay) or IP (with delay) headers."""
+    """Bytes of one island's link so far, with IP headers, and with Ethernet headers if the link has no delay."""
 
     up: int
     down: int
@@ -76,7 +78,7 @@ class Traffic(NamedTuple):
 
 
 def check_root() -> None:
-    """Raises LabError where no lab can be built."""
+    """Check that a lab can be built here; LabError otherwise."""
     if not sys.platform.startswith("linux"):
         raise LabError(f"network namespaces need Linux, this is {sys.platform}; run it on a Linux machine")
     if os.geteuid() != 0:
@@ -87,7 +89,7 @@ def check_root() -> None:
 
 
 def _run(*words: object) -> str:
-    """Raises LabError with what the command said."""
+    """Run a command, and return its output; LabError with its message if it fails."""
     command = [str(word) for word in words]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode:
@@ -102,7 +104,7 @@ def _counters(namespace: str, device: str) -> dict[str, int]:
 
 
 def _start_ticks(pid: int) -> str:
-    """Return when a process began, in clock ticks since the system did; empty: there is none."""
+    """Return the start of a process in clock ticks since the system's start; empty if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19]
     except OSError:
@@ -110,7 +112,7 @@ def _start_ticks(pid: int) -> str:
 
 
 def _remove_namespace(name: str) -> None:
-    """End what runs in a namespace, and the namespace; whatever is missing already is fine."""
+    """End the processes of a namespace, and remove it; missing parts are ignored."""
     with contextlib.suppress(LabError):
         for pid in _run("ip", "netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
@@ -121,7 +123,7 @@ def _remove_namespace(name: str) -> None:
 
 
 def sweep() -> list[str]:
-    """Remove the namespaces of labs whose process is gone; returns their names."""
+    """Remove the namespaces of labs without a process, and return their names."""
     folders = (folder for folder in (NAMESPACES, NAMESPACE_FILES) if folder.is_dir())
     found = sorted({path.name for folder in folders for path in folder.glob(f"{PREFIX}-*")})
     swept = []
@@ -138,10 +140,10 @@ class Lab:
 
     Args:
         islands: names of the islands.
-        wan: their links.
+        wan: settings of their links.
 
     Raises:
-        LabError: it cannot be built here.
+        LabError: a lab cannot be built here.
     """
 
     def __init__(self, islands: Sequence[str], wan: Wan) -> None:
@@ -152,7 +154,8 @@ class Lab:
         self._sites = (SYNCER, *self.islands)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._delays: list[subprocess.Popen[bytes]] = []
-        self._before: dict[str, Traffic] = {}  # of each link, with its earlier shapes
+        # The traffic of each link before its newest change of rate.
+        self._before: dict[str, Traffic] = {}
         self._shapes = 0
 
     def __enter__(self) -> Lab:
@@ -168,11 +171,11 @@ class Lab:
         self.close()
 
     def namespace(self, site: str) -> str:
-        """The name of a site's namespace: an island's, "syncer" or "router"."""
+        """Return the name of the namespace of a site: an island, "syncer" or "router"."""
         return f"{self._id}-{site}"
 
     def address(self, site: str) -> str:
-        """The IPv4 address of a site."""
+        """Return the IPv4 address of a site."""
         return f"10.77.{self._sites.index(site) + 1}.2"
 
     def _build(self) -> None:
@@ -203,10 +206,10 @@ class Lab:
         _run("ip", "-n", here, "route", "add", "default", "via", gateway)
 
     def _delay(self, here: str, router: str, site: str) -> None:
-        """Two devices, and a process that carries packets from one to the other after a while."""
+        """Start a process that makes two devices, and carries packets between them with a delay."""
         program = Path(__file__).with_name("delay.py")
         words = [
-            *DIES_WITH_US,
+            *ENDS_WITH_US,
             sys.executable,
             str(program),
             f"{here}:wan",
@@ -217,7 +220,7 @@ class Lab:
         self._delays.append(process)
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            raise LabError("the link with a delay did not start, see above; is /dev/net/tun there?")
+            raise LabError("the link with a delay did not start; check that /dev/net/tun exists")
 
     def _tune(self, site: str) -> None:
         if self.wan.congestion:
@@ -227,25 +230,25 @@ class Lab:
                 self.sysctl(site, f"net.ipv4.{name}", f"4096 131072 {self.wan.window_bytes}")
 
     def _write_hosts(self, site: str) -> None:
-        """Gloo listens at the address of the machine's name, which must lead here and not to loopback."""
+        """Write the hosts file of a site, because gloo listens at the address of the machine's name."""
         folder = NAMESPACE_FILES / self.namespace(site)
         folder.mkdir(parents=True)
         names = f"127.0.0.1 localhost\n{self.address(site)} {socket.gethostname()}\n"
         (folder / "hosts").write_text(names, encoding="utf-8")
 
     def sysctl(self, site: str, name: str, value: object) -> None:
-        """Set one of a site's own kernel settings."""
+        """Set a kernel setting of a site."""
         _run("ip", "netns", "exec", self.namespace(site), "sysctl", "-qw", f"{name}={value}")
 
     def _ends(self, island: str) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Namespace and device of the sending ends of an island's link: up, down."""
+        """Return namespace and device of the sending ends of an island's link: up, down."""
         return (self.namespace(island), "wan"), (self.namespace(ROUTER), island)
 
     def shape(self, rate_bit_s: float) -> None:
-        """Give all island links a rate in bits per second, also while they are used; 0: as fast as it goes.
+        """Set the rate of all island links in bits per second, also while they are used; 0: unlimited.
 
-        What waits in their queues is lost: a packet larger than a new, smaller burst would block its queue for ever.
-        What passes in the milliseconds of the change is not counted.
+        Packets in their queues are lost, because a packet larger than a new, smaller burst would block its queue
+        forever. Packets in the milliseconds of the change are not counted.
         """
         rate = rate_bit_s or 100e9
         burst = int(max(BURST_BYTES_MIN, 2 * self.wan.mtu, BURST_S * rate / 8))
@@ -254,18 +257,19 @@ class Lab:
         self._shapes += 1
         for island in self.islands:
             self._before[island] = self.traffic(island) if self._shapes > 1 else Traffic(0, 0, 0)
-            for namespace, device in self._ends(island):  # a new handle makes a new queue, at once
+            # A new handle makes a new queue at once.
+            for namespace, device in self._ends(island):
                 place = ("dev", device, "root", "handle", f"{self._shapes}:")
                 _run("tc", "-n", namespace, "qdisc", "replace", *place, *words)
 
     def traffic(self, island: str) -> Traffic:
-        """Read what went over an island's link so far."""
+        """Return the traffic of an island's link so far."""
         up, down = (_counters(namespace, device) for namespace, device in self._ends(island))
         new = (up["bytes"], down["bytes"], up["drops"] + down["drops"])
         return Traffic(*(old + count for old, count in zip(self._before[island], new, strict=True)))
 
     def delay_cpu_s(self) -> float:
-        """Processor time that the processes which delay packets have used."""
+        """Return the processor time of the processes that delay packets."""
         ticks = 0
         for process in self._delays:
             fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
@@ -292,13 +296,14 @@ class Lab:
         """
         assert name not in self.children, f"there is a child {name} already"
         process = subprocess.Popen(
-            [*DIES_WITH_US, "ip", "netns", "exec", self.namespace(site), *map(str, command)],
+            [*ENDS_WITH_US, "ip", "netns", "exec", self.namespace(site), *map(str, command)],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=None if stdout in (None, subprocess.PIPE) else subprocess.STDOUT,
             env=None if environment is None else dict(environment),
             cwd=ROOT,
-            start_new_session=True,  # a terminal's Ctrl-C must reach the lab alone
+            # A terminal's Ctrl-C must reach only the lab.
+            start_new_session=True,
         )
         self.children[name] = process
         return process
@@ -306,33 +311,33 @@ class Lab:
     def wait_for(
         self, condition: Callable[[], bool], limit_s: float, what: str, look: Callable[[], object] | None = None
     ) -> None:
-        """Wait until something has happened, looking twenty times a second.
+        """Wait until a condition is true; check it twenty times a second.
 
         Args:
-            condition: whether it has.
-            limit_s: seconds to wait at most.
-            what: it is, for the message.
-            look: called at every look.
+            condition: the condition.
+            limit_s: most seconds to wait.
+            what: name of the event, for the message.
+            look: called at every check.
 
         Raises:
-            RunFailed: it did not happen in time, or a child has failed meanwhile.
+            RunFailed: the condition did not become true in time, or a child has failed.
         """
         ends_s = time.monotonic() + limit_s
         while not condition():
             for name, child in self.children.items():
                 if child.poll() not in (None, 0):
-                    raise RunFailed(f"{name} ended with status {child.returncode} before {what}; see its log")
+                    raise RunFailed(f"{name} ended with status {child.returncode} before {what}; read its log")
             if time.monotonic() > ends_s:
-                raise RunFailed(f"{what} did not happen within {limit_s:.0f} s; see the logs")
+                raise RunFailed(f"{what} did not happen within {limit_s:.0f} s; read the logs")
             if look is not None:
                 look()
             time.sleep(POLL_S)
 
     def output(self, name: str, limit_s: float) -> str:
-        """Standard output of a child that was started with a pipe, when it has ended.
+        """Wait for the end of a child with a pipe, and return its standard output.
 
         Raises:
-            RunFailed: it failed, or did not end in time.
+            RunFailed: the child failed, or did not end in time.
         """
         child = self.children.pop(name)
         try:
@@ -342,11 +347,11 @@ class Lab:
             child.communicate()
             raise RunFailed(f"{name} did not end within {limit_s:.0f} s") from None
         if child.returncode:
-            raise RunFailed(f"{name} ended with status {child.returncode}, see above")
+            raise RunFailed(f"{name} ended with status {child.returncode}; its output names the cause")
         return text.decode()
 
     def stop(self, *names: str) -> None:
-        """End children, politely first; all if none is named."""
+        """End children (default: all), first with SIGTERM, then with SIGKILL."""
         chosen = [self.children.pop(name) for name in names or tuple(self.children)]
         for child in chosen:
             if child.poll() is None:
@@ -374,5 +379,6 @@ class Lab:
             self._delays.clear()
             for site in (ROUTER, *self._sites):
                 _remove_namespace(self.namespace(site))
-            with contextlib.suppress(OSError):  # somebody else's files are there
+            # The folder may have files of other labs.
+            with contextlib.suppress(OSError):
                 NAMESPACE_FILES.rmdir()

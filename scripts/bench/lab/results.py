@@ -1,4 +1,4 @@
-"""Results of the WAN benches: one JSON object for machines, a table for people."""
+"""Results of the WAN benches, as a JSON object or as a table."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def result(name: str, values: Sequence[float], unit: str, **more: Any) -> dict[str, Any]:
-    """The median of some runs with its spread, and what else there is to say."""
+    """Return the median of some runs with its spread, and further figures."""
     rounded = [float(f"{value:.5g}") for value in values]
     middle = float(f"{statistics.median(values):.5g}")
     figures = {"name": name, "value": middle, "unit": unit, "low": min(rounded), "high": max(rounded)}
@@ -19,12 +19,12 @@ def result(name: str, values: Sequence[float], unit: str, **more: Any) -> dict[s
 
 
 def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a table without digits that mean nothing."""
+    """Return a row of a table with four significant digits."""
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
 def show(outcome: Mapping[str, Any], as_json: bool) -> None:
-    """Print a result; its "rows", if there are any, become the table."""
+    """Print a result as JSON or as text; its "rows" become a table."""
     if as_json:
         sys.stdout.write(json.dumps(outcome) + "\n")
         return

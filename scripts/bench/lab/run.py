@@ -1,4 +1,4 @@
-"""A real run in a laboratory: `diloco syncer` at its site, a `diloco learner` at each island, watched from outside."""
+"""A real run in a laboratory, with `diloco syncer` at its site and a `diloco learner` at each island."""
 
 import json
 import os
@@ -28,10 +28,12 @@ LOST_KINDS = ("left", "silent", "abandoned")
 class Mark(NamedTuple):
     """A moment of a run."""
 
-    t: float  # of the run, in seconds
+    # Seconds on the run's clock.
+    t: float
     global_step: int
     traffic: dict[str, Traffic]
-    frame_bytes: tuple[int, int]  # that the syncer received and sent, as its transport counts them
+    # The bytes that the syncer received and sent, as its transport counts them.
+    frame_bytes: tuple[int, int]
 
 
 class Window(NamedTuple):
@@ -43,10 +45,14 @@ class Window(NamedTuple):
     down_bytes: int
     frame_bytes: tuple[int, int]
     inner_steps: int
-    step_s: float  # median
-    utilisation: dict[str, float]  # island -> share of its time in inner steps
-    merged: tuple[tuple[int, int], ...]  # fragment and contributors of each merged round
-    lost: tuple[str, ...]  # notes that somebody was missing
+    # The median time of an inner step.
+    step_s: float
+    # The share of time in inner steps, by island.
+    utilisation: dict[str, float]
+    # The fragment and the number of contributors of each merged round.
+    merged: tuple[tuple[int, int], ...]
+    # The syncer's notes about missing learners.
+    lost: tuple[str, ...]
 
     @property
     def contributors(self) -> float:
@@ -54,12 +60,12 @@ class Window(NamedTuple):
 
 
 def job(islands: int, model: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings: one emulated device per island, and evaluations that cost little.
+    """Return the settings of a run with one emulated device per island and cheap evaluations.
 
     Args:
-        islands: how many.
+        islands: number of islands.
         model: arguments of the built-in decoder, or a whole section with "module".
-        sections: what to add to sections of the configuration, by name.
+        sections: additions to sections of the configuration, by name.
     """
     config: dict[str, Any] = {
         "name": "wan",
@@ -77,15 +83,15 @@ def job(islands: int, model: Mapping[str, Any], **sections: Mapping[str, Any]) -
 def spawn_python(
     lab: Lab, config: RunConfig, name: str, site: str, words: Sequence[object], folder: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a Python program as the supervisor of a local run would, at a site of a lab.
+    """Start a Python program at a site of a lab, like the supervisor of a local run.
 
     Args:
-        lab: where.
-        config: its emulated devices and shares of cores.
-        name: of the child; an island's name gets that island's cores.
-        site: where in the lab.
-        words: what follows the interpreter.
-        folder: for NAME.log.
+        lab: the laboratory.
+        config: configuration with emulated devices and shares of cores.
+        name: name of the child; a child with an island's name gets that island's cores.
+        site: site in the lab.
+        words: arguments of the interpreter.
+        folder: folder for NAME.log.
     """
     environment = dict(child_environment(config, name))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "bench")])
@@ -100,9 +106,9 @@ class WanRun:
     """One run; its processes are children of the lab and end with it.
 
     Args:
-        lab: where; its islands' names must be those of the configuration.
-        folder: for configuration, logs and the run's own files.
-        settings: the configuration; addresses are filled in.
+        lab: the laboratory; its islands have the names of the configuration.
+        folder: folder for configuration, logs and the run's files.
+        settings: the configuration without addresses.
     """
 
     def __init__(self, lab: Lab, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -119,7 +125,7 @@ class WanRun:
         self.peak_rss_bytes: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start the syncer, and the islands when it listens."""
+        """Start the syncer, wait until it listens, and start the islands."""
         self._spawn("syncer", SYNCER, ["syncer", self._file])
         self._await(lambda: (self.folder / ADDRESS_FILE).exists(), START_S, "the syncer's listening")
         for name in self._lab.islands:
@@ -150,16 +156,16 @@ class WanRun:
         return self._steps_of(island) >= steps
 
     def await_everybody(self, steps: int = 3, limit_s: float = START_S) -> None:
-        """Wait until every island has reported so many inner steps, counted from the beginning of the run."""
+        """Wait until every island has reported this many inner steps since the start of the run."""
         for name in self._lab.islands:
             self._await(partial(self._has_made, name, steps), limit_s, f"step {steps} of {name}")
 
     def await_inner_steps(self, count: int, limit_s: float = 3600.0) -> None:
-        """Wait until every island has made so many inner steps more."""
+        """Wait until every island has made `count` more inner steps."""
         self.await_everybody(max(map(self._steps_of, self._lab.islands)) + count, limit_s)
 
     def await_steps(self, count: int, limit_s: float) -> None:
-        """Wait for so many global steps more."""
+        """Wait for `count` more global steps."""
         target = self.mark().global_step + count
         self._await(lambda: self._global_step() >= target, limit_s, f"global step {target}")
 
@@ -167,7 +173,7 @@ class WanRun:
         return max((r["global_step"] for r in self._metrics.look() if r["kind"] == "wire"), default=0)
 
     def await_end(self, limit_s: float) -> dict[str, Any]:
-        """Wait until the run has written its summary, which is returned."""
+        """Wait until the run has written its summary, and return the summary."""
         path = self.folder / SUMMARY_FILE
         self._await(path.exists, limit_s, "the end of the run")
         self._await(lambda: self._lab.children["syncer"].poll() is not None, END_S, "the end of the syncer")
@@ -175,9 +181,11 @@ class WanRun:
         return summary
 
     def mark(self) -> Mark:
-        """A moment right after the syncer has written how far it is, which it does twice a second."""
+        """Return the moment after the next record of the syncer, which writes two per second."""
         known = len(self._metrics.look())
-        self._await(lambda: any(r["kind"] == "wire" for r in self._metrics.look()[known:]), START_S, "a sign of life")
+        self._await(
+            lambda: any(r["kind"] == "wire" for r in self._metrics.look()[known:]), START_S, "a record of the syncer"
+        )
         traffic = {name: self._lab.traffic(name) for name in self._lab.islands}
         newest = next(r for r in reversed(self._metrics.records) if r["kind"] == "wire")
         return Mark(newest["t"], newest["global_step"], traffic, (newest["up_bytes"], newest["down_bytes"]))
@@ -188,7 +196,8 @@ class WanRun:
         utilisation, steps = {}, [r for r in records if r["kind"] == "step"]
         for name in self._lab.islands:
             own = [r for r in steps if r["learner"] == name]
-            if len(own) > 1:  # the first one began before the window
+            # The first step started before the window.
+            if len(own) > 1:
                 utilisation[name] = sum(r["step_s"] for r in own[1:]) / (own[-1]["t"] - own[0]["t"])
         both = [(begin.traffic[name], end.traffic[name]) for name in self._lab.islands]
         return Window(

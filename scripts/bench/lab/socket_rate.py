@@ -1,10 +1,10 @@
-"""Plain TCP sockets as a measure of what a link can carry at best: one process listens, the other sends.
+"""Measure the best rate of a link with plain TCP sockets; one process listens, the other sends.
 
     socket_rate.py --listen HOST:PORT                            until it is killed
     socket_rate.py --connect HOST:PORT --stripes 8 --seconds 4   prints one JSON object, bytes per second
 
-Each connection carries blocks for so many seconds; the clock runs from the first byte sent until the listener has said
-that it has the last one.
+Each connection carries blocks for `--seconds`. The clock runs from the first sent byte until the listener has confirmed
+the last one.
 """
 
 import argparse
@@ -18,7 +18,7 @@ CONNECT_S = 10.0
 
 
 def receive(connection: socket.socket) -> None:
-    """One connection: all that comes, and then how many bytes that was."""
+    """Read everything from a connection, and answer with the number of bytes."""
     with connection:
         count, buffer = 0, bytearray(BLOCK_BYTES)
         while size := connection.recv_into(buffer):
@@ -33,7 +33,7 @@ def listen(address: tuple[str, int]) -> None:
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
-    """A connection to a listener that may be about to start."""
+    """Connect to a listener, and wait if it has not started yet."""
     ends_s = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -59,7 +59,7 @@ def main() -> None:
     role.add_argument("--connect", metavar="HOST:PORT")
     parser.add_argument("--stripes", type=int, default=8, help="connections")
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--json", action="store_true", help="accepted for the likeness with transport; always JSON")
+    parser.add_argument("--json", action="store_true", help="accepted as by transport; the output is always JSON")
     arguments = parser.parse_args()
     host, port = (arguments.listen or arguments.connect).split(":")
     address = (host, int(port))

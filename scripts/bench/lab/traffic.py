@@ -1,4 +1,4 @@
-"""`wan bytes`, `slow`, `utilisation` and `downlink`: what a real run moves over its links, what narrow ones cost it."""
+"""`wan bytes`, `slow`, `utilisation` and `downlink`: the traffic of a real run, and the cost of narrow links."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ FRAGMENTS = 24  # P = H
 
 
 def add_wire_words(parser: argparse.ArgumentParser) -> None:
-    """Options of every bench that runs islands."""
+    """Add the options of every bench that runs islands."""
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--up", help="format of outer gradients; default: the configuration's wire.up")
     parser.add_argument("--down", help="format of global fragments; default: the configuration's wire.down")
@@ -36,29 +36,29 @@ def add_wire_words(parser: argparse.ArgumentParser) -> None:
 def add_run_words(
     parser: argparse.ArgumentParser, model: str, rate_mbit: float, steps: int, batch_size: int, seq_len: int
 ) -> None:
-    """Options of a bench that trains a decoder over links of one rate, with these defaults."""
+    """Add the options of a bench that trains a decoder over links of one rate, with these defaults."""
     add_wire_words(parser)
-    parser.add_argument("--model", choices=MODELS, default=model, help="decoder of about so many parameters")
-    parser.add_argument("--rate-mbit", type=float, default=rate_mbit, help="of each island's link")
-    parser.add_argument("--steps", type=int, default=steps, help="global steps that are run, or measured")
+    parser.add_argument("--model", choices=MODELS, default=model, help="decoder with about this many parameters")
+    parser.add_argument("--rate-mbit", type=float, default=rate_mbit, help="rate of each island's link")
+    parser.add_argument("--steps", type=int, default=steps, help="global steps of the run or of the measurement")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per inner step and island")
     parser.add_argument("--seq-len", type=int, default=seq_len)
 
 
 def decoder_job(arguments: argparse.Namespace, train: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """Settings of such a run; `train` says more than its batch."""
+    """Return the settings of a run that trains a decoder; `train` has further settings of that section."""
     sizes = {"batch_size": arguments.batch_size * arguments.islands, "seq_len": arguments.seq_len}
     model = {**MODELS[arguments.model], "seq_len_max": arguments.seq_len, "activation": "relu2"}
     return job(arguments.islands, model, train=sizes | train, wire=wire_section(arguments), **sections)
 
 
 def wire_section(arguments: argparse.Namespace) -> dict[str, str]:
-    """The configuration's section; what was not chosen keeps its default."""
+    """Return the section `wire` of the configuration with the chosen formats."""
     return {name: value for name, value in (("up", arguments.up), ("down", arguments.down)) if value}
 
 
 def formats(config: RunConfig) -> dict[str, str]:
-    """The formats "up" and "down"."""
+    """Return the formats "up" and "down"."""
     return asdict(config.wire)
 
 
@@ -67,17 +67,17 @@ def island_names(arguments: argparse.Namespace) -> list[str]:
 
 
 def paced_model(step_s: float, spread: float = 0.0) -> dict[str, Any]:
-    """A model whose steps take at least so long, mostly asleep: islands do not compete for the machine's cores.
+    """Return a model with steps that mostly sleep, so that islands do not compete for the machine's cores.
 
     Args:
-        step_s: of the first island.
-        spread: by which share of that each one takes longer than the one before.
+        step_s: least seconds of a step of the first island.
+        spread: additional time of each island over the one before, as a share of step_s.
     """
     return {"module": "_paced_model:PacedModel", "args": {**PACED, "step_s": step_s, "spread": spread}}
 
 
 class Sizes:
-    """The parameters of a run's model, and the payload of each fragment."""
+    """Number of parameters of a run's model, and the payload bytes of each fragment."""
 
     def __init__(self, config: RunConfig) -> None:
         self.formats = formats(config)
@@ -94,7 +94,7 @@ def add_bytes_words(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_bytes(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Bytes on the wire per global step and learner, up plus down, as the shapers of the links counted them."""
+    """Measure the bytes per global step and learner, up plus down, as the shapers of the links count them."""
     settings = decoder_job(arguments, {})
     with Lab(island_names(arguments), Wan(rate_bit_s=1e6 * arguments.rate_mbit)) as lab:
         run = WanRun(lab, folder / "run", settings)
@@ -102,7 +102,8 @@ def measure_bytes(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         run.await_everybody()
         joined = run.mark()
         sizes = Sizes(run.config)
-        run.await_steps(FRAGMENTS, 600)  # whoever came late has the whole model
+        # After these steps late islands have the whole model, too.
+        run.await_steps(FRAGMENTS, 600)
         begin = run.mark()
         run.await_steps(arguments.steps, 3600)
         end = run.mark()
@@ -159,7 +160,7 @@ def add_slow_words(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_slow(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A run over narrow links from its first byte on: does it end, who was thought lost, how much memory it takes."""
+    """Measure a run that has narrow links from its first byte: its end, its lost learners and its memory."""
     settings = decoder_job(arguments, {"steps": arguments.steps})
     with Lab(island_names(arguments), Wan(rate_bit_s=1e6 * arguments.rate_mbit)) as lab:
         run = WanRun(lab, folder / "run", settings)
@@ -194,18 +195,20 @@ def measure_slow(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def add_utilisation_words(parser: argparse.ArgumentParser) -> None:
     add_wire_words(parser)
     multiples = (50.0, 20.0, 10.0, 5.0, 2.0, 1.0)
-    parser.add_argument("--multiples", nargs="+", type=float, default=multiples, help="rates over the planned one")
+    parser.add_argument(
+        "--multiples", nargs="+", type=float, default=multiples, help="rates as multiples of the planned rate"
+    )
     parser.add_argument("--step-s", type=float, default=0.2, help="seconds of an inner step; mostly asleep")
     parser.add_argument("--overlap-steps", type=int, default=2, help="tau")
-    parser.add_argument("--steps", type=int, default=96, help="global steps that are measured at each rate")
+    parser.add_argument("--steps", type=int, default=96, help="measured global steps at each rate")
     parser.add_argument("--round-trip-ms", type=float, default=0.0)
 
 
 def measure_utilisation(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run whose links become narrower: the share of time in inner steps, and who takes part in rounds.
+    """Measure the share of time in inner steps, and the participation, in a run whose links become narrower.
 
-    The planned rate carries one fragment per step, in the direction that carries more. Islands never wait for a round,
-    so narrow links cost participation, not steps. `value` is the utilisation at the rate of a round in tau steps.
+    The planned rate carries one fragment per step in the busier direction. Islands never wait for a round, so narrow
+    links cost participation instead of steps. `value` is the utilisation at the rate of a round in tau steps.
     """
     settings = job(
         arguments.islands,
@@ -226,7 +229,8 @@ def measure_utilisation(arguments: argparse.Namespace, folder: Path) -> dict[str
         run.await_everybody(FRAGMENTS)
         for rate in [*sorted((planned * m for m in arguments.multiples), reverse=True), fits]:
             lab.shape(rate)
-            run.await_steps(6 if rate >= planned else 12, 600)  # the rounds of the rate before are over
+            # After these steps the rounds of the previous rate have ended.
+            run.await_steps(6 if rate >= planned else 12, 600)
             begin = run.mark()
             run.await_steps(arguments.steps, 3600)
             window = run.window(begin, run.mark())
@@ -269,18 +273,22 @@ def _utilisation_row(window: Window, rate: float, planned: float) -> dict[str, A
 
 def add_downlink_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--islands", type=int, default=4)
-    parser.add_argument("--shares", nargs="+", type=float, default=(0.5, 0.95, 1.1), help="way of a version, in steps")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=(0.5, 0.95, 1.1), help="travel times of a version, in steps"
+    )
     parser.add_argument("--step-s", type=float, default=0.4, help="seconds of the first island's steps; mostly asleep")
-    parser.add_argument("--spread", type=float, default=0.15, help="by which each island's steps take longer")
+    parser.add_argument(
+        "--spread", type=float, default=0.15, help="additional step time of each island over the one before, as a share"
+    )
     parser.add_argument("--overlap-steps", type=int, default=2, help="tau")
     parser.add_argument("--steps", type=int, default=72, help="global steps that are measured at each rate")
 
 
 def measure_downlink(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run on downlinks that carry a new version in a share of an inner step: how many come within tau steps.
+    """Measure the share of versions that arrive within tau steps over slow downlinks.
 
-    Of every value that a round asked for: inner steps of its learner, from the one whose copy was asked for to the one
-    after which it adopted the round's result. Up goes an eighth of what goes down.
+    For every requested value the bench counts the inner steps of its learner, from the step of the requested copy to
+    the step before the adoption of the round's result. An eighth of the downlink's bytes go up.
     """
     settings = job(
         arguments.islands,
@@ -297,24 +305,26 @@ def measure_downlink(arguments: argparse.Namespace, folder: Path) -> dict[str, A
         run.await_everybody(FRAGMENTS)
         for share in arguments.shares:
             lab.shape(version_bits / (share * arguments.step_s))
-            run.await_steps(FRAGMENTS, 600)  # the averages have settled
+            # After these steps the averages are stable.
+            run.await_steps(FRAGMENTS, 600)
             begin = run.mark()
             first = len(_tape(run))
             run.await_steps(arguments.steps, 3600)
             window, last = run.window(begin, run.mark()), len(_tape(run))
-            run.await_steps(3 * arguments.overlap_steps, 600)  # what was asked for last has come, if it is in time
+            # After these steps the last requested values have arrived if they are in time.
+            run.await_steps(3 * arguments.overlap_steps, 600)
             waits = _waits(_tape(run)[first:], last - first)
             late = [steps for steps in waits if steps is None or steps > arguments.overlap_steps]
-            told = sorted(steps for steps in waits if steps is not None)
+            known = sorted(steps for steps in waits if steps is not None)
             row = {"version_takes_steps": share, "values": len(waits), "late": len(late) / len(waits)}
-            row |= {"median_steps": statistics.median(told), "longest_steps": told[-1]}
+            row |= {"median_steps": statistics.median(known), "longest_steps": known[-1]}
             row |= {"contributors": window.contributors, "step_s": window.step_s}
             rows.append(rounded(row))
             sys.stderr.write(f"{rows[-1]}\n")
     return result(
         "wan_downlink",
         [max(row["late"] for row in rows)],
-        f"share of values that came more than {arguments.overlap_steps} steps later, at the worst of these rates",
+        f"share of values that arrived more than {arguments.overlap_steps} steps later, at the worst of these rates",
         rows=rows,
         step_s=arguments.step_s,
         spread=arguments.spread,
@@ -327,16 +337,17 @@ def _tape(run: WanRun) -> list[str]:
 
 
 def _waits(tape: list[str], asked_lines: int) -> list[int | None]:
-    """Steps until the round's result was adopted, of each value in the first lines of a tape; None: it never was."""
-    waits: dict[tuple[str, int], int | None] = {}  # of a learner's value for a round
+    """Return the steps until the adoption of the round's result (None: never) of each value in a tape's first lines."""
+    # By learner and round.
+    waits: dict[tuple[str, int], int | None] = {}
     asked: dict[tuple[str, int], int] = {}
     for number, line in enumerate(tape):
-        kind, _, name, _, *said = json.loads(line) if line.startswith(('["Frag', '["Step')) else ("", 0, "", 0)
+        kind, _, name, _, *facts = json.loads(line) if line.startswith(('["Frag', '["Step')) else ("", 0, "", 0)
         if kind == "FragmentValue" and number < asked_lines:
-            global_step, _, local_step, *_ = said
+            global_step, _, local_step, *_ = facts
             asked[name, global_step], waits[name, global_step] = local_step, None
         elif kind == "StepReport":
-            for version, local_step, _ in said[3]:
+            for version, local_step, _ in facts[3]:
                 if (name, version) in asked:
                     waits[name, version] = local_step - asked.pop((name, version))
     return list(waits.values())

@@ -1,7 +1,7 @@
-"""`wan transport`: which share of a link's rate arrives as payload.
+"""`wan transport`: the share of a link's rate that arrives as payload.
 
-Two programs take turns at the two ends: plain sockets (socket_rate.py), which show what the link itself can carry, and
-the transport of diloco_jax (transport.py). Payloads go up, from an island to the syncer, or down.
+Two programs take turns at the two ends: plain sockets (socket_rate.py), which show the rate of the link itself, and the
+transport of diloco_jax (transport.py). Payloads go up, from an island to the syncer, or down.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from lab.results import result, rounded
 
 BENCH = Path(__file__).parents[1]
 WAIT_S = 60.0
-PAYLOAD_S = 0.25  # of the link's rate in one payload: several are under way
+# A payload takes this time at the link's rate; several payloads are in flight.
+PAYLOAD_S = 0.25
 PROGRAMS = {
     "socket": ("lab/socket_rate.py", 7000),
     "transport": ("transport.py", 7001),
@@ -36,14 +37,18 @@ PROFILES = {
 def add_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=list(PROFILES))
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
-    parser.add_argument("--connections", nargs="+", type=int, default=[1, 8], help="numbers of them, or stripes")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a transfer")
-    parser.add_argument("--down", action="store_true", help="transport: payloads to the island; sockets always go up")
+    parser.add_argument(
+        "--connections", nargs="+", type=int, default=[1, 8], help="numbers of connections or of stripes"
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a transfer")
+    parser.add_argument(
+        "--down", action="store_true", help="transport: payloads go to the island; sockets always send up"
+    )
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All profiles with all programs and numbers of connections; the value is that of the last row."""
+    """Measure all profiles with all programs and numbers of connections; `value` is that of the last row."""
     programs, counts = arguments.programs, arguments.connections
     rows: list[dict[str, Any]] = []
     shares: list[float] = []
@@ -75,7 +80,7 @@ def _listen(lab: Lab, program: str) -> None:
 
 
 def _transfer(lab: Lab, program: str, connections: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """One transfer between the island and the syncer's site."""
+    """Make one transfer between the island and the syncer's site, and return its figures."""
     script, port = PROGRAMS[program]
     command = [sys.executable, BENCH / script, "--connect", f"{lab.address(SYNCER)}:{port}", "--json"]
     command += ["--stripes", connections, "--seconds", arguments.seconds]
@@ -85,13 +90,13 @@ def _transfer(lab: Lab, program: str, connections: int, arguments: argparse.Name
     before, delay_s, began_s = lab.traffic("island-0"), lab.delay_cpu_s(), time.monotonic()
     children_s = resource.getrusage(resource.RUSAGE_CHILDREN)
     lab.spawn("connect", "island-0", command, stdout=subprocess.PIPE)
-    told = json.loads(lab.output("connect", arguments.seconds + WAIT_S))
+    printed = json.loads(lab.output("connect", arguments.seconds + WAIT_S))
     used, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began_s
     after = lab.traffic("island-0")
     moved = max(after.up - before.up, after.down - before.down)
     return {
-        "share": 8 * told["value"] / lab.wan.rate_bit_s,
-        "mbit_per_s": 8 * told["value"] / 1e6,
+        "share": 8 * printed["value"] / lab.wan.rate_bit_s,
+        "mbit_per_s": 8 * printed["value"] / 1e6,
         "delay_cores": (lab.delay_cpu_s() - delay_s) / wall_s,
         "sender_cpu_s": used.ru_utime + used.ru_stime - children_s.ru_utime - children_s.ru_stime,
         "link_mb": moved / 1e6,

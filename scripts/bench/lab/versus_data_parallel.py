@@ -1,4 +1,4 @@
-"""`wan vs_data_parallel`: the same model, data and tokens with islands, and with one synchronous job over the links."""
+"""`wan vs_data_parallel`: islands beside a synchronous job with the same model, data, tokens and links."""
 
 import argparse
 import json
@@ -29,10 +29,10 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds per token of both over links of the same rate, and the evaluation loss after the same tokens.
+    """Measure the seconds per token of both over links of one rate, and the evaluation loss after equal tokens.
 
-    The baseline's steps are all made over fast links, for its loss: the arithmetic does not depend on the link. Its
-    seconds per step are then measured over the narrow links, and its whole time is projected from their median.
+    The baseline makes all of its steps over fast links, because its loss does not depend on the links. Then its seconds
+    per step are measured over narrow links, and its whole time is projected from their median.
     """
     optimizer = {
         "name": "adamw",
@@ -72,7 +72,8 @@ def _islands(arguments: argparse.Namespace, settings: dict[str, Any], rate: floa
         begin = run.mark()
         summary = run.await_end(LIMIT_S)
         window = run.window(begin, begin._replace(t=summary["wall_s"]))
-    step_s = window.seconds * arguments.islands / window.inner_steps  # of all islands together
+    # The window counts the steps of all islands together.
+    step_s = window.seconds * arguments.islands / window.inner_steps
     return {
         "step_s": step_s,
         "exchange_s": 0.0,
@@ -88,7 +89,7 @@ def _islands(arguments: argparse.Namespace, settings: dict[str, Any], rate: floa
 def _baseline(
     arguments: argparse.Namespace, settings: dict[str, Any], rate: float, folder: Path, steps: int
 ) -> dict[str, Any]:
-    """All steps over fast links, then some over narrow ones."""
+    """Make all steps over fast links, then some steps over narrow links, and return the figures."""
     folder = folder / "data_parallel"
     folder.mkdir()
     with Lab(island_names(arguments), Wan()) as lab:
@@ -99,7 +100,8 @@ def _baseline(
         lab.wait_for(
             lambda: any("ended" in record for record in tail.look()), LIMIT_S, "the baseline's last timed step"
         )
-    timed = [record for record in tail.look() if record.get("step", 0) > steps]  # the first one met an idle link
+    # The first step over the narrow links found idle links, so it does not count.
+    timed = [record for record in tail.look() if record.get("step", 0) > steps]
     fast = [record["step_s"] for record in tail.look() if 0 < record.get("step", 0) < steps]
     config = folder.parent / "islands" / SETTINGS_FILE
     evaluator = Evaluator(load(config))

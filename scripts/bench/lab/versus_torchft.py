@@ -1,7 +1,7 @@
-"""`wan vs_torchft`: DiLoCo of torchft and islands of diloco_jax over the same links.
+"""`wan vs_torchft`: torchft's DiLoCo and islands of diloco_jax over the same links.
 
-Both train the same small model (2^20 float32 parameters) with steps of the same length, mostly asleep. torchft's
-pseudo-gradients travel in one bucket per fragment as float32: its quantised all-reduce needs Triton, hence a GPU.
+Both train the same small model (2^20 float32 parameters) with steps of equal length that mostly sleep. torchft's
+pseudo-gradients travel in one bucket per fragment as float32, because its quantised all-reduce needs a GPU (Triton).
 """
 
 import argparse
@@ -29,18 +29,20 @@ LIMIT_S = 3600.0
 
 def add_words(parser: argparse.ArgumentParser) -> None:
     add_wire_words(parser)
-    parser.add_argument("--rate-mbit", type=float, default=4.0, help="of each island's link")
+    parser.add_argument("--rate-mbit", type=float, default=4.0, help="rate of each island's link")
     parser.add_argument("--step-s", type=float, default=0.1, help="seconds of an inner step")
-    parser.add_argument("--syncs", type=int, default=3, help="synchronisations of torchft that are measured per run")
-    parser.add_argument("--fragments", type=int, choices=(1, 2), default=2, help="of torchft; ours are always 24")
+    parser.add_argument("--syncs", type=int, default=3, help="measured synchronisations of torchft per run")
     parser.add_argument(
-        "--delay", type=int, help="torchft's fragment_sync_delay: steps that overlap; default: as many as it takes"
+        "--fragments", type=int, choices=(1, 2), default=2, help="fragments of torchft; ours are always 24"
+    )
+    parser.add_argument(
+        "--delay", type=int, help="torchft's fragment_sync_delay, the steps that overlap; default: the largest"
     )
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side, in turn")
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds per inner step of both, over links of the same rate, with the same compute per step and the same H."""
+    """Measure the seconds per inner step of both over links of one rate, with equal compute per step and equal H."""
     theirs, ours = [], []
     for repeat in range(arguments.repeats):
         theirs.append(_torchft(arguments, folder / f"torchft-{repeat}"))
@@ -66,12 +68,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _delay(arguments: argparse.Namespace) -> int:
-    """Steps that torchft trains on while a fragment travels; it allows one less than between two synchronisations."""
+    """Return the steps that torchft makes while a fragment travels; it allows one less than the steps between syncs."""
     return FRAGMENTS // arguments.fragments - 1 if arguments.delay is None else int(arguments.delay)
 
 
 def _torchft(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """A lighthouse at the syncer's site, a replica at each island; from the second synchronisation on."""
+    """Run a lighthouse at the syncer's site and a replica at each island; measure from the second synchronisation."""
     folder.mkdir(parents=True)
     python = python_with("torchft", PINS)
     steps = FRAGMENTS // arguments.fragments
@@ -111,7 +113,7 @@ def _has_synced(tail: Tail, times: int) -> bool:
 
 
 def _islands(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Our side: joined over the same links, measured over as many inner steps."""
+    """Run our side over the same links, and measure over as many inner steps."""
     settings = job(
         arguments.islands,
         paced_model(arguments.step_s),

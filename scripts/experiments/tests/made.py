@@ -1,4 +1,4 @@
-"""An experiment and records that were made up, for tests of what is computed from them."""
+"""An invented experiment with invented records, for tests of plans, tables and pages."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
 
 
 def record(job: Job, loss: float, **more: Any) -> dict[str, Any]:
-    """What a job that came to this loss leaves."""
+    """Return the record of a job with this loss."""
     return {
         "experiment": job.experiment,
         "size": job.case.size,

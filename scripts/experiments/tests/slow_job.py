@@ -1,6 +1,7 @@
-"""A job without training: `python -m experiments.tests.slow_job FOLDER` notes its start, and waits until it may end.
+"""A job without training for tests of the runner: `python -m experiments.tests.slow_job FOLDER`.
 
-`python -m experiments.tests.slow_job --runner WORK [MINUTES]` runs three of them, one after the other.
+The job records its start and ends; the job of one seed first waits for a file. `python -m experiments.tests.slow_job
+--runner WORK [MINUTES]` runs three of these jobs one after another.
 """
 
 import json
@@ -15,11 +16,12 @@ from experiments.plan import Choice, Job
 from experiments.runner import Runner, TimeIsUp, alone
 from experiments.tests.made import EXPERIMENT
 
-HELD = 1  # the seed whose job waits for the file `go`
+# The job of this seed waits for the file `go`.
+HELD = 1
 
 
 def job(folder: Path) -> None:
-    """Wait for the word if this is the second seed, then leave a result."""
+    """Wait for the file `go` if this is the second seed, then write a result."""
     work, seed = folder.parents[1], int((folder / "seed").read_text())
     with (work / "starts").open("a") as starts:
         starts.write(f"{seed} {os.getpid()}\n")
@@ -27,13 +29,14 @@ def job(folder: Path) -> None:
         while seed == HELD and not (work / "go").exists():
             time.sleep(0.02)
     except KeyboardInterrupt:
-        (work / "saved").touch()  # as a run does that is asked to stop
+        # An interrupted run saves, too.
+        (work / "saved").touch()
         sys.exit(130)
     (folder / "result.json").write_text(json.dumps({"loss": 1.0 + seed, "tokens": 5, "scores": {}}))
 
 
 def command(job: Job, folder: Path, config: Path) -> list[str]:
-    """Stand in for ways.command."""
+    """Return the command of this job, in place of ways.command."""
     (folder / "seed").write_text(str(job.seed))
     return ["experiments.tests.slow_job", str(folder)]
 

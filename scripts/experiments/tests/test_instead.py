@@ -1,4 +1,4 @@
-"""Merges, cuts and codes that stand in for the package's, each in a process of its own."""
+"""Merges, cuts and codes that replace those of the package, each in a separate process."""
 
 import json
 import math
@@ -20,7 +20,7 @@ PATHS = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
 
 
 def train(folder: Path, instead: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """Result of a short training, in a process of its own."""
+    """Return the result of a short training in a separate process."""
     base = merged(merged(COMMON, TINY), {"train": {"tokens": 8000}, "wire": {"up": "float32", "down": "float32"}})
     config = merged(base, {"model": {"args": {"seq_len_max": 32}}} | settings)
     folder.mkdir()
@@ -38,7 +38,8 @@ def train(folder: Path, instead: dict[str, Any], **settings: Any) -> dict[str, A
 def test_codes_of_two_bits_are_the_best_four_levels() -> None:
     values = np.random.default_rng(0).standard_normal(256 * 40).astype(np.float32)
     error = {bits: float(((coded(values, bits) - values) ** 2).mean()) for bits in (4, 2, 1)}
-    assert error[2] == pytest.approx(0.1175, rel=0.05)  # Max, 1960, table I
+    # The error of the best four levels is from Max (1960), table I.
+    assert error[2] == pytest.approx(0.1175, rel=0.05)
     assert error[1] == pytest.approx(1 - 2 / math.pi, rel=0.05)
     assert error[4] < 0.02
     assert len(np.unique(np.abs(coded(values[:256], 2)))) == 2
@@ -52,7 +53,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_each_changes_what_it_says_and_little_else(tmp_path: Path) -> None:
+def test_each_replacement_has_its_effect_and_little_else(tmp_path: Path) -> None:
     plain = train(tmp_path / "plain", {})
     row = train(tmp_path / "row", {"unit": "row"})
     codes = train(tmp_path / "codes", {"bits": 2})

@@ -1,4 +1,4 @@
-"""Which jobs an experiment has: settings, digests, the tuning that goes first, and what the fourteen files say."""
+"""Jobs of experiments: settings, digests, the tuning before the others, and the fourteen files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_a_command_line_chooses() -> None:
     assert quick[0].settings["model"]["args"]["dim"] == 32
     with pytest.raises(ValueError, match=r"no arm 'm3'; choose from baseline, m4"):
         make_plan(untuned, Choice(arms=("m3",)), [])
-    with pytest.raises(ValueError, match=r"no size '2M'"):
+    with pytest.raises(ValueError, match=r"size '2M' is unknown"):
         make_plan(untuned, Choice(size="2M"), [])
 
 
@@ -69,10 +69,10 @@ def test_large_models_are_run_as_processes_on_the_large_text() -> None:
     job = make_plan(replace(EXPERIMENT, tuning=None), Choice(size="35M", arms=("m4",)), []).jobs[0]
     assert job.way == "run" and job.settings["islands"]["devices"] == "auto"
     assert placed(job.settings, Path("somewhere"))["data"]["path"] == "somewhere/text-16384"
-    assert job.settings["protocol"]["snapshot_every"] > 0, "or it could not go on"
+    assert job.settings["protocol"]["snapshot_every"] > 0, "a run without snapshots cannot resume"
 
 
-def test_data_parallel_of_large_models_can_go_on() -> None:
+def test_data_parallel_of_large_models_can_resume() -> None:
     job = make_plan(replace(EXPERIMENT, tuning=None), Choice(size="35M", arms=("baseline",)), []).jobs[0]
     assert job.way == "run" and "algorithm" not in job.settings and job.settings["islands"]["count"] == 1
     assert job.settings["outer"] == {"optimizer": "sgd", "learning_rate": 1.0}
@@ -85,7 +85,7 @@ def test_data_parallel_of_large_models_can_go_on() -> None:
 def test_contradictions_are_named() -> None:
     uneven = Tuning(tokens=1e6, grids={"baseline": {"seed": (1, 2)}, "m4": {"seed": (1,)}})
     assert "tuned harder" in next(problems(replace(EXPERIMENT, tuning=uneven)))
-    assert "no arm" in next(problems(replace(EXPERIMENT, baseline="none")))
+    assert "is not an arm" in next(problems(replace(EXPERIMENT, baseline="none")))
     assert "size '3M'" in next(problems(replace(EXPERIMENT, cases=(Case(size="3M"),))))
     assert "like 'm9'" in next(problems(replace(EXPERIMENT, arms={**EXPERIMENT.arms, "m3": Arm(like="m9")})))
 
@@ -122,8 +122,8 @@ def test_every_job_of_every_experiment_has_a_config(name: str, tmp_path: Path) -
         )
 
 
-def test_sizes_are_what_they_are_called() -> None:
-    """Parameters of the decoder: embedding, and per layer attention, a gated MLP and two norms, one norm at the end."""
+def test_sizes_have_the_parameters_of_their_names() -> None:
+    """A decoder has an embedding, attention, a gated MLP and two norms per layer, and a norm at the end."""
     for name, size in sizes().items():
         a = {"vocab_size": 256, **size.settings["model"]["args"]}
         heads = 2 * (a["num_heads"] + a["num_kv_heads"]) * a["head_dim"]
@@ -132,7 +132,7 @@ def test_sizes_are_what_they_are_called() -> None:
         assert total == pytest.approx(float(name.removesuffix("M")) * 1e6, rel=0.06), name
 
 
-def test_differences_are_all_and_only_those() -> None:
+def test_differences_are_complete_and_have_nothing_else() -> None:
     jobs = {job.arm: job for job in make_plan(replace(EXPERIMENT, tuning=None, seeds=(0,)), Choice(), []).jobs[:3]}
     assert differences(jobs) == {
         "baseline": {"algorithm": "data_parallel", "islands.count": 4},

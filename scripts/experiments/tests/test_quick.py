@@ -1,6 +1,6 @@
-"""Every experiment with `--quick`: real trainings of a tiny model, through tapes and processes, to a page.
+"""Every experiment with `--quick`: real trainings of a tiny model, with tapes and processes, up to a page.
 
-What the figures are is not tested here: with so small settings they say nothing.
+The figures are not tested, because they mean nothing with so small settings.
 """
 
 import os
@@ -15,7 +15,8 @@ from experiments.spec import load, names
 from tests.runtime.helpers import environment
 
 ROOT = Path(__file__).resolve().parents[3]
-FAST = ("parity", "failures")  # one with data parallel, one with failing chips; the others take a minute each, too
+# One has data parallel, one has failing chips. Each of the others takes a minute, too.
+FAST = ("parity", "failures")
 
 
 @pytest.mark.net
@@ -31,6 +32,6 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert {each["arm"] for each in records} == set(arms)
     assert all(each["loss"] and each["tokens"] > 0 and each["curve"] for each in records)
     text = (out / f"{name}.md").read_text(encoding="utf-8")
-    assert "a trial of the machinery, no evidence" in text and (out / f"{name}.svg").exists()
+    assert "a trial of the machinery, not evidence" in text and (out / f"{name}.svg").exists()
     again = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=60)
     assert again.returncode == 0 and read(out / "records" / f"{name}.jsonl") == records, "nothing is run again"

@@ -1,4 +1,4 @@
-"""Records, tables, verdicts and pages: exact small numbers, and pages that follow from records alone."""
+"""Records, tables, verdicts and pages: exact small numbers, and pages that depend on records alone."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ from experiments.tests.made import EXPERIMENT, record
 
 ROOT = Path(__file__).resolve().parents[3]
 UNTUNED = replace(EXPERIMENT, tuning=None)
-LOSSES = {  # by tokens, arm and seed
+# Losses of the seeds by tokens and arm.
+LOSSES = {
     (1e6, "baseline"): (2.0, 1.0),
     (1e6, "m4"): (2.04, 1.01),
     (2e6, "baseline"): (1.0, 1.0),
@@ -41,7 +42,7 @@ def test_a_curve_is_averaged_in_parts() -> None:
     assert len(thinned((n, 1.0) for n in range(1000))) == 60
 
 
-def test_records_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     append(path, {"digest": "1"})
     path.write_text(path.read_text(encoding="utf-8") + '{"dig', encoding="utf-8")
@@ -49,7 +50,7 @@ def test_records_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
     append(path, {"digest": "2"})
     assert [each["digest"] for each in read(path)] == ["1", "2"]
     path.write_text('{"dig\n{"digest": "2"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 1 is no record"):
+    with pytest.raises(ValueError, match="line 1 is not a record"):
         read(path)
 
 
@@ -94,7 +95,7 @@ def test_a_check_has_a_lower_limit_too() -> None:
     assert outcomes(results)[0].kept is False
 
 
-def test_a_check_can_be_about_what_one_pair_shows_beyond_another() -> None:
+def test_a_check_can_subtract_the_comparison_of_another_pair() -> None:
     check = Check(says="beyond m2", arm="m4", against="baseline", beyond=("m2", "baseline"), tokens=1e6, most=0.0)
     base = LOSSES[1e6, "baseline"]
     two = [job for job in make_plan(UNTUNED, Choice(), []).jobs if job.arm == "m2"]
@@ -104,7 +105,7 @@ def test_a_check_can_be_about_what_one_pair_shows_beyond_another() -> None:
     assert outcome.measured == pytest.approx((-0.5, -2.0, 1.0, 2)), "2 and 1 %, less 1 and 3 %"
     assert outcome.kept
     assert [*problems(replace(UNTUNED, checks=(replace(check, beyond=("m2", "m3", "m4")),)))] == [
-        "a check names 'm3', which is no arm",
+        "a check names 'm3', which is not an arm",
         "check 'beyond m2': beyond names 3 arms; name two",
     ]
 
@@ -124,7 +125,7 @@ def test_records_of_other_settings_do_not_count() -> None:
     assert not results.runs and verdict(results, outcomes(results)) == "not run yet"
 
 
-def test_a_run_of_another_size_gets_a_table_of_its_own() -> None:
+def test_a_run_of_another_size_gets_a_separate_table() -> None:
     (job,) = make_plan(UNTUNED, Choice(seeds=(0,), size="35M", arms=("m4",), tokens=1e7), []).jobs
     results = collect(UNTUNED, [*losses_with({}), record(job, 1.0)])
     assert [case.name for case in results.cases] == ["1M, 1M tokens", "1M, 2M tokens", "35M, 10M tokens"]
@@ -156,7 +157,7 @@ def test_plots_are_small(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*names(), "README"])
-def test_the_documentation_is_what_the_records_say(name: str, tmp_path: Path) -> None:
+def test_the_pages_in_docs_follow_from_the_records(name: str, tmp_path: Path) -> None:
     docs = ROOT / "docs" / "results"
     (tmp_path / page.RECORDS).mkdir()
     for path in (docs / page.RECORDS).glob("*.jsonl"):

@@ -1,4 +1,4 @@
-"""The runner: jobs that are on record are not run again, a runner that is killed goes on, and time is kept."""
+"""The runner: recorded jobs are not run again, a killed runner resumes, and limits of time are kept."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from experiments.text import gather
 from experiments.ways import JobFailed, execute, from_run
 
 ROOT = Path(__file__).resolve().parents[3]
-# a runner is a process without JAX; this one may have it from tests before
+# A runner is a process without JAX, but this process may have JAX from earlier tests.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
 
@@ -29,13 +29,13 @@ def runner(work: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def starts(work: Path) -> list[tuple[int, int]]:
-    """(seed, process) of each job that was started."""
+    """Return (seed, process) of each started job."""
     path = work / "starts"
     rows = path.read_text().splitlines() if path.exists() else []
     return [(int(seed), int(pid)) for seed, pid in map(str.split, rows)]
 
 
-def lives(pid: int) -> bool:
+def running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -44,19 +44,20 @@ def lives(pid: int) -> bool:
 
 
 def wait_for_second(work: Path) -> int:
-    """Wait until the job that holds has begun; returns its process."""
+    """Wait until the waiting job has started, and return its process."""
     while len(starts(work)) < 2:
         time.sleep(0.02)
     return starts(work)[-1][1]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux to tell of a parent's death")
-def test_a_runner_that_is_killed_goes_on(tmp_path: Path) -> None:
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a signal at the end of a parent process needs Linux")
+def test_a_killed_runner_resumes(tmp_path: Path) -> None:
     first = runner(tmp_path)
     held = wait_for_second(tmp_path)
     first.kill()
     first.communicate()
-    while lives(held):  # it does not outlive its runner
+    # The job ends after its runner.
+    while running(held):
         time.sleep(0.02)
     records = tmp_path / "records" / "made.jsonl"
     assert [each["seed"] for each in read(records)] == [0]
@@ -64,30 +65,30 @@ def test_a_runner_that_is_killed_goes_on(tmp_path: Path) -> None:
     second = runner(tmp_path)
     _, said = second.communicate()
     assert second.returncode == 0, said
-    assert [seed for seed, _ in starts(tmp_path)] == [0, 1, 1, 2], "what is on record is not run again"
+    assert [seed for seed, _ in starts(tmp_path)] == [0, 1, 1, 2], "recorded jobs are not run again"
     assert [(each["seed"], each["loss"]) for each in read(records)] == [(0, 1.0), (1, 2.0), (2, 3.0)]
     third = runner(tmp_path)
     _, said = third.communicate()
     assert third.returncode == 0 and len(starts(tmp_path)) == 4, said
 
 
-def test_ctrl_c_stops_the_job_under_way(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_running_job(tmp_path: Path) -> None:
     process = runner(tmp_path)
     held = wait_for_second(tmp_path)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
-    assert process.returncode != 0 and "stopping" in said and not lives(held)
-    assert (tmp_path / "saved").exists(), "it was asked to stop, and had the time to"
+    assert process.returncode != 0 and "stopping" in said and not running(held)
+    assert (tmp_path / "saved").exists(), "an interrupted job has time to save"
     assert len(read(tmp_path / "records" / "made.jsonl")) == 1
 
 
-def test_minutes_end_the_job_under_way(tmp_path: Path) -> None:
+def test_minutes_end_the_running_job(tmp_path: Path) -> None:
     process = runner(tmp_path, str((MARGIN_S + 3.0) / 60))
     _, said = process.communicate()
-    assert process.returncode == 1 and "time is up" in said, "the second job would wait for ever"
+    assert process.returncode == 1 and "time is up" in said, "the second job would wait forever"
 
 
-def test_a_job_that_cannot_go_on_is_not_begun_in_vain(tmp_path: Path) -> None:
+def test_a_job_that_cannot_resume_is_not_started_without_enough_time(tmp_path: Path) -> None:
     plain = replace(EXPERIMENT, tuning=None)
     (job, *_) = make_plan(plain, Choice(arms=("m4",)), []).jobs
     assert job.way == "tapes"
@@ -95,7 +96,8 @@ def test_a_job_that_cannot_go_on_is_not_begun_in_vain(tmp_path: Path) -> None:
         for share, expected in ((0.5, ValueError), (2.0, TimeIsUp)):
             minutes = (share * job.expected_s + MARGIN_S) / 60
             this = Runner(plain, Choice(arms=("m4",)), tmp_path, tmp_path / "made.jsonl", lock, minutes)
-            this._ends_s -= 1.5 * job.expected_s  # jobs before it took so long
+            # Earlier jobs took this time.
+            this._ends_s -= 1.5 * job.expected_s
             with pytest.raises(expected, match="m4, seed 0"):
                 this.run()
 
@@ -115,7 +117,7 @@ def test_two_runners_do_not_do_one_job(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_job_without_a_result_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.ways.command", lambda *_: ["no_such_module"])
     (job, *_) = make_plan(EXPERIMENT, Choice(), []).jobs
-    with alone(tmp_path, "made") as lock, pytest.raises(JobFailed, match=r"status 1; see .*output\.log"):
+    with alone(tmp_path, "made") as lock, pytest.raises(JobFailed, match=r"status 1; read .*output\.log"):
         execute(job, tmp_path, lock, lambda process, share: process.wait() >= 0)
 
 
@@ -145,12 +147,12 @@ def test_text_is_taken_once_and_within_bounds(tmp_path: Path) -> None:
     source, out = tmp_path / "packages", tmp_path / "texts"
     (source / "a").mkdir(parents=True)
     (source / "a" / "one.py").write_text("x = 1\n" * 100)
-    (source / "two.py").write_text("x = 1\n" * 100)  # the same again
+    (source / "two.py").write_text("x = 1\n" * 100)  # equal
     (source / "three.md").write_text("words " * 100)
     (source / "short.md").write_text("words")
     (source / "four.bin").write_bytes(b"0" * 1000)
-    (source / "five.txt").write_bytes(b"\xff" * 1000)  # no UTF-8
+    (source / "five.txt").write_bytes(b"\xff" * 1000)  # not UTF-8
     assert gather(out, [source], shard=1) == 1200
     assert sorted(path.name for path in out.glob("*.jsonl")) == ["part-000.jsonl", "part-001.jsonl"]
     (source / "six.md").write_text("more " * 100)
-    assert gather(out, [source]) == 1200, "it was done"
+    assert gather(out, [source]) == 1200, "existing text is kept"

@@ -1,4 +1,4 @@
-"""Schedules of experiments: what they say of time, goodput and overlap, before anything is trained."""
+"""Schedules of experiments: their time, goodput and overlap, without training."""
 
 import json
 import math
@@ -15,7 +15,7 @@ STEPS, SEQUENCES, SEQ_LEN = 240, 8, 16
 
 
 def config_of(**protocol: Any) -> RunConfig:
-    """Four islands of two sequences each."""
+    """Return a config of four islands with two sequences each."""
     values = {"sync_every": 6, "num_fragments": 6} | protocol
     base = RunConfig()
     train = type(base.train)(steps=0, tokens=STEPS * SEQUENCES * SEQ_LEN, batch_size=SEQUENCES, seq_len=SEQ_LEN)
@@ -23,18 +23,18 @@ def config_of(**protocol: Any) -> RunConfig:
     return RunConfig(train=train, optimizer=optimizer, protocol=type(base.protocol)(**values))
 
 
-def told(folder: Path, schedule: Mapping[str, Any], **protocol: Any) -> dict[str, float]:
+def simulated(folder: Path, schedule: Mapping[str, Any], **protocol: Any) -> dict[str, float]:
     tapes = folder / f"tapes-{len(list(folder.iterdir()))}"
     found = simulate(config_of(**protocol), schedule, 0, tapes)
     return {**found, "flight_steps": flight_steps(tapes)}
 
 
-def test_those_who_come_in_the_middle_shorten_the_run_as_they_should(tmp_path: Path) -> None:
+def test_learners_that_join_later_shorten_the_run(tmp_path: Path) -> None:
     plain = {"speed_spread": 0.0, "step_noise": 0.02, "after": 0.5}
-    alone = told(tmp_path, plain)["virtual_s"]
+    alone = simulated(tmp_path, plain)["virtual_s"]
     assert alone == pytest.approx(1.01 * STEPS, rel=0.02)
     for share in (0.5, 1.0):
-        ratio = told(tmp_path, plain | {"extra": share})["virtual_s"] / alone
+        ratio = simulated(tmp_path, plain | {"extra": share})["virtual_s"] / alone
         assert ratio == pytest.approx(0.5 + 0.5 / (1 + share), abs=0.03)
 
 
@@ -48,26 +48,27 @@ def test_more_learners_do_not_warm_up_longer(tmp_path: Path) -> None:
 
 
 def test_delays_are_steps_in_flight(tmp_path: Path) -> None:
-    near = told(tmp_path, {"delay": 0.02}, sync_every=12, num_fragments=12)
-    far = told(tmp_path, {"delay": 1.2}, sync_every=12, num_fragments=12, overlap_steps=6)
-    waits = told(tmp_path, {"delay": 0.02}, overlap_steps=0, quorum=4, grace_steps_max=0.0)
+    near = simulated(tmp_path, {"delay": 0.02}, sync_every=12, num_fragments=12)
+    far = simulated(tmp_path, {"delay": 1.2}, sync_every=12, num_fragments=12, overlap_steps=6)
+    waits = simulated(tmp_path, {"delay": 0.02}, overlap_steps=0, quorum=4, grace_steps_max=0.0)
     assert waits["flight_steps"] == 0 and 0.5 < near["flight_steps"] < 1.5 and 4 < far["flight_steps"] < 6.5
 
 
 def test_failing_chips_cost_goodput(tmp_path: Path) -> None:
-    never = told(tmp_path, {"hardware": {"mtbi_chip_s": math.inf}})["goodput"]
-    often = told(tmp_path, {"hardware": {"step_s": 4.6}, "chips": 1.2e6})["goodput"]
+    never = simulated(tmp_path, {"hardware": {"mtbi_chip_s": math.inf}})["goodput"]
+    often = simulated(tmp_path, {"hardware": {"step_s": 4.6}, "chips": 1.2e6})["goodput"]
     assert never > 0.99 and 0.5 < often < 0.95
 
 
 def test_steps_in_flight_are_counted_from_the_tape(tmp_path: Path) -> None:
     (tmp_path / "tapes").mkdir()
     lines = [["begin", "a", 1, 1], ["step", 1], ["sent", 0, 7, 1], ["step", 2], ["step", 3], ["adopt", 0, 7, 1, 5, 7]]
-    lines += [["sent", 1, 8, 3], ["adopt", 1, 8, 1, 5, 8], ["adopt", 2, 9, 1, 5, 9]]  # the last one had no share of it
+    # The learner sent no value for the last round.
+    lines += [["sent", 1, 8, 3], ["adopt", 1, 8, 1, 5, 8], ["adopt", 2, 9, 1, 5, 9]]
     (tmp_path / "tapes" / "a.1.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
     assert flight_steps(tmp_path) == 1.0
 
 
-def test_a_schedule_names_what_it_does_not_know(tmp_path: Path) -> None:
+def test_an_unknown_setting_of_a_schedule_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the schedule has 'dealy'; use after, chips, delay"):
         simulate(config_of(), {"dealy": 1.0}, 0, tmp_path)

@@ -1,4 +1,4 @@
-"""A rehearsal: what it keeps of a config, what it draws, and one short run that leaves nothing to do."""
+"""A rehearsal: the settings that it keeps, the faults that it draws, and a short run that needs no operator."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from rehearsal.shrink import shrink
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_what_a_rehearsal_keeps_of_the_12b_run_and_what_it_draws() -> None:
+def test_a_rehearsal_keeps_the_settings_of_the_12b_run_and_draws_all_kinds() -> None:
     whole = load(find_config("tpu/gemma_12b_4x_v5p"))
     small = shrink(whole, 2400, Path("root"))
     assert all(getattr(small, name) == getattr(whole, name) for name in ("wire", "merge", "outer", "fragments"))
@@ -35,7 +35,7 @@ def test_what_a_rehearsal_keeps_of_the_12b_run_and_what_it_draws() -> None:
 @pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.timeout(1500)
-def test_a_short_rehearsal_leaves_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_rehearsal_needs_no_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'scripts'}")
     python = python_with("rehearsal", ("gcp-storage-emulator>=2026.7", "gcsfs>=2026.1"), ours=True)
     words = ["-m", "rehearsal", "--minutes", "8", "--faults", "4", "--json", "--out", str(tmp_path / "out")]

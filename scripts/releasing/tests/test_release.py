@@ -1,4 +1,4 @@
-"""A release is refused, with all its reasons, until the repository is ready for it; a wheel has what git has."""
+"""A release is refused with all reasons until the repository is ready; a wheel has the files that git tracks."""
 
 import tarfile
 import zipfile
@@ -21,7 +21,7 @@ FILES = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A small repository that is ready to be released as 0.2.0."""
+    """Return a small repository that is ready to be released as 0.2.0."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -48,38 +48,38 @@ def change(name: str, old: str, new: str) -> Callable[[Path], None]:
     return apply
 
 
-def test_one_that_is_ready_is_not_refused(repository: Path) -> None:
+def test_a_ready_repository_is_not_refused(repository: Path) -> None:
     assert list(problems(repository, "0.2.0")) == []
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
-        (lambda folder: (folder / "new.txt").write_text("new"), "1 changes that are not committed (?? new.txt)"),
-        (change("pyproject.toml", "0.2.0", "0.3.0"), "pyproject.toml says version 0.3.0, not 0.2.0"),
-        (change("diloco_jax/protocol/releases.py", "0.2.0", "0.3.0"), "releases.py says version 0.3.0, not 0.2.0"),
-        (change("CITATION.cff", "0.2.0", "0.1.0"), "CITATION.cff says version 0.1.0, not 0.2.0"),
+        (lambda folder: (folder / "new.txt").write_text("new"), "1 uncommitted changes (?? new.txt)"),
+        (change("pyproject.toml", "0.2.0", "0.3.0"), "pyproject.toml has version 0.3.0, not 0.2.0"),
+        (change("diloco_jax/protocol/releases.py", "0.2.0", "0.3.0"), "releases.py has version 0.3.0, not 0.2.0"),
+        (change("CITATION.cff", "0.2.0", "0.1.0"), "CITATION.cff has version 0.1.0, not 0.2.0"),
         (
             change("CITATION.cff", "11-23", "11-22"),
-            "CITATION.cff is of 2026-11-22, the section of CHANGELOG.md of 2026",
+            "CITATION.cff has the date 2026-11-22, the section of CHANGELOG.md 2026-11-23",
         ),
         (change("CHANGELOG.md", " - 2026-11-23", ""), "no section '## [0.2.0] - YYYY-MM-DD'"),
         (lambda folder: git(folder, "tag", "v0.2.0"), "0.2.0 is not newer than the last tag, v0.2.0"),
         (lambda folder: git(folder, "tag", "v0.10.0"), "0.2.0 is not newer than the last tag, v0.10.0"),
     ],
 )
-def test_each_thing_that_is_not_ready_is_named(
-    repository: Path, spoil: Callable[[Path], object], says: str, capsys: pytest.CaptureFixture[str]
+def test_each_missing_preparation_is_named(
+    repository: Path, spoil: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(repository)
     (found,) = problems(repository, "0.2.0")
-    assert says in found
-    assert main(["0.2.0", "--tag"], repository) == 2 and says in capsys.readouterr().err
+    assert message in found
+    assert main(["0.2.0", "--tag"], repository) == 2 and message in capsys.readouterr().err
 
 
 def test_another_version_than_the_packages_is_refused_in_every_place(repository: Path) -> None:
     assert len(list(problems(repository, "0.3.0"))) == 4
-    assert list(problems(repository, "next")) == ["'next' is no version; write one such as 0.2.0"]
+    assert list(problems(repository, "next")) == ["'next' is not a version; write one such as 0.2.0"]
 
 
 def test_a_wheel_has_what_git_has(repository: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_wheel_has_what_git_has(repository: Path) -> None:
     assert holding(*both, "tests/test_x.py") == ["x.whl should not have tests/test_x.py (1 files)"]
 
 
-def test_an_sdist_that_holds_what_git_does_not_know(repository: Path, tmp_path: Path) -> None:
+def test_an_sdist_with_untracked_files_is_found(repository: Path, tmp_path: Path) -> None:
     def holding(*names: str) -> list[str]:
         with tarfile.open(sdist := tmp_path / "x.tar.gz", "w:gz") as file:
             for name in ("PKG-INFO", *names):
@@ -110,6 +110,6 @@ def test_an_sdist_that_holds_what_git_does_not_know(repository: Path, tmp_path: 
     assert holding(*both, "env/lib/a.so") == ["x.tar.gz should not have env/lib/a.so (1 files)"]
 
 
-def test_this_repository_says_one_version_everywhere() -> None:
-    found = [each for each in problems(ROOT, RELEASE) if "says version" in each or "CITATION" in each]
+def test_this_repository_has_one_version_everywhere() -> None:
+    found = [each for each in problems(ROOT, RELEASE) if "has version" in each or "CITATION" in each]
     assert not found

@@ -1,4 +1,4 @@
-"""An upgrade: what it needs to begin, and runs in which releases of one protocol, or of two, meet."""
+"""Upgrades: the commit that they need, and runs that mix releases of one protocol or of two."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from releasing import upgrade
 TREE_OF = upgrade.tree_of
 
 
-def test_without_a_tag_and_without_the_commit_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_tag_and_a_missing_commit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     with pytest.raises(ValueError, match=r"no release has a tag yet; name the commit .*scripts/upgrade OLD_REF"):
         upgrade.last_tag(tmp_path)
