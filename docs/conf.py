@@ -35,7 +35,7 @@ MARKS = re.compile(r"(?<!\\)([*|_])(?=\W|$)|(?<=\s)([*|])")
 
 
 def as_plain_text(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are prose, in which a star is a product: escape what reStructuredText would take for markup."""
+    """Escape characters of docstrings that reStructuredText would take for markup; a star there is a product."""
     for index, line in enumerate(lines):
         pieces = re.split(r"(:\w+:`[^`]*`|``?[^`]+``?)", line)
         pieces[::2] = [piece if re.match(r"\s*:\w+", piece) else MARKS.sub(r"\\\1\2", piece) for piece in pieces[::2]]

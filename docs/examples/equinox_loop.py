@@ -1,8 +1,9 @@
-"""Equinox, whose models are trees of arrays and functions: your own loop as an island of a run.
+"""Equinox, with models that are trees of arrays and functions: your own loop as an island of a run.
 
     DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/equinox_loop.py
 
-Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
+Lines that end with `# island` make the loop an island. The model predicts bytes of the source of
+Python's standard library.
 """
 
 from __future__ import annotations

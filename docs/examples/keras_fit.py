@@ -1,8 +1,9 @@
-"""Keras on JAX: `model.fit` trains, a callback makes it an island, and it reads data in an order of its own.
+"""Keras on JAX: `model.fit` trains, a callback makes it an island, and each island draws its own samples.
 
     KERAS_BACKEND=jax DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/keras_fit.py
 
-Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
+Lines that end with `# island` make the program an island. The model predicts bytes of the source of
+Python's standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TEXT = np.frombuffer(b"".join(file.read_bytes() for file in sorted(Path(os.__fil
 
 def batches(island: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # island
     """Yield bytes and the bytes that follow them, int32 [batch, length], until the run is over."""
-    # Each island draws samples of its own.
+    # The island's name seeds its draws, so no two islands read the same samples.
     draw = np.random.default_rng([*island.name.encode()])  # island
     while island.training:  # island
         windows = TEXT[draw.integers(len(TEXT) - LENGTH, size=(BATCH, 1)) + np.arange(LENGTH + 1)].astype(np.int32)

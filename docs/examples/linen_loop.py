@@ -2,7 +2,8 @@
 
     DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/linen_loop.py
 
-Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
+Lines that end with `# island` make the loop an island. The model predicts bytes of the source of
+Python's standard library.
 """
 
 from __future__ import annotations

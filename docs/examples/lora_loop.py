@@ -2,8 +2,8 @@
 
     DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/lora_loop.py FOLDER
 
-FOLDER has the model as Hugging Face's hub has it: config.json, *.safetensors and tokenizer.json. Lines that end with
-`# island` make the loop one. The text is the source of Python's standard library.
+FOLDER has the files of a model from the Hugging Face hub: config.json, *.safetensors and tokenizer.json. Lines that end
+with `# island` make the loop an island. The text is the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def public(folder: str) -> tuple[Any, Values, np.ndarray]:
 
 
 def fresh(base: Values, key: jax.Array) -> Values:
-    """Return adapters of all matrices between embedding and logits, which change nothing yet."""
+    """Return adapters of all matrices between embedding and logits; their initial values change nothing."""
     shapes = {path: value.shape for path, value in base.items() if path.endswith("kernel")}
     return {
         path: {

@@ -2,8 +2,9 @@
 
     DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/optax_loop.py
 
-Lines that end with `# island` make it one; the loop is the same without them. The model predicts bytes of the source of
-Python's standard library, read as the built-in learner reads it, so that both can be compared bit for bit.
+Lines that end with `# island` make the loop an island; the loop is the same without them. The model predicts
+bytes of the source of Python's standard library. It reads them as the built-in learner does, so that both can be
+compared bit for bit.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder
 
 BATCH, LENGTH, CONTEXT, WIDTH, HIDDEN = 16, 64, 8, 32, 128
-PEAK, WARMUP = 1e-2, 10  # learning rate; steps of the whole run
+# PEAK is a learning rate; WARMUP counts steps of the whole run.
+PEAK, WARMUP = 1e-2, 10
 Params = dict[str, Any]
 
 
 def initial(key: jax.Array) -> Params:
-    """Draw the parameters, 74,112 of them."""
+    """Draw the 74,112 parameters."""
     normal, (first, second, third) = jax.random.normal, jax.random.split(key, 3)
     return {
         "embed": normal(first, (256, WIDTH)),
@@ -38,7 +40,7 @@ def initial(key: jax.Array) -> Params:
 
 
 def loss_of(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the mean loss in nats of every byte but the first, each from up to `CONTEXT` bytes before it."""
+    """Return the mean loss in nats of all bytes but the first, predicted from up to `CONTEXT` bytes before it."""
     x = params["embed"][tokens[:, :-1]]
     x = jnp.concatenate([jnp.pad(x, ((0, 0), (k, 0), (0, 0)))[:, : x.shape[1]] for k in range(CONTEXT)], axis=-1)
     x = jax.nn.gelu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
@@ -47,7 +49,8 @@ def loss_of(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 DECAYED = {"embed": False, "hidden": {"kernel": True, "bias": False}, "out": {"kernel": True, "bias": False}}
-# For the rate 1, by which the step multiplies: the schedule is the run's, which goes on while an island is away.
+# The optimizer has rate 1, and the step multiplies by the scheduled rate. The schedule follows the run's clock, which
+# continues while an island is disconnected.
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=0.1, mask=DECAYED)
 )

@@ -1,15 +1,15 @@
-"""Samples of your own, `data.module: own_data:Lines`: here of a text, each of which begins at a line."""
+"""Your own samples, `data.module: own_data:Lines`: pieces of a text that each start at a line."""
 
 import numpy as np
 
 
 class Lines:
-    """Random access to samples: len(source) of them, and source[index] the same at each call."""
+    """Random access to samples; source[index] is the same at each call. `seq_len` must equal train.seq_len."""
 
     def __init__(self, path: str, seq_len: int) -> None:
         with open(path, "rb") as file:
             self.text = np.frombuffer(file.read(), np.uint8)
-        self.seq_len = seq_len  # that of `train`, which a source is not told
+        self.seq_len = seq_len
         starts = np.flatnonzero(self.text == ord("\n")) + 1
         self.starts = starts[starts + seq_len < len(self.text)]
 

@@ -4,7 +4,6 @@ from collections import defaultdict
 
 from diloco_jax.protocol.effects import Adopt, Discard, Drop, Effect, Merge, Note, Send
 from diloco_jax.protocol.messages import (
-    NO_VERSION,
     Expel,
     FragmentValue,
     GlobalFragment,
@@ -125,13 +124,17 @@ class MergedOnce(Checker):
 class SharesAreTold(Checker):
     """A learner that adopts a version gets to know whether its own value is merged there.
 
-    The rule excludes a version that replaces a lost one, because the syncer has lost which values it holds.
+    A learner compares what it is told only with the rounds that its own process answered. So the share of an earlier
+    process misleads nobody: it may arrive while the greeting of the new process is lost. The rule excludes a version
+    that replaces a lost one, because the syncer has lost which values it holds.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         # Round and learner -> the process whose value the syncer keeps.
         self._given: dict[tuple[int, str], Life] = {}
+        # Process, fragment and round of each value that was sent.
+        self._sent: set[tuple[Life, int, int]] = set()
         # Round -> fragment and learners.
         self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}
         # Lineage, fragment, round, and each process whose value is merged there.
@@ -159,10 +162,14 @@ class SharesAreTold(Checker):
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
         if isinstance(given, GlobalFragment) and any(isinstance(effect, Adopt) for effect in effects):
             self._adopt(process.key, given)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
+                self._sent.add((process.key, effect.message.fragment_id, effect.message.global_step))
 
     def _adopt(self, life: Life, message: GlobalFragment) -> None:
         lineage, told = self.lineages.get(message.epoch, -1), message.merged_round
-        true = told == NO_VERSION or (lineage, message.fragment_id, told, life) in self._merged
+        concerns = (life, message.fragment_id, told) in self._sent
+        true = not concerns or (lineage, message.fragment_id, told, life) in self._merged
         self.check(true and told <= message.version, f"{life} is told of a share that it does not have: {message}")
         version = (lineage, message.fragment_id, message.version)
         share = (*version, life) in self._merged and version not in self._goes_on

@@ -314,7 +314,7 @@ BROKEN = [
     (checkers.RecoveryIsWhole, with_learner(broken.Hoards, RECOVERY), "holds copies of steps|ends with copies"),
     (checkers.RecoveryIsWhole, with_learner(broken.Slow, MANY_PARTS), "global steps to get a state"),
     (checkers.ScoresAreOfTheModel, with_learner(broken.Fanciful, EVALUATED), "is of"),
-    (checkers.LeasesAccount, with_syncer(broken.GivesTwice), "was leased to island-. while it was out"),
+    (checkers.LeasesAccount, with_syncer(broken.GivesTwice), "was leased to island-. while it was still leased"),
     (checkers.LeasesAccount, with_syncer(broken.Optimist), "its tape says"),
     (checkers.HostileIsHarmless, with_syncer(broken.Boundless, HOSTILE), "led to what cannot be sent"),
     (checkers.LeasesAccount, with_syncer(broken.Overcounter, ONE_FRAGMENT), "its tape says"),
