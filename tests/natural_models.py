@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from tests.runtime import paced as paced  # a real run's steps take as long as its environment says
+# A subprocess imports it from here: a real run's steps take as long as its environment sets.
+from tests.runtime import paced as paced
 
 Batch = Mapping[str, Any]
 HERE = __name__
@@ -72,7 +73,8 @@ class Normalised(Language):
     def between(self, x: Any) -> Any:
         self.calls.set_value(self.calls.get_value() + 1)
         x = self.norm(x)
-        self.normed = nnx.Intermediate(x)  # a by-product, which nobody keeps
+        # The by-product is kept nowhere.
+        self.normed = nnx.Intermediate(x)
         return x
 
 
@@ -106,7 +108,8 @@ class FromLinen(Language):
 
     def __init__(self, vocab_size: int, dim: int, rngs: nnx.Rngs) -> None:
         super().__init__(vocab_size, dim, rngs)
-        self.deterministic = False  # what Module.train and Module.eval set
+        # Module.train and Module.eval set this attribute.
+        self.deterministic = False
         self.part = nnx.bridge.ToNNX(LinenPart(dim), rngs=rngs)
         self.part.lazy_init(jnp.zeros((1, 1, dim)), train=False)
 

@@ -1,18 +1,20 @@
-"""What a process does with the network, as the kernel tells it."""
+"""The listening sockets of a process, as the kernel reports them."""
 
 import contextlib
 import os
 import socket
 from pathlib import Path
 
-_LISTENS = "0A"  # a socket's state in /proc/PID/net/tcp
+# The kernel writes this state of a socket into /proc/PID/net/tcp.
+_LISTENS = "0A"
 
 
 def listening(pid: int) -> list[str]:
-    """Addresses at which a process listens, as the kernel writes them (Linux)."""
+    """Return the addresses where a process listens, as the kernel writes them (Linux)."""
     own = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+        # The process closed it after the listing.
+        with contextlib.suppress(FileNotFoundError):
             target = os.readlink(link)
             if target.startswith("socket:["):
                 own.add(target[len("socket:[") : -1])
@@ -25,6 +27,6 @@ def listening(pid: int) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 at which nobody listens now."""
+    """Return a port of 127.0.0.1 without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Links in README, CONTRIBUTING and docs/ lead to what is there, and quoted messages are ones that can be printed."""
+"""Links in README, CONTRIBUTING and docs/ have a target, and quoted messages exist in the package."""
 
 import ast
 import re
@@ -58,7 +58,8 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     ]
 
 
-PIECE_MIN = 4  # shorter pieces of a message, between two variable parts, prove nothing
+# Shorter pieces of a message, between two variable parts, prove nothing.
+PIECE_MIN = 4
 
 
 def quoted(text: str) -> list[str]:

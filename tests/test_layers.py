@@ -74,8 +74,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "chaos": {"replay", "view"},
     },
 }
-DEPTH_MAX = 2  # folders below the package
-FILES_MAX = 16  # in one folder, its face not counted
+# This is the number of folders below the package.
+DEPTH_MAX = 2
+# The limit is for one folder, without its __init__.py.
+FILES_MAX = 16
 FACES = ("__init__.py", "__main__.py")  # of a package
 
 # Standard library without clock, randomness, files, sockets, threads or processes. A module that is missing here and
@@ -95,7 +97,8 @@ THIRD_PARTY = {
 }
 PURE_LAYERS = {"protocol", "core"}
 IO_BUILTINS = {"open", "input", "print"}
-LATE_IMPORTS_ALLOWED = {"cli"}  # so that `diloco simulate` starts without JAX
+# `diloco simulate` must start without JAX.
+LATE_IMPORTS_ALLOWED = {"cli"}
 parsed = cache(ast.parse)
 
 
@@ -143,7 +146,7 @@ def room_of(module: str) -> str:
 
 
 def room_problem(module: str, target: str) -> str:
-    """Say why a file may not import another one of its own layer, or nothing."""
+    """Return why a file may not import another one of the same layer; "" if it may."""
     rooms = ROOMS.get(layer_of(module), {})
     mine, other = room_of(module), room_of(target)
     if other == mine or other in rooms.get(mine, {other}):
@@ -152,10 +155,10 @@ def room_problem(module: str, target: str) -> str:
 
 
 def violations_of(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What one file does against the rules of layers, in words."""
+    """Return the violations of one file against the rules of layers, as messages."""
     layer = layer_of(module)
     if layer not in LAYERS:
-        return [f"{module}: `{layer}` is no layer of this package; add it to LAYERS with what it may import"]
+        return [f"{module}: `{layer}` is not a layer of this package; add it to LAYERS with what it may import"]
     found = []
     for target, line, late in imports_of(source, module, is_package):
         where, top = f"{module}:{line}", target.split(".")[0]

@@ -30,15 +30,19 @@ SMALL = (
     "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
     "--train.batch_size 4 --train.seq_len 32 --train.eval_batch_size 4 --protocol.snapshot_every 10 --trackers"
 )
-PACED = "--train.steps 500 --model.module tests.runtime.paced:PacedDecoder"  # long enough to be killed and stopped
-HOST = "syncer.example.org"  # machine A, as the others know it
-FAR = {  # a step of 0.1 s that leaves the cores idle, and machines that are folders
+# The run is long enough to be killed and stopped.
+PACED = "--train.steps 500 --model.module tests.runtime.paced:PacedDecoder"
+# The other machines know machine A by this name.
+HOST = "syncer.example.org"
+# A step takes 0.1 s and leaves the cores idle, and folders stand for machines.
+FAR = {
     HOST: "127.0.0.1",
     "machine-b:": "../B/",
     "model:\n  args: {dim: 128": "model:\n  module: tests.runtime.paced:PacedDecoder\n  args: {dim: 32",
     "mlp_dim: 512, seq_len_max: 128": "mlp_dim: 64, seq_len_max: 32",
 }
-CHANGES = {  # what a page says -> what is run here
+# text on the page -> text of the command here
+CHANGES = {
     "start.md": {
         "./scripts/train --help": "true",
         ". .venv/bin/activate": "true",
@@ -123,7 +127,7 @@ class Machines:
         self._groups: list[int] = []
 
     def run(self, machine: str, block: str) -> str:
-        """Run a block to its end; what it starts in the background goes on."""
+        """Run a block to its end; its background processes keep running."""
         process = subprocess.Popen(
             [*self._within.get(machine, ()), "bash", "-euo", "pipefail", "-c", block],
             cwd=self._folder / machine,
@@ -151,7 +155,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def follow(page: str, folder: Path, within: Mapping[str, list[str]] | None = None) -> list[str]:
-    """Do all that a page says, and return what was printed."""
+    """Run all blocks of a page, and return their output."""
     said, port = blocks(page, HOST if within else ""), str(free_port())
     machines = Machines(folder, {machine for machine, _ in said}, within or {})
     try:

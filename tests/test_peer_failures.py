@@ -88,7 +88,8 @@ def listener() -> Iterator[GrpcListener]:
 @pytest.mark.net
 def test_2_bulk_on_a_10_mbit_link_does_not_starve_heartbeats(listener: GrpcListener) -> None:
     """Elsewhere: heartbeats queued behind parameters on a slow link, and healthy workers were expelled."""
-    payload = np.random.default_rng(0).bytes(3 << 20)  # 2.5 s of that link
+    # The link needs 2.5 s for this payload.
+    payload = np.random.default_rng(0).bytes(3 << 20)
     with Relay(listener.address) as relay:
         relay.change(bytes_per_s=BITS_10M)
         config = dataclasses.replace(TRANSPORT, address=relay.address)
@@ -136,12 +137,13 @@ def test_3_donor_dies_while_a_learner_recovers(arrived: int) -> None:
     pair.crash("a")
     pair.step("new")
     assert pair.learners["new"].local_step == 1, f"it is {pair.learners['new'].state}"
-    givers = [note.members[1] for note in pair.notes("recovered")]  # drivers.py: of one donor, and every part
+    # All chunks come from one donor; drivers.py checks that.
+    givers = [note.members[1] for note in pair.notes("recovered")]
     assert givers == (["a"] if arrived == PARTS else ["b"])
     assert all(not driver.states for driver in pair.drivers.values() if driver.name != "a"), "copies are freed"
 
 
-def test_3_every_donor_dies_in_turn_and_the_last_one_left_goes_on_from_the_syncer() -> None:
+def test_3_every_donor_dies_in_turn_and_the_last_one_left_continues_from_the_syncer() -> None:
     pair = Pair(recover_from_peers=True, state_parts=PARTS, quorum=1, recovery_attempts=10)
     pair.join("a", "b")
     pair.rounds(3, "a", "b")
@@ -158,7 +160,7 @@ def test_3_every_donor_dies_in_turn_and_the_last_one_left_goes_on_from_the_synce
 
 
 def test_4_merge_fails_and_nothing_is_committed() -> None:
-    """Elsewhere: the all-reduce failed, the commit went through, and replicas went on with different weights."""
+    """Elsewhere: the all-reduce failed, the commit went through, and replicas continued with different weights."""
     pair = Pair(quorum=2, strikes_max=100)
     pair.join("a", "b")
     pair.rounds(2, "a", "b")
@@ -192,13 +194,15 @@ def test_4_a_merge_without_a_usable_value_leaves_model_and_momentum_alone() -> N
 
 @pytest.mark.parametrize("tau", [1, 2, 4])
 def test_5_fragments_seen_in_a_different_order(tau: int) -> None:
-    """Elsewhere: replicas visited fragments in different orders and waited for each other for ever."""
+    """Elsewhere: replicas visited fragments in different orders and waited for each other forever."""
     pair = Pair(quorum=2, sync_every=4, num_fragments=4, overlap_steps=tau, resend_s=1000.0)
     pair.join("a", "b")
     for _ in range(6):
         pair.held = {"b:PullRequest", "b:GlobalFragment"}
-        pair.rounds(tau, "a", "b")  # as many rounds wait for b as there may be
-        while pair.wire:  # b hears of them, and then of what came of them, backwards
+        # As many rounds wait for b as possible.
+        pair.rounds(tau, "a", "b")
+        # b gets the requests, and then the results, in reverse order.
+        while pair.wire:
             under_way = list(pair.wire)
             pair.wire.clear()
             for item in reversed(under_way):
@@ -249,7 +253,8 @@ def test_7_late_report_after_its_round_closed() -> None:
     pair.held = {"b:FragmentValue"}
     pair.rounds(1, "a", "b")
     round_, fragment_id = pair.syncer.global_step, pair.syncer.rounds.turns.due(pair.syncer.global_step)
-    pair.wait(8.0)  # given up without b
+    # The round was given up without b.
+    pair.wait(8.0)
     assert pair.contributors()[-1] == ("a",)
     words = f"value for round {round_} came late or was not asked for"
     assert late(pair, round_, fragment_id) == words
@@ -296,7 +301,8 @@ def test_8_no_island_advertises_an_address(listener: GrpcListener) -> None:
         child.wait()
     for kind in (*typing.get_args(messages.LearnerMessage), *typing.get_args(messages.SyncerMessage)):
         assert not {"address", "host", "port", "url"} & set(kind._fields), kind
-    fields = pb.Header.DESCRIPTOR.fields_by_name  # its host is a number
+    # The host of this field is a number.
+    fields = pb.Header.DESCRIPTOR.fields_by_name
     assert {name for name in fields if isinstance(getattr(pb.Header(), name), str)} == {"run_id", "sender"}
 
 
@@ -307,7 +313,8 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
     pair.rounds(3, "a")
     pair.join("compiles")
     for _ in range(100):
-        pair.wait(6.0)  # ten minutes in all
+        # The waits take ten minutes in all.
+        pair.wait(6.0)
         pair.step("a")
     assert pair.notes("silent") == [] and pair.notes("left") == [] and pair.notes("released") == []
     (condition,) = [c for c in conditions(pair.syncer, pair.now_s) if c.learner_id == "compiles"]
@@ -323,7 +330,8 @@ def test_10_an_island_that_is_alive_but_never_merged_raises_an_alarm() -> None:
     """Elsewhere: half of the islands were alive, and none of their work was in the model; nobody noticed."""
     pair = Pair(quorum=1, unmerged_rounds_max=10, pull_timeout_s=2.0, silence_s=20.0, heartbeat_s=5.0)
     pair.join("a", "b")
-    pair.held = {"b:FragmentValue"}  # b steps, reports and beats its heart; its values never arrive
+    # b steps, reports and sends heartbeats; its values never arrive.
+    pair.held = {"b:FragmentValue"}
     for _ in range(40):
         pair.wait(3.0)
         pair.step("a", "b")

@@ -11,7 +11,7 @@ from diloco_jax.runtime.records.signals import WRONG_INPUT
 
 
 class Wrong(NamedTuple):
-    """A wrong input, and what its line of error must contain."""
+    """Wrong input with the text that its line of error must contain."""
 
     # Changes of the small config, the text of a config, or the arguments of a command line.
     given: dict[str, Any] | str

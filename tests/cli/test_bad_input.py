@@ -112,7 +112,7 @@ def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None
     assert syncer.returncode == 0, output
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     # This command starts without JAX.

@@ -1,4 +1,4 @@
-"""`diloco tokenize` and `diloco data`: text in, and what a run will read of it."""
+"""`diloco tokenize` and `diloco data`: text becomes the samples that a run reads."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_what_a_run_of_bytes_reads_is_told(texts: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_killed_tokenize_goes_on(texts: Path, tmp_path: Path) -> None:
+def test_a_killed_tokenize_resumes(texts: Path, tmp_path: Path) -> None:
     for number in range(6):
         (texts / f"large{number}.txt").write_text(f"{number} large\n" * 2_000_000)
     words = ["tokenize", str(texts), "--tokenizer", "bytes", "--workers", "2", "--out"]

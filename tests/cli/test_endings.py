@@ -1,4 +1,4 @@
-"""The line with which `diloco train` ends, and its warning of a batch that cannot fit."""
+"""The last line of `diloco train`, and its warning of a batch that cannot fit."""
 
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,7 @@ def test_the_last_line_says_what_happened(told: dict[str, Any], words: str) -> N
     assert ending(SUMMARY | told, CONFIG) == words
 
 
-def test_a_budget_of_tokens_is_no_number_of_steps() -> None:
+def test_a_budget_of_tokens_is_not_a_number_of_steps() -> None:
     budgeted = replace(CONFIG, train=TrainConfig(steps=0, tokens=1_000_000))
     assert ending(SUMMARY, budgeted).startswith("stopped after 31 global steps and 126,976 tokens")
 

@@ -87,7 +87,8 @@ def test_a_bare_name_is_a_file_or_a_config_of_the_package(
     ("words", "offered"),
     [
         (["tra"], {"train"}),
-        (["chaos-"], set()),  # what processes start is not offered
+        # Commands that only processes start are not offered.
+        (["chaos-"], set()),
         (["train", "quick"], {"quickstart"}),
         (["plan", "quickstart", "--train.st"], {"--train.steps"}),
     ],

@@ -1,4 +1,4 @@
-"""`diloco certs`, and the commands that need its files: what they print is what the next command takes."""
+"""`diloco certs`, and the commands that need its files; the output of each command fits the next one."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Fragments: a partition of every element, the same for everyone who knows the shapes."""
+"""Fragments partition all elements, and depend on nothing but the shapes."""
 
 import math
 import random

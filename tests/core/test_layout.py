@@ -118,7 +118,7 @@ def entries(*rows: tuple[int, int, int, int], data: bytes = b"") -> bytes:
 
 
 class Box(NamedTuple):
-    """The part of one array that one host has."""
+    """Part of one array on one host."""
 
     host: int
     offset: int
@@ -270,7 +270,8 @@ def test_more_than_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_own_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=rf"takes {RUNS_MAX + 1} entries, the limit is {RUNS_MAX}: shard its tensors"):
-        runs_of_box(0, (RUNS_MAX + 1, 2, 2), (slice(None), slice(0, 2), slice(0, 1)), 1)  # this is one entry
+        # This selection is one entry.
+        runs_of_box(0, (RUNS_MAX + 1, 2, 2), (slice(None), slice(0, 2), slice(0, 1)), 1)
         runs_of_box(0, (RUNS_MAX + 1, 3, 2), (slice(None), slice(0, 2), slice(0, 1)), 1)
     with pytest.raises(ValueError, match="is not within an array of shape"):
         runs_of_box(0, (3,), (slice(0, 4),), 1)

@@ -105,7 +105,8 @@ def test_average_matches_reference(case: tuple[list[np.ndarray], list[float]]) -
 @given(merges())
 def test_rda_matches_reference(case: tuple[list[np.ndarray], list[float]]) -> None:
     gradients, weights = case
-    assume(mean_direction_norm(gradients, weights) > 1e-2)  # below, the direction itself is rounding noise
+    # The direction of a smaller mean is rounding noise.
+    assume(mean_direction_norm(gradients, weights) > 1e-2)
     result = radial_directional_average(gradients, weights)
     expected = reference_rda(gradients, weights)
     np.testing.assert_allclose(result, expected, atol=1e-4 * max(1.0, float(np.abs(expected).max())))
@@ -168,7 +169,8 @@ def test_a_single_contributor_is_returned_bit_for_bit() -> None:
 
 def test_extreme_magnitudes_stay_finite() -> None:
     huge = np.full(3, 1e38, np.float32)
-    tiny = np.full(3, 1e-40, np.float32)  # its inverse is beyond float32
+    # The inverse of this value is beyond float32.
+    tiny = np.full(3, 1e-40, np.float32)
     np.testing.assert_allclose(radial_directional_average([huge, huge], [1, 1]), huge, rtol=1e-6)
     np.testing.assert_allclose(radial_directional_average([tiny, tiny], [1, 1]), tiny, rtol=1e-4, atol=0)
 
@@ -204,16 +206,19 @@ def test_merge_rule_follows_the_settings() -> None:
     assert method_of("a/kernel", MergeConfig(average_paths=("a/*", "b"))) == "average"
     assert method_of("ab", MergeConfig(average_paths=("b", "a", "a.", "?b"))) == "rda"
     config = MergeConfig()
-    object.__setattr__(config, "method", "median")  # past the type checker that runs under test
+    # This passes the type checker that runs under test.
+    object.__setattr__(config, "method", "median")
     with pytest.raises(ValueError, match="'median'; choose one of rda, average"):
         config.__post_init__()
 
 
 def test_coefficients_by_hand() -> None:
-    products = np.array([[25.0, 30.0], [np.nan, 100.0]])  # what is below the diagonal is not read
+    # Values below the diagonal are not read.
+    products = np.array([[25.0, 30.0], [np.nan, 100.0]])
     weights = np.array([0.75, 0.25])
     np.testing.assert_array_equal(coefficients(products, weights, "average"), np.float32([0.75, 0.25]))
-    length = np.hypot(0.7, 0.6)  # of 0.75 (0.6, 0.8) + 0.25 (1, 0)
+    # The mean direction is 0.75 (0.6, 0.8) + 0.25 (1, 0).
+    length = np.hypot(0.7, 0.6)
     expected = [0.75 / 5 * 6.25 / length, 0.25 / 10 * 6.25 / length]
     np.testing.assert_allclose(coefficients(products, weights, "rda"), expected, rtol=1e-6)
 
@@ -228,7 +233,8 @@ def test_each_piece_is_merged_by_its_own_method() -> None:
 
 PLAIN = Nesterov(1.0, 0.0)
 WEIGHTS = np.array([0.5, 0.3, 0.2])
-STACKS = {  # several units in a block, units across blocks, as long as blocks, across leaves, and each longer than one
+# Units share a block, cross blocks, have the length of blocks, cross leaves, or are each longer than one.
+STACKS = {
     "blocks": (20, 7, 9),
     "odd": (5, 30, 70),
     "even": (3, 4, 256),
@@ -238,7 +244,7 @@ STACKS = {  # several units in a block, units across blocks, as long as blocks, 
 
 
 def stacks(seed: int, name: str) -> np.ndarray:
-    """Tensors of which each is many times as large as the one before, in another order for each learner."""
+    """Draw tensors; each is many times as large as the one before, in another order for each learner."""
     rng = np.random.default_rng(seed)
     shape = STACKS[name]
     return (10.0 ** rng.permutation(shape[0])[:, None, None] ** 0.3 * rng.standard_normal(shape)).astype(np.float32)
@@ -246,7 +252,7 @@ def stacks(seed: int, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("up", FORMATS)
 @pytest.mark.parametrize("name", STACKS)
-def test_units_are_merged_as_tensors_of_their_own(name: str, up: Format) -> None:
+def test_units_are_merged_as_separate_tensors(name: str, up: Format) -> None:
     shape, layout = STACKS[name], layout_of({"w": STACKS[name]})
     payloads = [payload_of({"w": stacks(m, name)}, up) for m in range(3)]
     moved = stacks(7, name).reshape(-1)

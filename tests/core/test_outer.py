@@ -73,7 +73,7 @@ def test_adam_uses_momentum_as_its_first_decay() -> None:
     params = {"w": np.zeros(2, np.float32)}
     _, state = outer.update(merged({"w": np.full(2, 3.0, np.float32)}), outer.init(params), params)
     (mu,) = [leaf for name, leaf in state.items() if "mu" in name]
-    np.testing.assert_allclose(mu, [1.5, 1.5])  # (1 - 0.5) * 3
+    np.testing.assert_allclose(mu, [1.5, 1.5])
     assert_close(run(outer, 3), by_optax(optax.adam(0.1, b1=0.5), 3))
 
 
@@ -83,7 +83,8 @@ def test_adam_uses_momentum_as_its_first_decay() -> None:
         optax.sgd(0.1),
         optax.adamw(1e-2),
         optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)),
-        optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2).gradient_transformation(),  # keeps gradients in its state
+        # MultiSteps keeps gradients in its state.
+        optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2).gradient_transformation(),
         optax.masked(optax.scale(-1.0), lambda params: {key: key == "w" for key in params}),  # looks at keys
     ],
     ids=["sgd", "adamw", "chain", "multi_steps", "masked"],
@@ -99,7 +100,8 @@ def test_any_transformation_works_and_changes_no_argument(tx: optax.GradientTran
     assert [again[key].tobytes() for key in params] == [change[key].tobytes() for key in params], "a retry differs"
     kept = jax.tree.map(np.array, (change, after))
     for value in params.values():
-        value[...] = np.nan  # the caller may reuse its buffers
+        # The caller may reuse its buffers.
+        value[...] = np.nan
     jax.tree.map(np.testing.assert_array_equal, kept, (moves.gradient.views(), after))
     assert moves.rate == -1 and not moves.momentum and list(after) == list(state)
 
@@ -150,7 +152,8 @@ def test_impossible_settings_are_refused(settings: dict, words: str) -> None:
 
 def test_an_unknown_optimizer_is_refused() -> None:
     config = OuterConfig()
-    object.__setattr__(config, "optimizer", "lamb")  # past the type checker that runs under test
+    # This passes the type checker that runs under test.
+    object.__setattr__(config, "optimizer", "lamb")
     with pytest.raises(ValueError, match="'lamb'; choose one of nesterov, sgd, adam"):
         config.__post_init__()
 

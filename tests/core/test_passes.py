@@ -190,7 +190,8 @@ def test_a_result_that_is_not_finite_says_so(down: Format, outer: Any) -> None:
         gradient = np.zeros(300, np.float32)
         gradient[299] = huge
         values = values_of([gradient.view(np.uint8)] * 2)
-        shares = [np.ones((1, 2), np.float32)]  # their sum is beyond float32
+        # The sum of both gradients is beyond float32.
+        shares = [np.ones((1, 2), np.float32)]
         assert not merger.apply(values, shares, state).finite
         assert merger.apply(values_of([np.zeros(1200, np.uint8)]), [np.ones((1, 1), np.float32)], state).finite
 
@@ -221,7 +222,8 @@ def test_payloads_at_odd_addresses_are_read_and_their_neighbours_are_not(up: For
 
     expected = run(payload)
     for offset in (1, 2, 3, 61):
-        around = np.full(payload.size + 2048 + offset, 0xFF, np.uint8)  # NaN, or large codes with a scale of NaN
+        # The bytes around the payload are NaN, or large codes with a scale of NaN.
+        around = np.full(payload.size + 2048 + offset, 0xFF, np.uint8)
         around[offset : offset + payload.size] = payload
         assert run(around[offset : offset + payload.size]) == expected
 
@@ -271,9 +273,12 @@ def test_small_numbers_ties_and_zeros_are_encoded_as_by_the_codec(down: Format) 
     layout = layout_of(shapes)
     merger = make_merger(layout, "float32", down)
     gradient = np.zeros(shapes["x"], np.float32)
-    gradient[1] = 1e-31  # a block of zeros for integer codes
-    gradient[2, ::2] = np.linspace(-1e-38, 1e-38, 128)  # subnormal, on both sides of nothing
-    gradient[3] = np.arange(-128, 128) / 2  # half-way between two codes, after a division
+    # Integer codes turn this row into a block of zeros.
+    gradient[1] = 1e-31
+    # These values are subnormal, on both sides of zero.
+    gradient[2, ::2] = np.linspace(-1e-38, 1e-38, 128)
+    # These values are half-way between two codes, after a division.
+    gradient[3] = np.arange(-128, 128) / 2
     gradient[4] = np.linspace(-1e30, 1e30, 256)
     gradient[5] = -np.float32(0)
     payload = payload_of({"x": gradient}, "float32")
@@ -287,7 +292,8 @@ def test_an_outer_state_that_is_not_finite_says_so() -> None:
     layout = layout_of({"x": (300,)})
     merger = make_merger(layout, "float32", "int4", Optax(optax.adam(0.1)))
     state = merger.first(np.zeros(300, np.float32))
-    gradient = np.full(300, 1e25, np.float32)  # its square is beyond float32
+    # The square of this value is beyond float32.
+    gradient = np.full(300, 1e25, np.float32)
     update = merger.apply(values_of([gradient.view(np.uint8)]), [np.ones((1, 1), np.float32)], state)
     assert np.isfinite(update.state.value).all() and not update.finite
 
@@ -309,7 +315,7 @@ def test_halves_between_two_codes_are_rounded_as_by_the_codec(down: Format, most
     assert step.tobytes() == payload_of({"x": -gradient["x"]}, down).tobytes()
 
 
-def test_a_change_of_blocks_is_compiled_anew() -> None:
+def test_a_change_of_blocks_is_compiled_again() -> None:
     """Numba looks at the date of the file that calls, which has to change with the one that is called."""
     source = Path(blocks.__file__).read_bytes()
     assert xxhash.xxh3_64_hexdigest(source) == kernels.BLOCKS, "write this digest into core/kernels.py"

@@ -1,4 +1,4 @@
-"""Every element has one shard, shards have equal work, and parts of payloads come together again."""
+"""Every element has one shard, shards have equal work, and the hosts' bytes join to the same payload."""
 
 import itertools
 import math

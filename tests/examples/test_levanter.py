@@ -54,6 +54,7 @@ def test_levanter_is_an_island(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.rmtree(tmp_path / "levanter")
     write_job(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    lockstep = {"protocol": OWN["protocol"] | {"overlap_steps": 0}}  # its data have an end
+    # The data of this example are finite.
+    lockstep = {"protocol": OWN["protocol"] | {"overlap_steps": 0}}
     summary = play(tmp_path, OWN | lockstep, [str(program), "--config_path", "job.yaml"], patience_s=500)
     assert summary["num_parameters"] > 30_000

@@ -31,5 +31,6 @@ def test_it_is_kept_without_outputs() -> None:
 def test_it_runs(tmp_path: Path) -> None:
     program = "\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code") + CHECKS
     words = {"input": program, "env": environment(), "cwd": tmp_path, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-"], timeout=110, check=False, **words)  # no file, as in a notebook
+    # The program has no file, as in a notebook.
+    done = subprocess.run([sys.executable, "-"], timeout=110, check=False, **words)
     assert done.returncode == 0, done.stdout + done.stderr

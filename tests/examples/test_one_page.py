@@ -1,4 +1,4 @@
-"""docs/examples/one_page.py gives what the system gives on the same schedule, to rounding, and trains.
+"""docs/examples/one_page.py trains, and computes the same as the system with the same turns, up to rounding.
 
 The system's side: the two machines decide (TapedPair), and a replay of their tapes trains islands and merges.
 """
@@ -89,7 +89,7 @@ def play(pair: TapedPair, overlap_ticks: int) -> None:
     """Let the machines decide: in a tick each learner makes a step, and a broadcast takes some ticks on its way."""
     pair.join(*NAMES)
     pair.held = {f"{name}:GlobalFragment" for name in NAMES}
-    under_way: deque[int] = deque()  # ticks at which fragments were broadcast
+    under_way: deque[int] = deque()  # ticks of broadcasts
     for tick in range(TICKS):
         pair.step(*NAMES)
         new = sum(receiver == NAMES[0] for _, receiver, _ in pair.wire) - len(under_way)
@@ -116,7 +116,8 @@ def batches_of(pair: TapedPair, config: RunConfig) -> jax.Array:
     ("settings", "outer"),
     [
         (Settings(4, 1, 0, 3, optax.sgd(0.7, momentum=0.9, nesterov=True)), {"learning_rate": 0.7, "momentum": 0.9}),
-        (Settings(4, 2, 2, 3), {}),  # P = 2: no tensor is larger than a fair share, so none is cut
+        # With P = 2 no tensor is larger than a fair share, so none is cut.
+        (Settings(4, 2, 2, 3), {}),
     ],
     ids=["synchronous", "streaming"],
 )
@@ -145,7 +146,7 @@ def test_weights_are_the_systems() -> None:
     assert got[3] == 0
 
 
-def test_counters_grow_with_steps_and_begin_anew_with_a_version() -> None:
+def test_counters_grow_with_steps_and_restart_with_a_version() -> None:
     params = {"x": jnp.ones((2, 3)), "y": jnp.ones((2, 3))}
     inner = optax.sgd(0.1)
     zeros = jnp.zeros((2, 2), jnp.int32)
@@ -167,7 +168,8 @@ def test_decoupled_trains_while_learners_are_slow_or_away() -> None:
     batches = jnp.asarray((starts + np.arange(LENGTH + 1)) % VOCAB, jnp.int32)
     present = rng.random((ticks, learners)) < np.array([1.0, 0.9, 0.6, 0.9])
     present[30:60, 3] = False
-    present[40:45] = False  # nobody: nothing is merged, and nothing breaks
+    # Nobody is present: nothing is merged, and nothing breaks.
+    present[40:45] = False
     theta = initial(jax.random.key(0))
     final = one_page.train(next_token_loss, theta, optax.adamw(5 * RATE), batches, present, Settings(3, 3, 2, 1))
     before, after = (float(next_token_loss(params, batches[0, 0])) for params in (theta, final))

@@ -1,4 +1,4 @@
-"""The loops of docs/examples as islands of real runs, in which a syncer without a model takes theirs; losses fall."""
+"""The loops of docs/examples as islands of real runs; the syncer takes their model, and losses fall."""
 
 import contextlib
 import importlib.util
@@ -63,7 +63,7 @@ def syncer(folder: Path, config: dict[str, Any]) -> Iterator[str]:
 
 
 def island(folder: Path, address: str, name: str, words: list[str]) -> subprocess.Popen[bytes]:
-    """A loop of one's own that joins; what it says goes to a file."""
+    """Start a loop that joins the run; its output goes to a file."""
     own = {"DILOCO_RUN_DIR": str(folder / "run"), "DILOCO_SYNCER": address, "DILOCO_ISLAND": name}
     with (folder / f"{name}.log").open("wb") as log:
         everything = environment() | {"KERAS_BACKEND": "jax"} | own
@@ -115,7 +115,7 @@ def public_model(folder: Path) -> Path:
     return folder / "public"
 
 
-@pytest.mark.parametrize("example", [name for name in LOOPS if name != "optax_loop"])  # which has a test of its own
+@pytest.mark.parametrize("example", [name for name in LOOPS if name != "optax_loop"])
 def test_an_example_is_an_island(example: str, tmp_path: Path) -> None:
     library, count, parameters = LOOPS[example]
     if importlib.util.find_spec(library) is None:

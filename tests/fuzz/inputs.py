@@ -16,7 +16,7 @@ def framed(*frames: bytes) -> bytes:
 
 
 def unframed(data: bytes) -> Iterator[bytes]:
-    """The frames of an input; a length that is too large takes what is left."""
+    """Split an input into frames; a length that is too large takes the remaining bytes."""
     while len(data) >= 2:
         size = int.from_bytes(data[:2], "little")
         yield data[2 : 2 + size]

@@ -44,7 +44,8 @@ class Source:
     def __init__(self, data: bytes) -> None:
         self._data = iter(data)
         self.over = False
-        self.hints = [0]  # numbers that mean something to the machine now
+        # These numbers have a meaning for the machine now.
+        self.hints = [0]
 
     def byte(self) -> int:
         value = next(self._data, None)
@@ -52,7 +53,7 @@ class Source:
         return value or 0
 
     def number(self, least: int = 0) -> int:
-        """Mostly one that means something, or a small one; sometimes one at an end of what the wire lets through."""
+        """Draw a number: mostly a meaningful or small one, sometimes the largest or smallest that the wire allows."""
         byte = self.byte()
         if byte >= 240:
             return ODD_NUMBERS[byte % 8]
@@ -123,7 +124,7 @@ def greeting(name: str, incarnation: int = 1) -> m.Hello:
 
 
 class Honest:
-    """A learner that keeps to the protocol, so that inputs get somewhere; its words may be changed on their way."""
+    """Learner that follows the protocol, so that inputs reach far; its messages may be changed on their way."""
 
     def __init__(self, name: str) -> None:
         self.report = m.StepReport(name, 1, 0, 0, 0, (m.Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 0, 0)
@@ -184,7 +185,8 @@ def run_syncer(data: bytes, syncer: TapedSyncer | None = None) -> TapedSyncer:
     while True:
         for effect in effects:
             if isinstance(effect, Send):
-                wire.pack_body(effect.message)  # what the machine wants to send can be sent
+                # Every message that the machine wants to send can be packed.
+                wire.pack_body(effect.message)
                 if effect.peer in learners:
                     learners[effect.peer].hear(effect.message)
         merges += [effect for effect in effects if isinstance(effect, Merge)]
@@ -241,7 +243,8 @@ def run_learner(data: bytes) -> None:
     now_s, connected = 0.0, True
     effects = machine.on_connected(now_s)
     begun = source.byte()
-    if begun < 200:  # it gets as far as training, in a run that is under way: as far as asking for a state
+    # The machine gets as far as training, or as far as requesting a state in a run that is under way.
+    if begun < 200:
         clock = 0 if begun < 100 else 7
         for message in (
             m.Welcome(clock, (clock,) * FRAGMENTS, 1),
@@ -312,7 +315,8 @@ EXAMPLES: tuple[m.Message, ...] = tuple(
     )
 )
 _EXPERIENCE = bytes(range(7, 250, 9)) * 3
-_ROUNDS = bytes([1, 0, 0, 1, 1, 0, 0, 70, 0, 0, 71, 0, 0, 201, 0, 0])  # both step and answer, a merge ends
+# Both learners step and answer, and a merge ends.
+_ROUNDS = bytes([1, 0, 0, 1, 1, 0, 0, 70, 0, 0, 71, 0, 0, 201, 0, 0])
 SYNCER_SEEDS = (
     bytes(40),
     _ROUNDS * 6,
@@ -321,7 +325,8 @@ SYNCER_SEEDS = (
     _EXPERIENCE,
     bytes(reversed(_EXPERIENCE)),
 )
-_STATE = bytes([150]) + bytes([1, 170, 0]) * 8 + bytes([1, 200]) * 20  # takes a donor's state over, then trains
+# It recovers a donor's state, and then trains.
+_STATE = bytes([150]) + bytes([1, 170, 0]) * 8 + bytes([1, 200]) * 20
 LEARNER_SEEDS = (
     _STATE,
     _STATE[:7] + bytes([1, 250, 1, 251]) + _STATE[1:],

@@ -50,7 +50,7 @@ class Target(NamedTuple):
     """One parser.
 
     Args:
-        seeds: inputs from which mutations start.
+        seeds: the first inputs; all others are mutations of them.
         run: tries one input.
     """
 
@@ -77,7 +77,7 @@ TAIL = value_frames(b"", 40)[0].removeprefix(PACKED_HEADER)
 
 
 class BulkLane:
-    """The receiving end of the bulk lane, from raw frames to messages; what it would wait for never comes."""
+    """Receiving end of the bulk lane, from raw frames to messages; missing frames never arrive."""
 
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.partials = Partials(payload_bytes_max, 60.0)
@@ -175,7 +175,8 @@ def run_message(data: bytes) -> None:
     except (wire.WireError, DecodeError):
         return
     again = wire.unpack_body(pb.Frame.FromString(wire.pack_body(message)), name)
-    assert repr(again) == repr(message)  # NaN is not equal to itself
+    # NaN is not equal to itself.
+    assert repr(again) == repr(message)
 
 
 def run_metadata(data: bytes) -> None:
@@ -252,7 +253,7 @@ def state_bytes(state: dict[str, Any]) -> bytes:
 
 
 def run_codec(data: bytes) -> None:
-    """A payload has the right size, or is refused; nothing is allocated for what it claims."""
+    """Check that a payload has the right size or is refused, and that its claims allocate no memory."""
     format = FORMATS[data[0] % 4] if data else "int4"
     payload = data[1:]
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):
@@ -272,7 +273,8 @@ def run_state(data: bytes) -> None:
         assert len(data) == STATE_LAYOUT.num_bytes
 
 
-PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
+# These parts are two rows, and the rest in a third.
+PARTS = parts_of(bytes(range(66)))
 ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
 COMMANDS = (
     c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),

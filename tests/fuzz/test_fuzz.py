@@ -14,7 +14,8 @@ from tests.fuzz import targets
 from tests.fuzz.inputs import framed, mutate
 from tests.fuzz.targets import FRAMES, TARGETS, value_frames
 
-INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}  # the others are fast
+# All other targets are fast.
+INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}
 
 
 @pytest.mark.parametrize("name", TARGETS)

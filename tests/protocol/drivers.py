@@ -1,6 +1,6 @@
 """Drivers of both machines, in memory: the values that they keep, and what they may expect of a machine.
 
-Values, states and payloads are stood for by digests and names; whoever asks for one that is not there, frees one twice
+Digests and names stand for values, states and payloads. A machine that asks for one that is not there, frees one twice
 or keeps too many fails the test.
 """
 
@@ -47,7 +47,7 @@ class Value(NamedTuple):
 
 
 def value_of(fragment_id: int, version: int, epoch: int) -> Value:
-    """The value that a merge makes: another one for another fragment, round or life of the syncer."""
+    """Return the value of a merge; each fragment, round and life of the syncer has another one."""
     return Value(version, 1 + epoch + 1_000 * version + 100_000_000 * (fragment_id + 1))
 
 
@@ -55,7 +55,8 @@ class Snapshot(NamedTuple):
     """Files of one moment of the run."""
 
     global_step: int
-    state: str  # of the machine, as JSON
+    # The state of the machine, as JSON.
+    state: str
     values: tuple[Value, ...]
     tape_lines: int
 
@@ -65,13 +66,15 @@ class SyncerDriver:
 
     def __init__(self, num_fragments: int) -> None:
         self.values = [value_of(p, 0, 0) for p in range(num_fragments)]
-        self.bases: dict[tuple[int, Value], Value] = {}  # fragment, value -> the value from which a step leads to it
+        # (fragment, value): the value that a delta to it starts from.
+        self.bases: dict[tuple[int, Value], Value] = {}
         self.snapshots: list[Snapshot] = []
-        self.orders: dict[int, Merge] = {}  # rounds whose merge has begun
+        # The rounds whose merge has started.
+        self.orders: dict[int, Merge] = {}
         self._payloads: set[tuple[int, str]] = set()
 
     def keep(self, global_step: int, learner_id: str) -> None:
-        """A value came and was not dropped."""
+        """Keep the value of a learner that the syncer did not drop."""
         key = (global_step, learner_id)
         assert key not in self._payloads, f"a second payload of {learner_id} for round {global_step}"
         self._payloads.add(key)
@@ -90,7 +93,7 @@ class SyncerDriver:
             self.values[effect.fragment_id] = Value(handled.version, handled.digest)
 
     def merge(self, global_step: int, epoch: int, poisoned: set[str]) -> tuple[int, tuple[str, ...]]:
-        """Finish a merge; returns the digest of the fragment's value and who was left out."""
+        """Finish a merge; return the digest of the fragment's value and the excluded learners."""
         order = self.orders.pop(global_step)
         names = [each.learner_id for each in order.contributions]
         excluded = tuple(name for name in names if name in poisoned)
@@ -101,7 +104,7 @@ class SyncerDriver:
         return self.values[order.fragment_id].digest, excluded
 
     def check_sent(self, message: Message, handled: Message | None) -> None:
-        """A payload that is sent must be there."""
+        """Check that the payload of a sent message exists."""
         if isinstance(message, GlobalFragment):
             held = self.values[message.fragment_id]
             assert held == (message.version, message.digest), f"{message} is to be sent, but the value here is {held}"
@@ -129,28 +132,33 @@ class SyncerDriver:
 
 
 class LearnerDriver:
-    """Anchors, copies of states and parts of a donor's state of one learner's process."""
+    """Anchors, copies of states and chunks of a donor's state in one learner's process."""
 
     def __init__(self, machine: Learner, num_parts: int) -> None:
         self.name = machine.learner_id
         self.machine = machine
         self.mailbox: Mailbox[None] = Mailbox(machine)
         self.anchors: dict[int, Value] = {}
-        self.heads: dict[int, Value] = {}  # read last, adopted or not
-        self.misreads = False  # whether its arithmetic differs from the syncer's
-        self.states: set[int] = set()  # local steps of the copies
+        # The newest values that the learner has read, adopted or not.
+        self.heads: dict[int, Value] = {}
+        # True if the learner's arithmetic differs from the syncer's.
+        self.misreads = False
+        # The local steps of the staged copies.
+        self.states: set[int] = set()
         self.state_adopted: AdoptState | None = None
         self._num_parts = num_parts
-        self._parts: set[tuple[str, int, int]] = set()  # donor, its step, part
+        # (donor, its local step, number of the chunk).
+        self._parts: set[tuple[str, int, int]] = set()
         self._epochs: dict[int, int] = {}
 
     def given(
         self, message: SyncerMessage, bases: dict[tuple[int, Value], Value], now_s: float
     ) -> Iterator[Given[None]]:
-        """A message came, and no step runs: what the machine is given. Arguments as of `read`."""
+        """Return what the machine is given for a message between two steps; the arguments are those of `read`."""
         if isinstance(message, GlobalFragment):
             self.read(message, bases, now_s)
-        elif isinstance(message, StatePull):  # no step runs, so the state may be copied now
+        # No step is running, so the state may be copied now.
+        elif isinstance(message, StatePull):
             yield Given(message, None, self.machine.on_message(message, now_s))
         elif (at_once := self.mailbox.arrive(message, None, now_s)) is not None:
             yield at_once
@@ -178,7 +186,7 @@ class LearnerDriver:
             self._adopt_state(effect)
 
     def read(self, message: GlobalFragment, bases: dict[tuple[int, Value], Value], now_s: float) -> None:
-        """Read a fragment that came, if the machine wants it.
+        """Read a fragment that arrived, if the machine wants it.
 
         Args:
             bases: what a step leads to -> from where.
@@ -214,7 +222,7 @@ class LearnerDriver:
         self.state_adopted = effect
 
     def fill(self, message: Message) -> Message | None:
-        """The message as it is sent, with what only the driver knows; None if there is nothing to send."""
+        """Return the message with the fields that the driver fills in; None if there is nothing to send."""
         if isinstance(message, StateChunk):
             assert message.local_step in self.states, f"{self.name} gives a state of step {message.local_step}"
             if message.part >= self._num_parts:
@@ -233,7 +241,7 @@ def saved_by(effect: SaveState, machine: Learner) -> Saved:
 
 
 def check_fates(syncer: Syncer) -> None:
-    """Every sample that was handed out is merged, out with one learner, or free to be handed out again."""
+    """Check that every leased sample is merged, still leased to one learner, or free to be leased again."""
     book = syncer.leases
     leased, merged, overwritten, released, out = book.fates
     assert leased == merged + overwritten + released + out, book.fates

@@ -1,4 +1,4 @@
-"""Real machines joined by a fake wire without time: a message arrives when the test says so, in the order it was sent.
+"""Real machines joined by a fake wire without time; a test delivers messages in the order they were sent.
 
 The pair also plays the drivers' part of the contract (drivers.py), and fails the test when a machine breaks it: a kept
 payload is freed exactly once, what is sent is there, adopted versions only grow, rounds in flight stay bounded, every
@@ -67,19 +67,28 @@ class Pair:
         self.now_s = 0.0
         self.learners: dict[str, Learner] = {}
         self.drivers: dict[str, LearnerDriver] = {}
-        self.saved: dict[str, Saved] = {}  # states of learners on disk
+        # The states that learners have saved to disk.
+        self.saved: dict[str, Saved] = {}
         self.linked: set[str] = set()
-        self.held: set[str] = set()  # whose wire holds what is sent: "a", or "a:StepReport" for one kind of message
+        # Senders whose messages wait on the wire: "a" holds everything, "a:StepReport" one kind of message.
+        self.held: set[str] = set()
         self.holds_merges = False
-        self.poisoned: set[str] = set()  # whose values cannot be used
-        self.broken: set[str] = set()  # who cannot use a state that it takes over
-        self.dies_in: int | None = None  # inputs of the syncer until it dies, after the line on the tape
+        # Learners whose values cannot be used.
+        self.poisoned: set[str] = set()
+        # Learners that cannot use a state that they recover.
+        self.broken: set[str] = set()
+        # The syncer crashes after so many more inputs, once the line of the last one is on its tape.
+        self.dies_in: int | None = None
         self.wire: deque[tuple[str, str, Message]] = deque()  # sender, receiver, message
-        self.sent: list[tuple[str, str, Message]] = []  # everything that was ever sent
-        self.effects: list[Effect] = []  # everything that the syncer asked for
-        self.history: list[list[Effect]] = []  # the same, input by input
+        # All messages that were ever sent: sender, receiver, message.
+        self.sent: list[tuple[str, str, Message]] = []
+        # All effects that the syncer ever asked for.
+        self.effects: list[Effect] = []
+        # The same effects, one list for each input.
+        self.history: list[list[Effect]] = []
         self.adoptions: list[tuple[str, int, int]] = []  # learner, fragment, version
-        self.lines: list[str] = []  # what happened, as prose
+        # The events of the run, as sentences.
+        self.lines: list[str] = []
         self._says_copies = says_copies
         self._state_parts = state_parts
         self._run_syncer(self._taped.on_begin([value.digest for value in self.driver.values], self.now_s))
@@ -91,7 +100,7 @@ class Pair:
         fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT,
         step_samples: int = STEP_SAMPLES,
     ) -> None:
-        """Start learners and let them connect; one that runs under the same name is gone."""
+        """Start learners and let them connect; a learner of the same name that still runs is killed."""
         for name in names:
             self._unlink(name)
             saved = self.saved.get(name)
@@ -103,7 +112,7 @@ class Pair:
         self.deliver()
 
     def step(self, *names: str, step_s: float = 1.0, tokens: int = 10) -> None:
-        """Each learner that may finishes one inner step; then everything that is not held is delivered."""
+        """Let each learner that may finish one inner step, then deliver everything that is not held."""
         for name in names:
             learner = self.learners[name]
             if not learner.may_step():
@@ -116,7 +125,7 @@ class Pair:
         self.deliver()
 
     def rounds(self, count: int, *names: str, step_s: float = 1.0) -> None:
-        """So many times: a second, then a step of each."""
+        """Repeat `count` times: wait a second, then let each learner make a step."""
         for _ in range(count):
             self.wait(1.0)
             self.step(*names, step_s=step_s)
@@ -140,7 +149,7 @@ class Pair:
         raise AssertionError(f"{TICKS_MAX} ticks within {seconds} s")
 
     def deliver(self) -> None:
-        """Move messages until nothing is under way but what is held."""
+        """Deliver messages until only held ones are under way."""
         waiting: deque[tuple[str, str, Message]] = deque()
         while self.wire:
             item = self.wire.popleft()
@@ -151,7 +160,7 @@ class Pair:
         self.wire = waiting
 
     def let_pass(self, key: str) -> None:
-        """The oldest message that `held` holds back under this key arrives."""
+        """Deliver the oldest message that `held` holds back under this key."""
         item = next(item for item in self.wire if key in _keys(item))
         self.wire.remove(item)
         self.arrive(*item)
@@ -179,7 +188,7 @@ class Pair:
             self.deliver()
 
     def cut(self, *names: str, reason: str = "connection reset") -> None:
-        """The link breaks; both sides learn of it, what was under way is lost."""
+        """Break the link of each learner; both sides notice it, and messages under way are lost."""
         for name in names:
             self._unlink(name)
             self._run_learner(name, self.learners[name].on_disconnected(self.now_s))
@@ -187,14 +196,14 @@ class Pair:
         self.deliver()
 
     def crash(self, *names: str, reason: str = "connection reset") -> None:
-        """The learner is dead; only the syncer is there to notice."""
+        """Kill learners; only the syncer can notice it."""
         for name in names:
             self._unlink(name)
             self._lose(name, reason, self.learners.pop(name).incarnation)
         self.deliver()
 
     def connect(self, *names: str) -> None:
-        """The same learners, with what they hold, dial again."""
+        """Let the same learners connect again with the values that they hold."""
         for name in names:
             self._link(name)
         self.deliver()
@@ -205,23 +214,24 @@ class Pair:
         self.deliver()
 
     def drain(self, *names: str) -> None:
-        """Somebody asks the syncer to let these learners go."""
+        """Let an operator ask the syncer to drain these learners."""
         for name in names:
             for effect in self._taped.on_drain(name, self.now_s):
                 self._execute(effect, None)
         self.deliver()
 
     def lose_wire(self, name: str) -> list[Message]:
-        """Everything under way from and to the learner is lost, without anybody noticing."""
+        """Lose all messages from and to the learner; neither side notices it."""
         lost = [message for sender, receiver, message in self.wire if name in (sender, receiver)]
         for message in lost:
-            if not isinstance(message, Heartbeat):  # they come by themselves and would drown the rest
+            # Heartbeats come by themselves and would drown the rest.
+            if not isinstance(message, Heartbeat):
                 self._say(f"never arrives: {message_text(message)}")
         self.wire = deque(item for item in self.wire if name not in item[:2])
         return lost
 
     def restart_syncer(self, lost_lines: int = 0) -> None:
-        """The syncer's process is killed and another takes its place, with its newest snapshot and its tape.
+        """Kill the syncer's process, and start another with its newest snapshot and its tape.
 
         Args:
             lost_lines: lines at the end of the tape that never reached the disk: the machine's power failed.
@@ -250,8 +260,8 @@ class Pair:
         self._run_syncer(self._taped.on_restart(held, digests, loaded, self.now_s))
 
     def rewind(self, *spared: str) -> None:
-        """Every process is dead but for those that were overlooked; the run begins again from its newest snapshot."""
-        self._say(f"everybody {'else ' if spared else ''}is killed; the run goes on from its newest snapshot")
+        """Kill every process but the spared ones, and resume the run from its newest snapshot."""
+        self._say(f"everybody {'else ' if spared else ''}is killed; the run resumes from its newest snapshot")
         for name, learner in list(self.learners.items()):
             self._unlink(name)
             if name in spared:
@@ -275,19 +285,19 @@ class Pair:
         return [effect.reason for effect in self.effects if isinstance(effect, Drop)]
 
     def messages(self, kind: type[Message], name: str = "") -> list[Any]:
-        """Messages of one kind that were sent, by or to the learner if one is named."""
+        """Return the sent messages of one kind, by or to the learner if one is named."""
         return [m for sender, receiver, m in self.sent if isinstance(m, kind) and name in ("", sender, receiver)]
 
     def contributors(self) -> list[tuple[str, ...]]:
-        """Name those that were merged, round by round."""
+        """Return the names of the merged learners, round by round."""
         return [tuple(each.learner_id for each in merge.contributions) for merge in self.merges()]
 
     def check_replay(self) -> None:
-        """A fresh syncer that is fed the tape asks for the same, input by input."""
+        """Check that a fresh syncer makes the same effects from the tape, input by input."""
         assert list(replay(self.tape, self._new_syncer())) == self.history
 
     def check_bits(self) -> None:
-        """Whoever holds the newest version of a fragment holds the same bits as the syncer."""
+        """Check that each learner with the newest version of a fragment holds the same bits as the syncer."""
         for name in self.linked:
             for fragment_id, anchor in self.drivers[name].anchors.items():
                 newest = self.driver.values[fragment_id]
@@ -335,7 +345,8 @@ class Pair:
         self.effects += effects
         if self.dies_in is not None:
             self.dies_in -= 1
-            if self.dies_in < 0:  # what it was about to do is on the tape, and never happens
+            # The decision is on the tape, and its effects never happen.
+            if self.dies_in < 0:
                 self.restart_syncer()
                 return
         for effect in effects:

@@ -1,4 +1,4 @@
-"""Messages and effects as words, one line each: what golden transcripts are made of."""
+"""Messages and effects as sentences, one line each, for the golden transcripts."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,8 @@ from diloco_jax.protocol import effects as e
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.leases import BOOK
 
-_WORDS: dict[type, str] = {  # of whatever always reads the same
+# Effects whose sentence is always the same.
+_WORDS: dict[type, str] = {
     m.FragmentValue: (
         "FragmentValue {0.fragment_id} for round {0.global_step}, as after step {0.local_step}: {0.steps} steps and "
         "{0.tokens} tokens since version {0.base_version}"
@@ -44,7 +45,7 @@ _NOTES: dict[str, str] = {
     "merged": "fragment {0.fragment_id} is now version {0.global_step}",
     "abandoned": "gives up round {0.global_step} (fragment {0.fragment_id}): {0.reason}",
     "finished": "the run ends at global step {0.global_step}: {0.reason}",
-    "restarted": "begins anew at global step {0.global_step}: {0.reason}",
+    "restarted": "restarts at global step {0.global_step}: {0.reason}",
     "restored": "fragment {0.fragment_id} restored: {0.reason}",
     "lost": "fragment {0.fragment_id} lost: {0.reason}",
     "recovering": "{0.members[0]} takes the state of {0.members[1]}",
@@ -57,11 +58,12 @@ def versions_text(versions: Iterable[int]) -> str:
 
 
 def _life(epoch: int) -> str:
-    return f", life {epoch}" if epoch > 1 else ""  # most stories know one life of the syncer only
+    # Most stories have only one life of the syncer.
+    return f", life {epoch}" if epoch > 1 else ""
 
 
 def message_text(message: Any) -> str:
-    """Put a message in words. Lives of the syncer are shown when they are not the first."""
+    """Describe a message in one line; the syncer's life is shown if it is not the first."""
     match message:
         case m.Hello(_, incarnation, _, versions):
             return f"Hello, incarnation {incarnation}, holds [{versions_text(versions)}]{_life(message.epoch)}"
@@ -92,7 +94,7 @@ def message_text(message: Any) -> str:
 
 
 def effect_text(effect: e.Effect) -> str:
-    """Put an effect in words, without the name of the machine that asked for it."""
+    """Describe an effect in one line, without the name of its machine."""
     match effect:
         case e.Send(peer, message):
             return f"sends {peer}: {message_text(message)}"

@@ -1,4 +1,4 @@
-"""A receiver named r, parts of a donor's state for it, and one part of a machine whose effects a test reads."""
+"""Inputs for tests of recovery: a receiver named r, and chunks of a donor's state for it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def config(**settings: Any) -> ProtocolConfig:
 
 
 class Alone:
-    """One part of a machine, with an effects of its own: a call that returns nothing gives its effects instead."""
+    """One component of a machine with its separate list of effects; a call that returns nothing returns them."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._effects = Effects()
@@ -54,7 +54,7 @@ def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **change
 
 
 def begun(*parts: StateChunk, **settings: Any) -> Alone:
-    """One that has asked at global step 10, and got these parts at once."""
+    """Return a receiver that has asked at global step 10 and got these chunks at once."""
     it = receiver(**settings)
     it.begin(10, 0.0)
     for each in parts:

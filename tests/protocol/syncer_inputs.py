@@ -1,4 +1,4 @@
-"""Short ways to write down what a syncer hears, and to read what it asks for."""
+"""Short ways to write inputs of a syncer, and to read its effects."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +18,8 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 
 FINGERPRINT = (("model", "abc"),)
-LEASED = 1000  # samples that a member got when it greeted: enough for every test that is not about them
+# The samples that a member gets when it greets; enough for every test that is not about leases.
+LEASED = 1000
 
 
 def new(total_steps: int = 100, sizes: Sequence[dict[int, int]] = (), **settings: Any) -> Syncer:
@@ -32,18 +33,18 @@ def new(total_steps: int = 100, sizes: Sequence[dict[int, int]] = (), **settings
 
 
 def hello(name: str, incarnation: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0), **changed: Any) -> Hello:
-    """A greeting of a learner that has the data that it was given, unless it says otherwise."""
+    """Return the greeting of a learner that holds the initial values, unless the arguments change it."""
     digests = tuple(0 if version < 0 else digest(p, version) for p, version in enumerate(versions))
     return Hello(name, incarnation, FINGERPRINT, versions, digests, 0, 1, 0)._replace(**changed)
 
 
 def digest(fragment_id: int, version: int) -> int:
-    """Name the digest of a global value; that of an initial one is 0 in a syncer that was not told another."""
+    """Return the digest of a global value; an initial value has digest 0 unless the syncer got another."""
     return 1000 * version + fragment_id if version else 0
 
 
 def merged(syncer: Syncer, global_step: int, now_s: float, excluded: tuple[str, ...] = ()) -> list[Effect]:
-    """The merge of a round is done."""
+    """Report to the syncer that the merge of a round is done, and return its effects."""
     return syncer.on_merged(
         global_step, digest(syncer.rounds.flying[global_step].fragment_id, global_step), excluded, now_s
     )
@@ -69,7 +70,7 @@ def value(name: str, global_step: int, fragment_id: int, local_step: int, **chan
 
 
 def running(*names: str, **settings: Any) -> Syncer:
-    """Members that greeted and reported their first step; with K = their number round 1 is being pulled."""
+    """Return a syncer whose members greeted and reported a step; it pulls round 1 if K is their number."""
     syncer = new(**{"quorum": len(names)} | settings)
     for name in names:
         syncer.on_message(hello(name), 0.0)
@@ -79,7 +80,7 @@ def running(*names: str, **settings: Any) -> Syncer:
 
 
 def sent(effects: list[Effect], peer: str = "") -> list[Message]:
-    """Messages to everybody or to one, but for leases: those have tests of their own."""
+    """Return the messages to everybody or to one peer, without leases; test_leases.py covers those."""
     sends = [e for e in effects if isinstance(e, Send) and not isinstance(e.message, Lease)]
     return [e.message for e in sends if peer in ("", e.peer)]
 
@@ -93,7 +94,7 @@ def only(effects: list[Effect], kind: type[Any]) -> list[Any]:
 
 
 def indices(ranges: Iterable[tuple[int, int]]) -> list[int]:
-    """Every index of these ranges."""
+    """Return every index of these ranges."""
     return [index for start, stop in ranges for index in range(start, stop)]
 
 

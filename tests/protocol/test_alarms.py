@@ -72,7 +72,8 @@ def two_islands() -> tuple[Syncer, RunStats]:
     stats = RunStats(("a", "b"), 100, syncer)
     for name in ("a", "b"):
         syncer.on_message(hello(name), 0.0)
-    for step, name in ((1, "a"), (1, "b"), (2, "a"), (2, "b")):  # the first one compiles, and is no step's time
+    # The first report of a learner includes compilation, so its time is not the time of a step.
+    for step, name in ((1, "a"), (1, "b"), (2, "a"), (2, "b")):
         told = report(name, step)._replace(step_s=1.0)
         stats.on_report(told, float(step))
         syncer.on_message(told, float(step))
@@ -155,7 +156,7 @@ def test_what_may_be_weather_must_hold_for_a_while() -> None:
     book, hold_s = AlarmBook(), HOLDS["slow"]
     assert book.look([SLOW], 1.0) == book.look([SLOW], 0.9 + hold_s) == ([], [])
     book.look([], hold_s + 1.0)
-    assert book.look([SLOW], hold_s + 2.0) == ([], []), "it must hold anew"
+    assert book.look([SLOW], hold_s + 2.0) == ([], []), "it must hold for the whole time again"
     assert book.look([SLOW], 2 * hold_s + 2.0) == ([SLOW], [])
 
 
@@ -166,7 +167,7 @@ def test_a_link_that_breaks_again_and_again_is_told_of() -> None:
     assert begun == [[]] * 6 + [[gone]] + [[]] * 3, "it was away for 2 s at most, and is told once"
     for second in range(10, 40):
         begun = book.look([gone] if second % 6 == 0 else [], float(second))[0]
-        assert not begun, "back for longer each time, it begins anew"
+        assert not begun, "each return restarts the count"
 
 
 def test_the_book_is_bounded() -> None:
@@ -198,7 +199,8 @@ def healthy(seed: int) -> Scenario:
     """Settings of any kind, on machines and links that do their work."""
     drawn, random = random_scenario(seed), Random(seed)
     every, tau = drawn.config.sync_every, drawn.config.overlap_steps
-    tau = min(tau, every - 1) if isinstance(every, int) else tau  # else a fragment has to wait for itself
+    # A larger tau would make a fragment wait for itself.
+    tau = min(tau, every - 1) if isinstance(every, int) else tau
     return Scenario(
         config=replace(drawn.config, overlap_steps=tau, unmerged_rounds_max=96, silence_s=15.0, heartbeat_s=2.0),
         learners=drawn.learners,

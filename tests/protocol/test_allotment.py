@@ -1,4 +1,4 @@
-"""The learner's side of leases: what it reads, whatever becomes of them on their way."""
+"""The learner's side of leases: the samples that it reads when leases are lost, repeated or late."""
 
 import random
 
@@ -25,8 +25,10 @@ def test_repeated_overlapping_and_gapping_leases_do_no_harm() -> None:
     allotment = Allotment(2, 4)
     allotment.add(Lease(0, 10, 14))
     allotment.add(Lease(0, 10, 14))
-    allotment.add(Lease(2, 12, 20))  # what is new of it: samples 4 to 9 at positions 14 to 19
-    allotment.add(Lease(50, 0, 4))  # the one before it is not here yet
+    # Only samples 4 to 9 at positions 14 to 19 are new in it.
+    allotment.add(Lease(2, 12, 20))
+    # The lease before this one is not here yet.
+    allotment.add(Lease(50, 0, 4))
     assert allotment.granted == 10
     allotment.add(Lease(5, 15, 18))
     assert allotment.granted == 10
@@ -40,7 +42,8 @@ def test_a_new_book_voids_what_is_not_read_yet() -> None:
     read = [allotment.take(), allotment.take()]
     allotment.add(Lease(BOOK, 50, 56))
     assert allotment.granted == BOOK + 6
-    allotment.add(Lease(6, 6, 8))  # of the old book, late
+    # This lease belongs to the old book and is late.
+    allotment.add(Lease(6, 6, 8))
     read += [allotment.take() for _ in range(3)]
     assert [batch.ranges for batch in read] == [((s, s + 2),) for s in (0, 2, 50, 52, 54)]
     assert [batch.end for batch in read] == [2, 4, BOOK + 2, BOOK + 4, BOOK + 6]
@@ -109,7 +112,8 @@ def test_every_sample_is_read_once_in_order_whatever_the_network_does(seed: int)
         if rng.random() < 0.3:
             count = rng.randint(1, 9)
             book.grant("a", count)
-            if rng.random() < 0.5:  # another learner takes some of the order
+            # Another learner takes some of the order.
+            if rng.random() < 0.5:
                 if "b" not in book.holdings:
                     book.open("b")
                 book.grant("b", rng.randint(1, 5))

@@ -18,7 +18,7 @@ CONFIG = ProtocolConfig(sync_every=4, num_fragments=4, grace_steps_max=0.0, sile
 
 
 def new(tokens: int, step_tokens: int = 10, total_steps: int = 0) -> Syncer:
-    """A syncer to which "a" has greeted; each of its steps reports 10 tokens."""
+    """Return a syncer that "a" has greeted; each step of "a" reports 10 tokens."""
     syncer = Syncer(CONFIG, total_steps, FINGERPRINT, budget=Budget(tokens, step_tokens))
     syncer.on_message(hello("a"), 0.0)
     return syncer
@@ -34,9 +34,12 @@ def trained(syncer: Syncer, step: int, **changed: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("values", "news"),
     [
-        ([(10, 10), (30, 30)], [10, 20]),  # of two fragments: the first ten count once
-        ([(30, 30), (10, 10)], [30, 0]),  # rounds that end out of turn
-        ([(10, 10), (50, 5), (60, 60)], [10, 5, 10]),  # 35 were trained on a value that was replaced since
+        # The two values are of different fragments; their first ten tokens count once.
+        ([(10, 10), (30, 30)], [10, 20]),
+        # The rounds end out of turn.
+        ([(30, 30), (10, 10)], [30, 0]),
+        # A learner trained 35 of the tokens on a value that was replaced later.
+        ([(10, 10), (50, 5), (60, 60)], [10, 5, 10]),
     ],
 )
 def test_each_token_counts_once(values: list[tuple[int, int]], news: list[int]) -> None:
@@ -62,7 +65,8 @@ def test_no_round_opens_while_those_in_flight_may_reach_it() -> None:
     assert syncer.global_step == 2 and not syncer.rounds.collecting
     syncer.on_message(value("a", 1, 1, 1), 3.0)
     assert not only(merged(syncer, 1, 3.0), Finish) and syncer.global_step == 2, "round 2 may bring the rest"
-    syncer.on_tick(30.0)  # its value never came
+    # The value of round 2 never arrives.
+    syncer.on_tick(30.0)
     assert syncer.global_step == 3 and syncer.progress.merged_tokens == 10
     syncer.on_message(value("a", 3, 3, 3), 31.0)
     assert only(merged(syncer, 3, 31.0), Finish) and syncer.progress.merged_tokens == 30
@@ -86,13 +90,14 @@ def test_a_value_of_a_life_that_was_replaced_does_not_count() -> None:
 
 
 def test_messages_tell_how_far_the_schedule_is_ahead() -> None:
-    syncer = new(1000, step_tokens=5)  # each step brings twice what was planned
+    syncer = new(1000, step_tokens=5)
     syncer.on_message(report("a", 1), 1.0)
     assert sent(syncer.on_message(hello("b"), 1.0), "b")[0] == Welcome(1, (0,) * 4, 1, 0), "nothing is merged yet"
     syncer.on_message(value("a", 1, 1, 1), 1.0)
     leads = [m.schedule_lead for m in sent(merged(syncer, 1, 1.0), "a") if isinstance(m, GlobalFragment)]
     assert leads == [1] == [m.schedule_lead for m in sent(syncer.on_message(hello("b"), 1.0)) if isinstance(m, Welcome)]
-    syncer.progress.global_step = 20  # rounds that merged nothing: it goes on for H + tau of them
+    # The following rounds merge nothing, so the schedule runs ahead for H + tau of them.
+    syncer.progress.global_step = 20
     assert 20 + syncer.progress.schedule_lead == 2 + CONFIG.sync_every + CONFIG.overlap_steps
     other = Syncer(CONFIG, 0, FINGERPRINT, budget=Budget(1000, 5))
     other.restore(json.loads(json.dumps(syncer.state())))
@@ -104,6 +109,8 @@ def test_a_schedule_follows_the_newest_word_and_never_goes_back() -> None:
     assert [clock.at(step) for step in (0, 3)] == [0, 3], "without a word, and without a budget, the global step"
     clock.hear(4, 6, 3)
     assert [clock.at(step) for step in (4, 5)] == [10, 11]
-    clock.hear(3, 90, 5)  # overtaken by the one before
-    clock.hear(6, -2, 5)  # fewer were merged than expected
+    # This message is older than the one before it.
+    clock.hear(3, 90, 5)
+    # Fewer tokens were merged than expected.
+    clock.hear(6, -2, 5)
     assert [clock.at(step) for step in (6, 12, 14)] == [11, 11, 12]

@@ -27,7 +27,8 @@ SENT = value("a", 7, 0, 30, steps=10, tokens=100, base_version=4, samples=60)
         ({"steps": 1 << 40}, {}, "value of 1099511627776 steps"),
         ({"tokens": 121}, {}, "value of 121 tokens, where its reports allow 120"),
         ({"samples": 65}, {}, "value of the samples from 0 to 65, where its newest report says 64"),
-        ({"samples": 65}, {"samples": -1}, ""),  # a state of an older release does not tell
+        # A state of an older release does not name its samples.
+        ({"samples": 65}, {"samples": -1}, ""),
         ({"since": 61}, {}, "value of the samples from 61 to 60"),
         ({"local_step": 29, "steps": 9}, {}, "value of its step 29, where step 30 was asked for"),
         # the copy of that step was gone, and the next one is sent, which no report has told of yet

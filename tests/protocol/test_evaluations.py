@@ -1,4 +1,4 @@
-"""Evaluations of the global model: who is asked, what counts as an answer, and how a run ends."""
+"""Evaluations of the global model: the learners that are asked, valid answers, and the end of a run."""
 
 import json
 from math import inf, nan
@@ -67,7 +67,7 @@ def test_one_stays_to_evaluate_the_final_model_and_all_others_stop() -> None:
         ({"scores": (Metric("x", 1.0),) * 257}, "a: 257 scores, or the length of a name, is more than is allowed"),
     ],
 )
-def test_a_score_of_no_use_is_told_and_not_believed(changed: dict[str, Any], problem: str) -> None:
+def test_a_useless_score_is_reported_and_not_used(changed: dict[str, Any], problem: str) -> None:
     syncer, _ = asked("a")
     effects = syncer.on_message(score("a", 1, **changed), 5.0)
     assert not only(effects, Evaluated) and [n.reason for n in only(effects, Note)] == [problem]

@@ -118,7 +118,7 @@ def test_a_small_fraction_of_the_fragments_length_is_harmless() -> None:
     assert not decided([value("a", 1.1 * HARMLESS * LENGTH)], tiny).merged
 
 
-def test_a_rate_that_was_accepted_twice_before_is_no_outlier() -> None:
+def test_a_rate_that_was_accepted_twice_before_is_not_an_outlier() -> None:
     for peaks, merged in [((7.0, 5.0), True), ((7.0, 4.0), False), ((7.0,), False)]:
         decision = decided([value("a", GROWTH * 5.0)], QUIET._replace(peaks=peaks))
         assert bool(decision.merged) == merged, peaks

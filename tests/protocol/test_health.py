@@ -93,7 +93,7 @@ def test_who_was_asked_to_leave_has_left(reason: str) -> None:
     assert said(syncer, "a", 11.0)[0] == "joining"
 
 
-def test_leaving_a_complete_run_is_no_loss() -> None:
+def test_leaving_a_complete_run_is_not_a_loss() -> None:
     pair = Pair(total_steps=2)
     pair.join("a", "b")
     for _ in range(6):
@@ -194,7 +194,7 @@ def test_drain_asks_one_learner_to_leave() -> None:
     ("names", "name", "words"),
     [(("a",), "ghost", "there are a"), ((), "ghost", "there are nobody"), (("a", "b"), "b", "there are a")],
 )
-def test_drain_of_who_is_not_there_says_who_is(names: tuple[str, ...], name: str, words: str) -> None:
+def test_drain_of_an_unknown_island_names_the_known_ones(names: tuple[str, ...], name: str, words: str) -> None:
     syncer = running(*names) if names else new()
     syncer.on_disconnect("b", 1, "broke", 2.0)
     with pytest.raises(ValueError, match=f"no learner '{name}' is connected; {words}"):
@@ -232,7 +232,7 @@ def test_a_first_round_that_takes_long_is_an_episode_with_its_figures() -> None:
     for _ in range(64):
         for name in NAMES:
             outrun.on_steps(name, 1, 0)
-    assert outrun.current, "while it goes on"
+    assert outrun.current, "the alarm stays while the cause lasts"
     clock = walk(outrun, 200, 1.0)
     assert not outrun.current and len(outrun.episodes) == 1 and clock == 200
     assert str(outrun.episodes[0]) == "islands outran rounds: 64 steps each while 0 rounds closed, from global step 0"
@@ -250,7 +250,8 @@ def test_twofold_is_the_limit(per_round: float, expected: bool) -> None:
 
 def test_islands_of_very_different_speed_count_as_their_mean() -> None:
     outrun = Outrun()
-    for clock in range(1, 501):  # it follows the fastest
+    # The clock of the others follows the fastest learner.
+    for clock in range(1, 501):
         outrun.on_steps("fast", 1, clock)
         if clock % 10 == 0:
             outrun.on_steps("slow", 1, clock)
@@ -267,7 +268,8 @@ def test_steps_that_nobody_reported_count_when_they_are_heard_of() -> None:
 def test_short_steps_count_in_longer_windows() -> None:
     outrun = Outrun()
     for step in range(800):
-        clock = 0 if step < STEPS_MIN else step  # a snapshot holds rounds up for 16 steps
+        # A snapshot holds up the rounds for 16 steps.
+        clock = 0 if step < STEPS_MIN else step
         outrun.on_steps("a", 1, clock, 2 * SECONDS_MIN / 400)
     assert not outrun.episodes
     for _ in range(400):
@@ -282,7 +284,7 @@ def test_a_run_that_went_back_begins_a_new_window() -> None:
     assert not outrun.episodes
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_it_continues_from_its_state() -> None:
     numbers = random.Random(3)
     events = [(numbers.choice(NAMES), numbers.randint(1, 3), step // 9) for step in range(2000)]
     whole, first = Outrun(), Outrun()

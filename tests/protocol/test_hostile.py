@@ -1,4 +1,4 @@
-"""A peer may say anything: it is refused or dropped with the reason, nothing else happens, and others go on.
+"""A peer may send anything: it is refused or dropped with the reason, and nothing changes for the others.
 
 The whole fuzz: ./scripts/sweep --hostile --count 400
 """
@@ -25,7 +25,8 @@ from diloco_jax.sim.invariants.verdict import judge
 from diloco_jax.transport.wire import pack_body
 from tests.protocol.syncer_inputs import hello, leases, merged, new, only, report, running, sent, value
 
-SEEDS = (0, 1, 7, 13)  # with rewinds and crashes of the syncer among them
+# These seeds include rewinds and crashes of the syncer.
+SEEDS = (0, 1, 7, 13)
 KINDS: tuple[Any, ...] = typing.get_args(m.LearnerMessage)
 SAID: tuple[Any, ...] = (
     hello("c"),
@@ -77,7 +78,7 @@ def test_there_is_an_example_of_every_message() -> None:
 
 @pytest.mark.parametrize("message", SAID, ids=lambda message: type(message).__name__)
 def test_any_value_in_any_field_is_data(message: Any) -> None:
-    """Each field takes each extreme; what is out of bounds changes nothing, and is no line of the tape."""
+    """Each field takes each extreme; a value out of bounds changes nothing and leaves no line on the tape."""
     hints = typing.get_type_hints(type(message))
     for name, hint in hints.items():
         if name in ("learner_id", "incarnation"):

@@ -144,7 +144,8 @@ def test_waits_longer_before_each_repetition_of_a_greeting() -> None:
     greeted = []
     for now_s in range(1, 60):
         greeted += [now_s for message in sent(learner.on_tick(float(now_s))) if isinstance(message, Hello)]
-    assert greeted == [3, 9, 19, 29, 39, 49, 59]  # after 3, 6 and then every 10 s: the lease
+    # It waits 3 s, 6 s, and then 10 s, the time of silence, after each greeting.
+    assert greeted == [3, 9, 19, 29, 39, 49, 59]
 
 
 def test_refused() -> None:
@@ -233,7 +234,8 @@ def test_a_pull_that_an_adoption_overtook_never_yields_zero_steps() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
-    [(3, []), (7, [value(7, 3, 2, 1, 10, 3)])],  # a broadcast voids a pull of its own round, not one of a newer
+    # A broadcast voids a pull of the same round, not a pull of a newer round.
+    [(3, []), (7, [value(7, 3, 2, 1, 10, 3)])],
 )
 def test_a_broadcast_voids_the_pull_that_waits_for_a_step(asked: int, expected: list[FragmentValue]) -> None:
     learner = trained(1)
@@ -320,7 +322,7 @@ def test_lockstep_waits_at_a_due_step_until_its_fragment_is_back() -> None:
     assert learner.may_step() and learner.global_step == 2
 
 
-def test_lockstep_goes_on_when_the_round_is_given_up() -> None:
+def test_lockstep_continues_when_the_round_is_given_up() -> None:
     learner = trained(2, overlap_steps=0, sync_every=2, num_fragments=1)
     learner.on_message(Advance(1), 1.0)
     assert learner.state == WAITING, "an older step's end is not this one's"
@@ -331,7 +333,8 @@ def test_lockstep_goes_on_when_the_round_is_given_up() -> None:
 def test_lockstep_repeats_greeting_and_report_while_it_waits() -> None:
     learner = trained(2, overlap_steps=0, sync_every=2, num_fragments=1)
     assert learner.next_deadline_s() == 2.0
-    messages = sent(learner.on_tick(4.0))  # waits since 1.0, resend_s = 3
+    # It has waited since 1.0, and resend_s is 3.
+    messages = sent(learner.on_tick(4.0))
     assert [type(m) for m in messages] == [Hello, StepReport, Heartbeat]
     assert messages[1].local_step == 2  # type: ignore[union-attr]
 

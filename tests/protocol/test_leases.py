@@ -19,15 +19,21 @@ class Model:
         self.leased = self.merged = self.overwritten = self.released = 0
         self.next = 0
         self.free: set[int] = set()
-        self.samples: dict[str, dict[int, int]] = {}  # learner -> its sample -> index, while out
+        # learner -> its leased samples -> their indices.
+        self.samples: dict[str, dict[int, int]] = {}
         self.granted: dict[str, int] = {}
-        self.seen: dict[str, list[int]] = {}  # learner -> per fragment: samples in what is known to be held
-        self.pending: list[tuple[str, int, int, int, int]] = []  # learner, fragment, version, since, samples
-        self.taught: dict[str, set[int]] = {}  # learner -> samples of which a held version has heard
-        self.ended: dict[str, int] = {}  # learner -> samples up to the end of its book
+        # learner -> per fragment: number of samples in the newest version that it is known to hold.
+        self.seen: dict[str, list[int]] = {}
+        # Learner, fragment, version, and the first and the end of the samples that it confirms.
+        self.pending: list[tuple[str, int, int, int, int]] = []
+        # learner -> samples that are part of a version which somebody holds.
+        self.taught: dict[str, set[int]] = {}
+        # learner -> number of samples up to the end of its book.
+        self.ended: dict[str, int] = {}
 
     def open(self, name: str, first: int) -> None:
-        if name in self.ended:  # its old numbers are void
+        # The old numbers of this learner are void.
+        if name in self.ended:
             first = (max(first, self.ended.pop(name)) // BOOK + 1) * BOOK
         self.samples[name], self.granted[name], self.seen[name] = {}, first, [first] * self.num_fragments
         self.taught[name] = set()
@@ -104,7 +110,8 @@ def test_the_book_agrees_with_a_model_of_single_indices(seed: int) -> None:
             book.on_merged(name, fragment_id, version, samples, since)
             model.merge(name, fragment_id, version, samples, since)
         elif kind == "confirm":
-            known = book.unconfirmed.get(fragment_id)  # the syncer confirms the newest only: whoever holds it
+            # The syncer confirms only the newest version of a fragment.
+            known = book.unconfirmed.get(fragment_id)
             if known is not None:
                 book.confirm(fragment_id, known)
                 model.confirm(fragment_id, known)
@@ -114,7 +121,8 @@ def test_the_book_agrees_with_a_model_of_single_indices(seed: int) -> None:
             model.revert(fragment_id, lost)
         elif kind == "release":
             assert book.release(name) == model.release(name)
-            if rng.random() < 0.5:  # a newer incarnation comes
+            # A newer incarnation of the learner greets.
+            if rng.random() < 0.5:
                 book.forget(name)
                 model.ended.pop(name, None)
         else:
@@ -156,16 +164,17 @@ def held(version: int) -> tuple[Adopted, ...]:
 
 
 @pytest.mark.parametrize("newest", [2, 1], ids=["a version of others alone", "the version after it is lost"])
-def test_a_merge_counts_by_the_version_that_goes_on(newest: int) -> None:
+def test_a_merge_counts_by_the_version_that_stays(newest: int) -> None:
     """Seeds 300138 and 300776 of the simulator: the book waited for a version that nobody would ever tell of."""
     book = LeaseBook(1)
     book.open("a")
     book.grant("a", 4)
     book.on_merged("a", 0, 1, 4)
     if newest == 2:
-        book.on_version(0, 2)  # made of values whose learners are gone
+        # Its values come from learners that have left.
+        book.on_version(0, 2)
         book.on_held(held(1))
-        assert book.fates.merged == 0, "version 2 goes on, and nobody is known to hold it"
+        assert book.fates.merged == 0, "version 2 stays, and nobody is known to hold it"
     else:
         book.open("b")
         book.grant("b", 4)
@@ -215,7 +224,8 @@ def test_greeting_again_does_not_hoard() -> None:
 def test_a_lost_lease_is_sent_again_but_not_while_it_may_be_on_its_way() -> None:
     syncer = new(lease_ahead_steps=8, quorum=2)
     syncer.on_message(hello("a"), 0.0)
-    syncer.on_message(report("a", 1, samples=4, granted=8), 1.0)  # gets 8 to 11
+    # The learner gets samples 8 to 11.
+    syncer.on_message(report("a", 1, samples=4, granted=8), 1.0)
     found = {
         step: leases(syncer.on_message(report("a", step, samples=4, granted=8), float(step))) for step in range(2, 5)
     }

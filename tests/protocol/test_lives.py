@@ -46,12 +46,12 @@ def test_a_receiver_that_dies_frees_its_donor_after_release_s() -> None:
     pair = under_way()
     pair.crash("c")
     pair.wait(20.0)
-    assert len(pair.drivers["a"].states) == 1, "it may come back, and go on"
+    assert len(pair.drivers["a"].states) == 1, "it may come back and continue"
     pair.wait(20.0)
     assert pair.drivers["a"].states == set()
 
 
-def test_the_next_life_of_a_receiver_gets_a_state_of_its_own() -> None:
+def test_the_next_life_of_a_receiver_gets_another_state() -> None:
     pair = under_way()
     pair.crash("c")
     pair.rounds(1, "a", "b")
@@ -192,7 +192,8 @@ def test_it_offers_the_global_value_that_it_holds() -> None:
     for request in (AnchorRequest(0, -1), AnchorRequest(0, 0)):
         assert isinstance(made.answer(request, 0.0)[0], Drop), "it holds nothing yet"
     greeted(made, 8, 8)
-    for asked in (8, 4):  # it greeted with 4, and has adopted what was on its way to it then
+    # It greeted with 4, and has adopted since then what was on its way to it.
+    for asked in (8, 4):
         told = Send(SYNCER, AnchorValue("c", 1, 0, 8, 78, 0))
         assert made.answer(AnchorRequest(0, asked), 2.0) == [told]
     for request in (AnchorRequest(0, 9), AnchorRequest(1, 8), AnchorRequest(-1, 8)):
@@ -216,11 +217,12 @@ def test_damaged_values_make_it_greet_once_a_while_later() -> None:
 
 
 @pytest.mark.parametrize("lost_lines", range(0, 14))
-def test_lockstep_goes_on_when_the_syncer_forgot_what_its_learners_know(lost_lines: int) -> None:
+def test_lockstep_continues_when_the_syncer_forgot_what_its_learners_hold(lost_lines: int) -> None:
     pair = Pair(overlap_steps=0, quorum=2, pull_timeout_s=5.0, snapshot_every=4)
     pair.join("a", "b")
     pair.rounds(7, "a", "b")
-    pair.held = {"a:StepReport"}  # a and b wait for a round of which the syncer has not heard enough
+    # Both learners wait for a round that lacks the report of "a" at the syncer.
+    pair.held = {"a:StepReport"}
     pair.step("a", "b")
     pair.lose_wire("a")
     pair.held = set()

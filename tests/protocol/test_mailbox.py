@@ -51,7 +51,7 @@ class Mail:
         self.take()
 
     def come(self, *messages: SyncerMessage) -> list[Any]:
-        """Let messages come; returns what the machine asks for at once."""
+        """Let messages arrive, and return the effects that the machine has at once."""
         given = [self.box.arrive(message, "item", 1.0) for message in messages]
         return [effect for one in given if one is not None for effect in one.effects]
 
@@ -61,7 +61,7 @@ class Mail:
             self.box.read(message, f"values of {message.version}", 1.0)
 
     def take(self) -> list[tuple[SyncerMessage, str]]:
-        """Reach the gap; returns what the machine is given there."""
+        """Reach the gap between two steps, and return the messages that the machine gets there."""
         given = []
         while (one := self.box.take(1.0)) is not None:
             given.append((one.message, one.item))

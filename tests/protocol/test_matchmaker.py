@@ -72,7 +72,7 @@ def test_a_part_for_who_is_away_is_not_sent() -> None:
     assert isinstance(drop, Drop) and "who is away" in drop.reason
     membership.join(hello("r", 3), 2.0)
     pulled = it.on_request(of("r", donor="a", step=50, number=4), 7)
-    assert pulled == [Send("a", StatePull("r", 10, 50, 4))], "it is back, and goes on"
+    assert pulled == [Send("a", StatePull("r", 10, 50, 4))], "it is back, and continues"
 
 
 def test_when_a_donor_dies_another_is_chosen() -> None:
@@ -86,7 +86,7 @@ def test_when_a_donor_dies_another_is_chosen() -> None:
     assert it.donor_of("q") == "b"
 
 
-def test_whoever_failed_is_the_last_choice_but_a_choice() -> None:
+def test_a_donor_that_failed_is_the_last_choice() -> None:
     membership, it = matched("a", "b")
     it.on_request(of("r"), 7)
     assert it.on_refused(StateRefused("a", 1, "r", "busy")) == [Send("r", StateUnavailable("a", "busy"))]
@@ -95,7 +95,7 @@ def test_whoever_failed_is_the_last_choice_but_a_choice() -> None:
     it.on_refused(StateRefused("b", 1, "r", "busy"))
     membership.set_state(membership.members["b"], DISCONNECTED, 1.0)
     it.on_request(of("r"), 7)
-    assert it.donor_of("r") == "a", "busy once is not busy for ever"
+    assert it.donor_of("r") == "a", "busy once is not busy forever"
 
 
 def test_a_refusal_of_who_is_not_the_donor_changes_nothing() -> None:

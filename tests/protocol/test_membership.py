@@ -42,7 +42,8 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
             hello(model="xyz")._replace(speaks=2),
             ["a speaks protocol 2, the syncer 1 to 1", "upgrade the syncer first, then the islands"],
         ),
-        (hello()._replace(speaks=0), ["a speaks protocol 0", "; upgrade a"]),  # of before there were numbers
+        # A release from before messages had a protocol number.
+        (hello()._replace(speaks=0), ["a speaks protocol 0", "; upgrade a"]),
         (hello(model="xyz"), ["model differs", "the syncer has abc, a has xyz", "same config"]),
         (hello(codec="int8"), ["codec differs", "absent", "int8"]),
         (hello()._replace(fingerprint=(("model", "abc"),)), ["sync_every differs", "has 24, a has absent"]),
@@ -107,10 +108,10 @@ def test_an_older_incarnation_is_refused() -> None:
     refusal = members.refusal(hello(incarnation=2), EPOCH, 0)
     assert "incarnation 2 of a is stale: 3" in refusal and "stop one of the two" in refusal
     members.set_state(members.members["a"], DISCONNECTED, 1.0)
-    assert members.refusal(hello(incarnation=2), EPOCH, 0), "the newer one has left, the older one is no better for it"
+    assert members.refusal(hello(incarnation=2), EPOCH, 0), "an older process stays refused after the newer one left"
 
 
-def test_a_newer_incarnation_starts_anew_and_keeps_the_totals() -> None:
+def test_a_newer_incarnation_starts_again_and_keeps_the_totals() -> None:
     members = membership()
     member = members.join(hello(), 0.0)
     members.set_state(member, ACTIVE, 0.0)
@@ -145,7 +146,7 @@ def test_live_counts_the_active_ones() -> None:
     assert [m.learner_id for m in members.connected()] == ["b"]
 
 
-def test_whoever_remembers_what_was_made_void_is_refused() -> None:
+def test_a_learner_that_remembers_a_void_version_is_refused() -> None:
     members = membership()
     assert [members.refusal(hello()._replace(epoch=epoch), 5, 4) == "" for epoch in range(6)] == [
         True,  # knows nothing yet
@@ -170,7 +171,7 @@ def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:
     assert (member.credit.expelled, member.credit.strikes) == (False, 0)
 
 
-def test_whoever_is_connected_expires_at_the_lease() -> None:
+def test_a_connected_learner_expires_after_silence_s() -> None:
     members = membership()
     for name, state in [("c", ACTIVE), ("a", ACTIVE), ("joining", JOINING), ("silent", SILENT), ("gone", DISCONNECTED)]:
         members.set_state(members.join(hello(name), 0.0), state, 0.0)
@@ -185,7 +186,7 @@ def test_learners_max() -> None:
     members.join(hello("a"), 0.0)
     members.join(hello("b"), 0.0)
     assert members.refusal(hello("c"), EPOCH, 0) == "2 learners are connected, the limit; raise protocol.learners_max"
-    assert members.refusal(hello("a"), EPOCH, 0) == "", "whoever is in may greet again"
+    assert members.refusal(hello("a"), EPOCH, 0) == "", "a member may greet again"
     members.set_state(members.members["b"], DISCONNECTED, 1.0)
     assert members.refusal(hello("c"), EPOCH, 0) == "", "a place is free"
 
@@ -212,6 +213,6 @@ def test_lower_median_of_the_live() -> None:
         member = members.join(hello(name), 0.0)
         member.step_s = step_s
         members.set_state(member, state, 0.0)
-    assert members.median_step_s() == 2.0  # of 1, 2, 4, 90
+    assert members.median_step_s() == 2.0, "the median of 1, 2, 4, 90"
     members.set_state(members.members["b"], DISCONNECTED, 0.0)
-    assert members.median_step_s() == 4.0  # of 2, 4, 90
+    assert members.median_step_s() == 4.0, "the median of 2, 4, 90"

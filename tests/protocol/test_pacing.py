@@ -180,6 +180,6 @@ def test_config_limits_themselves_are_allowed(settings: dict[str, Any]) -> None:
     ProtocolConfig(**settings)
 
 
-def test_lockstep_is_no_overlap() -> None:
+def test_lockstep_is_not_an_overlap() -> None:
     assert ProtocolConfig(overlap_steps=0).lockstep
     assert not ProtocolConfig(overlap_steps=1).lockstep

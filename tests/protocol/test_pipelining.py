@@ -9,7 +9,7 @@ from tests.protocol.pair import Pair
 
 
 def pair(*names: str, late: set[str], quorum: int = 2, **settings: Any) -> Pair:
-    """Everybody is merged in rounds 1 to 8; then round 9, of fragment 1, waits for the values of those who are late."""
+    """Merge all learners in rounds 1 to 8; then round 9, of fragment 1, waits for the values of the late learners."""
     it = Pair(quorum=quorum, overlap_steps=2, sync_every=4, num_fragments=4, steps=True, **settings)
     it.join(*names)
     while it.syncer.global_step < 9:
@@ -66,7 +66,7 @@ def test_a_round_is_merged_without_the_late_value_when_its_time_is_over() -> Non
     assert versions[:5] == [0, 1, 5, 9, 13]
 
 
-def test_whoever_owes_a_value_counts_when_the_quorum_needs_it() -> None:
+def test_a_learner_that_owes_a_value_counts_when_the_quorum_needs_it() -> None:
     it = pair("a", "b", "c", late={"c"}, quorum=3)
     it.rounds(1, "a", "b", "c")
     assert it.syncer.global_step == 10 and not merged(it), "round 10 is pulled too, and waits"
@@ -85,12 +85,12 @@ def test_as_long_as_most_are_under_way_nobody_is_late() -> None:
     assert merged(it) == {9: "abcd", 10: "abcd"}
 
 
-def test_whoever_has_answered_counts_at_once() -> None:
+def test_a_learner_that_has_answered_counts_at_once() -> None:
     it = pair("a", "b", "c", "d", late={"c", "d"})
     it.wait(1.5)
     it.step("a", "c", "d")
     it.wait(1.5)
-    assert it.syncer.global_step == 9, "of those who are not late only a has reported, b is slow"
+    assert it.syncer.global_step == 9, "only a has reported of the learners that are not late; b is slow"
     it.let_pass("c:FragmentValue")
     it.wait(1.5)
     assert it.notes("closed")[-1].members == ("a", "c") and it.syncer.global_step == 10

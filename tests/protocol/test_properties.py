@@ -67,7 +67,8 @@ def config(tau: int, quorum: int = 1) -> ProtocolConfig:
 small = st.integers(-1, 8)
 few = st.integers(0, 9)
 names = st.sampled_from(NAMES)
-FIELDS: dict[str, Any] = {  # of learners' messages; small numbers where nothing is said
+# Fields of learners' messages; a field that is not listed takes small numbers.
+FIELDS: dict[str, Any] = {
     "learner_id": names,
     "incarnation": st.integers(1, 3),
     "fingerprint": st.sampled_from([FINGERPRINT, FINGERPRINT, FINGERPRINT, ()]),
@@ -119,7 +120,7 @@ syncer_inputs = st.lists(
 
 
 class Watch:
-    """Rules for a syncer's effects, whatever it is told."""
+    """Rules for a syncer's effects after any inputs."""
 
     def __init__(self, syncer: Syncer) -> None:
         self.syncer = syncer
@@ -127,7 +128,8 @@ class Watch:
         self.merged: set[int] = set()
         self.clock = 0
         self.versions = list(syncer.versions)
-        self.lost = False  # it died, and versions with it
+        # True after the syncer crashed and lost versions.
+        self.lost = False
 
     def see(self, effects: list[Effect], now_s: float) -> None:
         syncer = self.syncer
@@ -227,12 +229,13 @@ learner_inputs = st.lists(
 
 
 class Looks:
-    """Rules for a learner's effects, whatever it is told."""
+    """Rules for a learner's effects after any inputs."""
 
     def __init__(self, learner: Learner, overlaps: bool) -> None:
         self.learner = learner
         self.overlaps = overlaps
-        self.held: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version
+        # fragment -> epoch and version
+        self.held: dict[int, tuple[int, int]] = {}
         self.staged: set[tuple[int, int]] = set()
         self.states: set[int] = set()
         self.adopts = False
@@ -263,7 +266,7 @@ class Looks:
         self.clock = learner.global_step
         assert len(self.held) == 2 or learner.state in (JOINING, STOPPED)
         if learner.local_step > 0 and learner.state != STOPPED and self.overlaps:
-            assert learner.state == TRAINING, "whoever made a step never waits"
+            assert learner.state == TRAINING, "a learner that has made a step never waits"
 
     def _see_sent(self, message: Any) -> None:
         if isinstance(message, FragmentValue):

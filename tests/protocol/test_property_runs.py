@@ -1,4 +1,4 @@
-"""Both machines through any troubles: learners and the syncer die, links break, messages are lost. Then all goes on."""
+"""Runs of both machines continue after any troubles: dead processes, broken links and lost messages."""
 
 import random
 from typing import Any
@@ -73,7 +73,7 @@ def fail_power(pair: Pair, lines: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_after_any_troubles_rounds_go_on(seed: int) -> None:
+def test_after_any_troubles_rounds_continue(seed: int) -> None:
     rng = random.Random(seed)
     tau, quorum = rng.choice([0, 1, 2, 4]), rng.randint(1, 3)
     pair = Pair(
@@ -102,7 +102,8 @@ def test_after_any_troubles_rounds_go_on(seed: int) -> None:
     pair.deliver()
     execute(pair, "merge", "")
     pair.connect(*(name for name in NAMES if name not in pair.linked))
-    for _ in range(12):  # by then every timeout has passed
+    # Every timeout has passed after twelve of these waits.
+    for _ in range(12):
         pair.wait(4.0)
         pair.step(*NAMES)
     before, merges = pair.syncer.merged_rounds, len(pair.merges())
@@ -110,7 +111,8 @@ def test_after_any_troubles_rounds_go_on(seed: int) -> None:
         pair.rounds(1, *NAMES)
         assert tau == 0 or all(learner.may_step() for learner in pair.learners.values())
     assert pair.syncer.merged_rounds > before, pair.syncer.waiting_for(pair.now_s)
-    if tau > 0 or quorum == len(NAMES):  # lockstep has no grace window: with K = 1 the first to report is alone
+    # Lockstep has no grace window: with K = 1 the first learner to report is merged alone.
+    if tau > 0 or quorum == len(NAMES):
         assert {name for names in pair.contributors()[merges:] for name in names} == set(NAMES)
     pair.check_bits()
     pair.check_replay()

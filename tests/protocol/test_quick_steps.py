@@ -114,7 +114,8 @@ def test_the_first_turn_waits_for_islands_that_still_start() -> None:
     it = Pair(sync_every=2, num_fragments=2)
     it.join("a", "b")
     it.now_s = 1.0
-    it.step("a", step_s=0.5)  # it compiles; how long its steps are, nobody knows
+    # The learner compiles, so nobody knows yet how long its steps are.
+    it.step("a", step_s=0.5)
     it.wait(0.004)
     it.step("a", step_s=0.004)
     closed = len(it.contributors())

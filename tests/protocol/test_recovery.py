@@ -64,7 +64,8 @@ def test_parts_in_any_order_complete_the_state() -> None:
     "message",
     [
         part(0),  # twice
-        part(7),  # not asked for yet
+        # This chunk was not requested yet.
+        part(7),
         part(1, donor="other"),
         part(1, step=51),
         part(1, parts=8),
@@ -128,7 +129,8 @@ def test_what_a_narrow_link_still_carries_is_not_asked_for_twice() -> None:
     it, asked, carried, now_s = receiver(recovery_turns=100), [0], 0, 0.0
     it.begin(clock=10, now_s=0.0)
     while not it.complete:
-        arrives_s = now_s + 3.0  # of the oldest request that the link has not carried
+        # The link has not carried the oldest request before then.
+        arrives_s = now_s + 3.0
         while it.resend_s is not None and it.resend_s < arrives_s:
             asked += [effect.message.part for effect in it.on_tick(10, it.resend_s)]
         now_s, number = arrives_s, asked[carried]
@@ -138,13 +140,13 @@ def test_what_a_narrow_link_still_carries_is_not_asked_for_twice() -> None:
 
 
 def test_a_repeated_request_names_the_same_clock() -> None:
-    """With a newer one the donor would copy its state anew, and void the first part that is on its way."""
+    """With a newer clock the donor would copy its state again, and void the first chunk that is on its way."""
     it = begun()
     assert it.on_tick(12, 2.0) == [Send(SYNCER, request(clock=10))]
     assert it.on_connected(13.0) == [Send(SYNCER, request(clock=10))]
 
 
-def test_goes_on_where_it_was_when_the_link_is_back() -> None:
+def test_continues_where_it_was_when_the_link_is_back() -> None:
     it = begun()
     for number in (0, 1, 3):
         it.on_part(part(number), 10, 0.0)
@@ -154,12 +156,12 @@ def test_goes_on_where_it_was_when_the_link_is_back() -> None:
     assert it.complete and it.on_connected(7.0) == []
 
 
-def test_a_transfer_of_more_than_h_global_steps_begins_anew() -> None:
+def test_a_transfer_of_more_than_h_global_steps_starts_again() -> None:
     it = begun(part(0))
     assert it.on_part(part(1), 10 + H, 0.1)[0] == KeepChunk(1, 9), "H are allowed"
     assert it.on_part(part(2), 11 + H, 0.2) == [Send(SYNCER, StateDone("r", 3, "")), DropChunks()]
     assert it.on_part(part(3), 11 + H, 0.3) == [], "of the state that was given up"
-    assert it.on_tick(12 + H, 2.1) == [], "it waits resend_s before it begins anew"
+    assert it.on_tick(12 + H, 2.1) == [], "it waits resend_s before it starts again"
     assert it.on_tick(12 + H, 2.2) == [Send(SYNCER, request(clock=12 + H))]
     assert it.on_part(part(0, step=55), 12 + H, 2.3)[0] == KeepChunk(0, 9)
 

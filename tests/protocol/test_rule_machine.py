@@ -1,7 +1,7 @@
 """Both machines against a small model, driven by rules: whatever happens in whatever order, and then it ends well.
 
 One real syncer and three real learners on a wire that delivers, loses and repeats what the rules say. The model knows
-three things: which values of which fragment exist, who holds which, and whose every leased sample is. pair.py and
+three things: the values of each fragment, the learners that hold them, and the owner of each sample. pair.py and
 drivers.py add what drivers may expect of a machine.
 """
 
@@ -18,15 +18,17 @@ from tests.protocol.pair import Pair
 
 NAMES = ("a", "b", "c")
 TOTAL_STEPS = 24
-WIRE_MAX = 400  # messages under way; older ones are lost
+# The wire loses its oldest messages beyond this number.
+WIRE_MAX = 400
 LIVES_MAX = 12  # of one learner
-HEALING_MAX = 400  # rounds of steps in which a run must complete once nothing goes wrong any more
+# A run must complete within so many rounds of steps after its last fault.
+HEALING_MAX = 400
 
 Life = tuple[str, int]
 
 
 class Machine(RuleBasedStateMachine):
-    """See above."""
+    """Random inputs and faults for a syncer and three learners, checked against a small model."""
 
     @initialize(
         tau=st.sampled_from([0, 1, 2]),
@@ -57,15 +59,19 @@ class Machine(RuleBasedStateMachine):
         self.pair.held = set(NAMES)
         self.pair.holds_merges = True
         self.incarnations = dict.fromkeys(NAMES, 0)
-        self.lineage = 0  # times that the run went back to a snapshot
-        self.made: dict[tuple[int, int, int], int] = {}  # lineage, fragment, version -> digest
-        self.samples: dict[Life, dict[int, int]] = {}  # whose sample is which index
-        self.seen = 0  # messages that the model has seen
+        # Number of times that the run went back to a snapshot.
+        self.lineage = 0
+        # (lineage, fragment, version) -> digest
+        self.made: dict[tuple[int, int, int], int] = {}
+        # life of a learner -> its sample -> index
+        self.samples: dict[Life, dict[int, int]] = {}
+        # Number of messages that the model has counted.
+        self.seen = 0
         self.begun = True
 
     @rule(name=st.sampled_from(NAMES))
     def start(self, name: str) -> None:
-        """A new process; if one ran under this name it is gone, and nobody was told."""
+        """Start a new process; an older one of this name ends without a message."""
         if self.incarnations[name] < LIVES_MAX:
             self.incarnations[name] += 1
             self.pair.join(name, incarnation=self.incarnations[name], step_samples=1 + NAMES.index(name))
@@ -146,13 +152,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """The syncer's process dies; another one goes on from its newest snapshot and its tape."""
+        """Kill the syncer's process; another one resumes from its newest snapshot and its tape."""
         self.pair.restart_syncer()
 
     @precondition(lambda self: self.pair.driver.snapshots and not self.pair.syncer.finished)
     @rule()
     def rewind(self) -> None:
-        """Every process dies; the run goes on from its newest snapshot."""
+        """Kill every process; the run resumes from its newest snapshot."""
         self.pair.rewind()
         self.lineage += 1
 
@@ -166,7 +172,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def a_version_is_one_value(self) -> None:
-        """Whoever holds it; and what the syncer says that it has, its driver has."""
+        """A version has one value everywhere, and the syncer's driver holds each version that the syncer claims."""
         pair = self.pair
         for fragment_id, (version, digest) in enumerate(pair.driver.values):
             assert self.made.setdefault((self.lineage, fragment_id, version), digest) == digest
@@ -187,7 +193,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def every_index_is_one_life_s(self) -> None:
-        """A sample of a life is one index for good, and no index is out twice, or out and free."""
+        """A sample of a process keeps its index, and no index is leased twice, or leased and free."""
         pair = self.pair
         for _, receiver, message in pair.sent[self.seen :]:
             if isinstance(message, Lease):
@@ -206,7 +212,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.pair.syncer.rounds.flying) <= max(1, self.pair.config.overlap_steps)
 
     def teardown(self) -> None:
-        """Nothing goes wrong any more: the run completes, and its tape leads to the same decisions."""
+        """Complete the run without further faults, and check that its tape leads to the same decisions."""
         if not hasattr(self, "begun"):
             return
         pair = self.pair

@@ -13,7 +13,7 @@ pairs: list[Pair] = []
 
 
 def pair(*names: str, **settings: Any) -> Pair:
-    """A pair whose learners are live: each has made one step."""
+    """Return a pair of learners that have made one step each."""
     made = Pair(**settings)
     pairs.append(made)
     made.join(*names)
@@ -95,7 +95,7 @@ def test_everything_twice_and_in_the_wrong_order_decides_the_same() -> None:
 
 
 def lockstep(**settings: Any) -> Pair:
-    """Both learners stand before their second step, at which the only fragment is due."""
+    """Return two learners before their second step; the only fragment is due at that step."""
     return pair("a", "b", **{"quorum": 2, "sync_every": 2, "num_fragments": 1, "overlap_steps": 0} | settings)
 
 
@@ -111,9 +111,10 @@ def test_lockstep_survives_the_loss_of_any_message(lost: str) -> None:
     assert it.contributors() == [("a", "b")]
 
 
-def test_lockstep_goes_on_after_a_reconnection_while_it_waits() -> None:
+def test_lockstep_continues_after_a_reconnection_while_it_waits() -> None:
     it = lockstep()
-    it.step("a")  # reported, waits for b
+    # It has reported and waits for b.
+    it.step("a")
     it.cut("a")
     it.connect("a")
     it.step("b")
@@ -122,7 +123,7 @@ def test_lockstep_goes_on_after_a_reconnection_while_it_waits() -> None:
     assert it.learners["a"].may_step() and it.learners["b"].may_step()
 
 
-def test_lockstep_goes_on_after_silence_while_it_waits() -> None:
+def test_lockstep_continues_after_silence_while_it_waits() -> None:
     it = lockstep()
     it.step("a")
     it.held.add("a")

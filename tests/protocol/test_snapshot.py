@@ -203,7 +203,8 @@ def test_a_version_with_other_bits_than_were_made_is_not_taken() -> None:
 
 
 def test_a_version_that_cannot_exist_is_neither_asked_for_nor_taken() -> None:
-    syncer = restarted()  # at global step 2 with tau = 2: rounds 3 and 4 are the last that anybody may have heard of
+    # The snapshot is at global step 2 and tau is 2, so learners can hold versions of rounds 3 and 4 at most.
+    syncer = restarted()
     effects = syncer.on_message(hello("evil", versions=(0, 1_000_000, 0, 0), epoch=1), 6.0)
     assert not any(isinstance(message, AnchorRequest) for message in sent(effects, "evil"))
     effects = syncer.on_message(anchor("evil", 1, 1_000_000), 6.5)
@@ -212,7 +213,7 @@ def test_a_version_that_cannot_exist_is_neither_asked_for_nor_taken() -> None:
     assert sent(effects, "a")[1:] == [AnchorRequest(1, 1)], "the one that was made is asked for"
     effects = syncer.on_message(anchor("a", 1, 1), 7.5)
     assert only(effects, Restore) == [Restore(1, 1)] and syncer.global_step == 2 and not syncer.finished
-    assert fragment(2, 1, 1)._replace(epoch=2) in sent(effects, "evil"), "it gets what the run goes on from"
+    assert fragment(2, 1, 1)._replace(epoch=2) in sent(effects, "evil"), "it gets the version that the run uses"
 
 
 def test_two_learners_with_the_same_bits_know_more_than_a_tape_that_lost_its_end() -> None:
@@ -242,7 +243,7 @@ def test_an_anchor_that_a_driver_cannot_use_is_asked_of_another_holder() -> None
     assert only(effects, Drop) == [Drop("a", "its value of fragment 1 cannot be used")]
     assert sent(effects, "b") == [AnchorRequest(1, 1)]
     again = syncer.on_message(anchor("a", 1, NO_VERSION, 0), 6.6)
-    assert sent(again, "b") == [], "who goes on like that does not make others send twice"
+    assert sent(again, "b") == [], "its repeated claim does not make others send twice"
     assert only(syncer.on_message(anchor("b", 1, 1), 7.0), Restore) == [Restore(1, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Steps from one version of a fragment to the next: who gets one, what it applies to, and how what is missing heals."""
+"""Deltas between two versions of a fragment: their receivers, their bases, and the recovery of lost ones."""
 
 import json
 from typing import Any
@@ -52,15 +52,17 @@ def first_version(syncer: Syncer, *names: str) -> list[Effect]:
 
 
 def fragments(effects: list[Effect], peer: str) -> list[tuple[int, int, int, int]]:
-    """(fragment, version, base, bytes) of what was sent to somebody."""
+    """Return (fragment, version, base, bytes) of the fragments that were sent to a peer."""
     found = [message for message in sent(effects, peer) if isinstance(message, GlobalFragment)]
     return [(m.fragment_id, m.version, m.base, m.payload_bytes) for m in found]
 
 
-def test_a_new_version_goes_out_as_a_step_to_whoever_holds_its_base() -> None:
+def test_a_new_version_is_sent_as_a_delta_to_learners_that_hold_its_base() -> None:
     syncer = stepping("a", "b")
-    syncer.on_message(hello("late", versions=(0, -1, 0, 0)), 1.0)  # gets version 0 of fragment 1 whole, then the step
-    syncer.on_message(hello("other", versions=(0, 0, 0, 0), digests=(0, 5, 0, 0)), 1.0)  # of other bits: likewise
+    # It gets version 0 of fragment 1 whole, and then the delta.
+    syncer.on_message(hello("late", versions=(0, -1, 0, 0)), 1.0)
+    # It holds other bits, so it gets the same as a late learner.
+    syncer.on_message(hello("other", versions=(0, 0, 0, 0), digests=(0, 5, 0, 0)), 1.0)
     effects = first_version(syncer, "a", "b")
     for name in ("a", "b", "late", "other"):
         assert fragments(effects, name) == [(1, 1, 0, STEP)], name
@@ -139,7 +141,7 @@ def test_a_restored_machine_knows_who_can_use_which_step() -> None:
 
 
 def learner() -> Learner:
-    """It holds version 1 of both fragments."""
+    """Return a learner that holds version 1 of both fragments."""
     settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "silence_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
     config = ProtocolConfig(sync_every=2, num_fragments=2, recover_from_peers=False, **settings)
     machine = Learner("a", 1, config, FINGERPRINT)
@@ -167,7 +169,7 @@ def take(machine: Learner, message: GlobalFragment) -> list[Effect]:
 
 
 def asks_at_s(machine: Learner) -> float | None:
-    """Return the time at which it greets again, if it is going to."""
+    """Return the time of its next greeting; None if it does not plan one."""
     deadline_s = machine.next_deadline_s()
     return deadline_s if deadline_s != HEARTBEAT_S else None
 
@@ -201,7 +203,7 @@ def test_a_gap_is_asked_for_once() -> None:
     assert machine.wants(whole(0, 7), 4.0), "a whole value helps"
 
 
-def test_a_later_life_of_the_syncer_may_go_on_from_an_earlier_version() -> None:
+def test_a_later_life_of_the_syncer_may_continue_from_an_earlier_version() -> None:
     machine = learner()
     take(machine, whole(0, 5))
     assert not machine.wants(step(0, 3, 7, epoch=2), 2.0), "5 is lost, and 7 was made of 3"
@@ -231,7 +233,7 @@ def test_without_faults_nothing_is_whole_after_the_beginning() -> None:
     it.check_bits()
 
 
-def test_a_learner_whose_arithmetic_differs_goes_on_with_whole_values_and_few_greetings() -> None:
+def test_a_learner_whose_arithmetic_differs_continues_with_whole_values_and_few_greetings() -> None:
     it = Pair(quorum=1, steps=True, resend_s=2.0)
     it.join("a", "b")
     it.drivers["b"].misreads = True
@@ -248,7 +250,8 @@ def test_a_pair_of_answers_that_cross_a_broadcast_leaves_nothing_behind() -> Non
     it.held = {"b:GlobalFragment"}
     it.rounds(3, "a", "b")
     it.lose_wire("b")
-    it.held = {"b:Hello"}  # its question is under way while the next versions are made
+    # Its request is under way while the syncer makes the next versions.
+    it.held = {"b:Hello"}
     for _ in range(4):
         it.wait(1.5)
         it.step("a", "b")
@@ -287,11 +290,12 @@ def running_one() -> Syncer:
     return syncer
 
 
-def test_whoever_was_left_out_is_told_so_and_is_not_asked_again_before_it_holds_the_new_version() -> None:
+def test_an_excluded_learner_is_informed_and_not_asked_again_before_it_holds_the_new_version() -> None:
     syncer, heard = first_round(excluded=("b",))
     assert told(heard["a"]) == [(1, 1)] and told(heard["b"]) == [(1, NO_VERSION)]
     syncer.on_message(report("a", 2, (Adopted(1, 1, 10),)), 4.0)
-    for step in (2, 3):  # what is bad is still in its parameters: it would be a second strike for one value
+    # Its parameters still hold the bad value, which would be a second strike for one value.
+    for step in (2, 3):
         effects = syncer.on_message(report("b", step, (Adopted(0),)), 4.0 + step)
         assert not [m for m in sent(effects, "b") if isinstance(m, PullRequest)]
     effects = syncer.on_message(report("b", 4, (Adopted(1, 3, 30),)), 9.0)
@@ -306,9 +310,10 @@ def test_without_a_new_version_nothing_will_replace_its_parameters_so_it_is_aske
     assert PullRequest(2, 0, 2) in sent(syncer.on_message(report("b", 2, (Adopted(0),)), 4.0), "b")
 
 
-def test_whoever_missed_a_version_learns_later_that_it_has_a_share_in_it() -> None:
+def test_a_learner_that_missed_a_version_learns_later_that_it_has_a_share_in_it() -> None:
     syncer, _ = first_round()
-    syncer.on_disconnect("b", 1, "lost", 4.0)  # with the version on its way
+    # The version is on its way to "b".
+    syncer.on_disconnect("b", 1, "lost", 4.0)
     back = syncer.on_message(hello("b", versions=(0,)), 5.0)
     assert told(list(sent(back, "b"))) == [(1, 1)]
     newer = syncer.on_message(hello("b", 2, versions=(NO_VERSION,)), 6.0)
@@ -328,7 +333,8 @@ def test_what_a_learner_gave_is_told_after_a_restart() -> None:
 def test_of_a_version_that_was_lost_with_the_syncer_nobody_has_a_share() -> None:
     syncer, _ = first_round()
     syncer.on_restart([0], [0], 10.0)
-    for name in ("a", "b"):  # neither has taken version 1: it is gone
+    # Neither learner has adopted version 1, so the version is lost.
+    for name in ("a", "b"):
         syncer.on_message(hello(name, versions=(0,)), 11.0)
     assert syncer.versions == [0]
     effects = syncer.on_message(hello("a", versions=(NO_VERSION,)), 12.0)

@@ -129,7 +129,7 @@ def test_a_report_of_another_number_of_fragments_is_dropped() -> None:
     assert syncer.membership.members["a"].local_step == 0
 
 
-def test_the_first_step_is_no_sample_of_the_speed() -> None:
+def test_the_first_step_is_not_a_sample_of_the_speed() -> None:
     syncer = new(quorum=2, ema_decay=0.5)
     syncer.on_message(hello("a"), 0.0)
     member = syncer.membership.members["a"]
@@ -191,7 +191,7 @@ def test_a_value_without_a_step_is_never_merged(changed: dict[str, int]) -> None
 
 
 def behind(versions: int) -> Syncer:
-    """One fragment, of which b alone has made some versions; a never heard of them and has not contributed yet."""
+    """Return a syncer of one fragment with some versions by b alone; a has neither adopted one nor contributed."""
     syncer = new(sync_every=1, num_fragments=1, overlap_steps=1, anchor_history=2)
     for name in ("a", "b"):
         syncer.on_message(hello(name, versions=(0,)), 0.0)
@@ -204,7 +204,8 @@ def behind(versions: int) -> Syncer:
 
 
 def test_a_value_against_a_forgotten_version_is_dropped_and_its_sender_refreshed() -> None:
-    syncer = behind(2)  # kept: 1 and 2
+    # Versions 1 and 2 are kept.
+    syncer = behind(2)
     syncer.on_message(report("a", 3, (Adopted(0),)), 3.0)
     effects = syncer.on_message(value("a", 3, 0, 3, base_version=0), 3.0)
     assert only(effects, Drop) == [Drop("a", "value against version 0, kept are [1, 2]")]
@@ -213,7 +214,8 @@ def test_a_value_against_a_forgotten_version_is_dropped_and_its_sender_refreshed
 
 
 def test_a_value_against_the_version_before_is_merged() -> None:
-    syncer = behind(1)  # kept: 0 and 1
+    # Versions 0 and 1 are kept.
+    syncer = behind(1)
     syncer.on_message(report("a", 2, (Adopted(0),)), 2.0)
     (merge,) = only(syncer.on_message(value("a", 2, 0, 2), 2.0), Merge)
     assert merge.contributions == (Contribution("a", 2, 2, 20, 0, 2),)

@@ -1,4 +1,4 @@
-"""The syncer alone: whoever goes, what time brings, how many rounds there are, and whom it asks after a restart."""
+"""Rounds of the syncer alone: learners that leave, timeouts, the number of rounds, and requests after a restart."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.protocol.test_snapshot import HELD_NONE, anchor, restarted
 
 
 @pytest.mark.parametrize("goes", ["disconnect", "leave"])
-def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> None:
+def test_a_learner_that_leaves_while_a_round_is_pulled_is_not_waited_for(goes: str) -> None:
     syncer = running("a", "b")
     syncer.on_message(value("b", 1, 1, 1), 2.0)
     if goes == "leave":
@@ -32,7 +32,7 @@ def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> No
     assert syncer.on_disconnect("a", 1, "again", 3.0) == []
 
 
-def test_whoever_goes_while_a_round_collects_takes_its_report_along() -> None:
+def test_a_learner_that_leaves_while_a_round_collects_loses_its_report() -> None:
     syncer = running("a", "b", "c", quorum=3)
     for name in ("a", "b"):
         syncer.on_message(report(name, 2), 2.0)
@@ -62,7 +62,8 @@ def test_silence_beyond_the_lease_takes_a_member_out_and_any_sign_brings_it_back
     syncer.on_tick(8.9)
     assert syncer.membership.members["a"].state == ACTIVE
     now_s = 9.0
-    while syncer.membership.members["a"].state == ACTIVE:  # the lease is checked every quarter of it
+    # The syncer checks the time of silence every quarter of it.
+    while syncer.membership.members["a"].state == ACTIVE:
         now_s = syncer.next_deadline_s() or 0.0
         syncer.on_tick(now_s)
     assert 9.0 <= now_s <= 9.0 + 8.0 / 4
@@ -85,7 +86,8 @@ def test_unanswered_pulls_are_repeated_ever_more_seldom_and_then_given_up() -> N
     syncer.on_message(value("b", 1, 1, 1), 1.5)
     again = [Send("a", PullRequest(1, 1, 1))]
     assert syncer.next_deadline_s() is not None
-    asked = {now_s: syncer.on_tick(float(now_s)) for now_s in range(2, 13)}  # asked at 1.0, resend_s = 3
+    # The first request was at 1.0, and resend_s is 3.
+    asked = {now_s: syncer.on_tick(float(now_s)) for now_s in range(2, 13)}
     assert {now_s for now_s, effects in asked.items() if effects == again} == {4, 10}
     assert syncer.next_deadline_s() == 13.0
     assert syncer.on_tick(13.0) == [
@@ -110,10 +112,11 @@ def test_the_deadline_names_only_what_time_alone_can_resolve() -> None:
     assert syncer.next_deadline_s() is None
     syncer.on_message(hello("a"), 0.0)
     syncer.on_tick(0.0)
-    assert syncer.next_deadline_s() == 2.0, "nobody is live, nothing is asked for; whoever joins may fall silent"
+    assert syncer.next_deadline_s() == 2.0, "the next check of silent learners, though nobody is connected yet"
     syncer.on_message(report("a", 1), 1.0)
     syncer.on_tick(2.0)
-    assert syncer.next_deadline_s() == 4.0  # the pull is repeated; a quarter of the lease is over, too
+    # The pull is due again, and so is the check after a quarter of the time of silence.
+    assert syncer.next_deadline_s() == 4.0
     syncer.on_message(value("a", 1, 1, 1), 2.5)
     syncer.on_tick(4.0)
     assert syncer.next_deadline_s() == 6.0, "the merge ends by itself; only the lease is left"
@@ -150,7 +153,8 @@ def test_a_lost_broadcast_is_repaired_when_the_fragment_has_its_next_turn() -> N
     syncer = new(overlap_steps=1)
     syncer.on_message(hello("a"), 0.0)
     held = [Adopted(0)] * 4
-    for step in range(1, 5):  # a never learns of version 1 of fragment 1
+    # The syncer never learns that "a" has version 1 of fragment 1.
+    for step in range(1, 5):
         fragment_id = step % 4
         syncer.on_message(report("a", step, tuple(held)), float(step))
         syncer.on_message(value("a", step, fragment_id, step), float(step))
@@ -173,11 +177,12 @@ def test_a_lost_broadcast_is_repaired_also_for_who_counts_with_an_older_version(
         syncer.on_message(report("a", step), float(step))
         syncer.on_message(value("a", step, step % 4, step), float(step))
         merged(syncer, step, float(step))
-    effects = syncer.on_message(report("b", 4), 4.5)  # b has missed all of them; round 5 is for fragment 1
+    # "b" has missed all of them; round 5 is for fragment 1.
+    effects = syncer.on_message(report("b", 4), 4.5)
     assert sent(effects, "b") == [PullRequest(5, 1, 4), fragment(5, 1, 1)]
 
 
-def test_stop_goes_to_everybody_and_to_whoever_missed_it() -> None:
+def test_stop_goes_to_everybody_and_to_learners_that_missed_it() -> None:
     syncer = running("a", total_steps=1)
     syncer.on_message(hello("b"), 1.0)
     syncer.on_message(value("a", 1, 1, 1), 2.0)
@@ -199,22 +204,25 @@ CONFIG = ProtocolConfig(overlap_steps=2, ema_decay=0.75)
 def test_averages_start_at_their_first_sample() -> None:
     pace = Pace().after_quorum(0.5, 1.0, CONFIG).after_merge(0.25, 1.0, CONFIG)
     assert pace == Pace(0.5, 0.25)
-    assert pace.after_quorum(1.5, 1.0, CONFIG) == Pace(0.75, 0.25)  # 0.75 * 0.5 + 0.25 * 1.5
+    # The expected mean is 0.75 * 0.5 + 0.25 * 1.5.
+    assert pace.after_quorum(1.5, 1.0, CONFIG) == Pace(0.75, 0.25)
     assert pace.after_merge(1.25, 1.0, CONFIG) == Pace(0.5, 0.5)
 
 
-def test_a_wait_for_compilers_is_no_sample() -> None:
+def test_a_wait_for_compilers_is_not_a_sample() -> None:
     assert Pace().after_quorum(60.0, None, CONFIG).after_merge(60.0, None, CONFIG) == Pace()
 
 
 def test_one_long_wait_closes_the_window_but_not_for_long() -> None:
     pace = Pace(0.0, 0.0).after_quorum(600.0, 1.0, CONFIG)
-    assert pace.quorum_s == 0.5  # a quarter of the slack of 2 steps, not of 600 s
+    # The pace takes a quarter of the slack of 2 steps, not of 600 s.
+    assert pace.quorum_s == 0.5
     windows = []
     for _ in range(3):
         windows.append(grace_window_s(ProtocolConfig(grace_safety=0.5), 1.0, pace.quorum_s, pace.merge_s))
         pace = pace.after_quorum(0.0, 1.0, CONFIG)
-    assert windows == [0.75, 0.8125, 0.859375]  # 0.5 * (2 - 0.5), 0.5 * (2 - 0.375), 0.5 * (2 - 0.28125)
+    # The windows are 0.5 * (2 - 0.5), 0.5 * (2 - 0.375) and 0.5 * (2 - 0.28125).
+    assert windows == [0.75, 0.8125, 0.859375]
 
 
 def test_a_round_names_whom_it_waits_for() -> None:
@@ -228,7 +236,7 @@ def test_a_round_names_whom_it_waits_for() -> None:
 
 
 def beat(syncer: Syncer, now_s: float, *names: str) -> list[Effect]:
-    """Signs of life."""
+    """Send heartbeats of learners."""
     return [effect for name in names for effect in syncer.on_message(Heartbeat(name, 1), now_s)]
 
 
@@ -247,7 +255,7 @@ def test_the_wait_ends_restore_s_after_the_first_is_back() -> None:
     syncer = restarted()
     for now_s in range(6, 60):
         syncer.on_tick(float(now_s))
-    assert syncer.restoring, "nobody is back, so there is nothing to go on with"
+    assert syncer.restoring, "nobody is back, so the syncer has nothing to continue with"
     syncer.on_message(hello("a", epoch=1), 60.0)
     beat(syncer, 65.0, "a")
     syncer.on_tick(69.9)
@@ -256,7 +264,7 @@ def test_the_wait_ends_restore_s_after_the_first_is_back() -> None:
     assert not syncer.restoring and only(effects, Note)[-1].kind == "lost"
 
 
-def test_what_somebody_who_is_back_holds_is_asked_for_behind_the_deadline_but_not_for_ever() -> None:
+def test_a_returned_learner_is_asked_after_the_deadline_but_not_forever() -> None:
     syncer = restarted()
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     asked = []
@@ -278,12 +286,13 @@ def test_what_a_learner_holds_that_greeted_and_is_not_heard_then_is_not_given_up
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
     for tenth in range(61, 300):
         syncer.on_tick(tenth / 10)
-    assert syncer.restoring, "cut off before it was asked, and nobody else is there to go on"
+    assert syncer.restoring, "the learner was cut off before it was asked, and nobody else is there"
     asked = []
     for tenth in range(300, 500):
         effects = beat(syncer, tenth / 10, "a") + syncer.on_tick(tenth / 10)
         asked += [tenth / 10 for e in effects if isinstance(e, Send) and isinstance(e.message, AnchorRequest)]
-        if len(asked) == 2:  # the first answer is lost, say
+        # The first answer is lost.
+        if len(asked) == 2:
             break
     assert asked, "it is heard again"
     assert only(syncer.on_message(anchor("a", 1, 1), asked[-1] + 1.0), Restore) == [Restore(1, 1)]

@@ -30,7 +30,8 @@ from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import hello, new, report, value
 from tests.protocol.transcript import FOLDER
 
-DIGEST = 2**64 - 1  # JSON keeps whole numbers of any size
+# JSON keeps whole numbers of any size.
+DIGEST = 2**64 - 1
 
 MESSAGES: list[LearnerMessage] = [
     hello("a", versions=(-1, 0, -1, 0)),
@@ -49,7 +50,7 @@ MESSAGES: list[LearnerMessage] = [
 
 
 class Recorder(Syncer):
-    """Knows what it was told, and asks for nothing."""
+    """Machine that records its inputs and has no effects."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -182,7 +183,7 @@ def test_a_replay_remembers_the_snapshots_that_the_tape_goes_back_to_and_no_othe
 
 
 class CountedSyncer(Syncer):
-    """Counts how often its state is asked for."""
+    """Syncer that counts the requests for its state."""
 
     states = 0
 

@@ -6,7 +6,7 @@ from diloco_jax.protocol.watch.time_left import POINTS, STEPS_LEAST, WINDOW_S, T
 
 
 def fed(times_s: list[float]) -> TimeLeft:
-    """Return a pace to which the n-th time is that of global step n + 1."""
+    """Return a pace that got the n-th time as the time of global step n + 1."""
     pace = TimeLeft()
     for step, now_s in enumerate(times_s, 1):
         pace.step(now_s, step)
@@ -51,7 +51,7 @@ def test_time_passes_between_two_slow_steps() -> None:
     assert pace.left_s(2000.0 + 100 * STEPS_LEAST + 1, 30) is None, "no round for long"
 
 
-def test_a_run_that_goes_back_or_is_resumed_begins_again() -> None:
+def test_a_run_that_goes_back_or_is_resumed_starts_again() -> None:
     pace = fed([float(second) for second in range(1, 101)])
     pace.step(101.0, 50)
     assert pace.left_s(101.0, 100) is None

@@ -58,7 +58,7 @@ def test_a_complete_run_trains_on_and_is_replayed(config: dict[str, Any]) -> Non
 
 
 def test_a_syncer_that_dies_in_a_longer_run_takes_its_tape_from_any_snapshot() -> None:
-    """Also from one of the short run, of which the tape says how long that was."""
+    """This includes a snapshot of the short run; the tape records the length of that run."""
     pair = complete(snapshot_every=2)
     early = pair.driver.snapshots[0]
     longer(pair)

@@ -49,7 +49,8 @@ def test_classes_with_equal_periods_are_one() -> None:
 
 
 def test_periods_change_at_a_step() -> None:
-    turns = Turns(4, 2, {6: 8})  # 0 and 2 of 4, then 0 and 4 of 8
+    # Fragments are due at 0 and 2 of 4 steps, then at 0 and 4 of 8.
+    turns = Turns(4, 2, {6: 8})
     assert {step: turns.due(step) for step in range(1, 17) if turns.due(step) >= 0} == {
         2: 1, 4: 0, 8: 0, 12: 1, 16: 0,
     }  # fmt: skip
@@ -146,7 +147,8 @@ def test_a_run_must_be_long_enough_for_its_phases() -> None:
     with pytest.raises(ValueError, match="begins at global step 100, but the run has 100; leave it out"):
         config.check_steps(100)
     for sync_every in ({"mlp": 4, "rest": 24}, 24):
-        ProtocolConfig(sync_every=sync_every).check_steps(3)  # what is not merged is told at the end
+        # The fragments that are never merged are reported at the end.
+        ProtocolConfig(sync_every=sync_every).check_steps(3)
 
 
 def test_processes_compare_the_table_and_tapes_tell_it() -> None:

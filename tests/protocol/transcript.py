@@ -24,7 +24,7 @@ Commands (names are learners, numbers are seconds):
     restart-syncer [lost_lines=N]   its process is killed; another takes its place, and nobody is connected to it yet;
                           the last N lines of its tape are lost, too
     die-in N              the same after N more inputs of the syncer: the last is on the tape, its effects never happen
-    rewind [NAME ...]     every process but these is killed; the run goes on from its newest snapshot
+    rewind [NAME ...]     every process but these is killed; the run resumes from its newest snapshot
     poison | cure NAME ...  their values cannot be used; can again
     misread | read NAME ...  their arithmetic of steps differs from the syncer's; does not any more
     break NAME ...        they cannot use any state that they take over
@@ -45,7 +45,8 @@ FOLDER = Path(__file__).parent / "testdata"
 
 
 class Case(NamedTuple):
-    line: int  # where its first line stands
+    # The number of its first line.
+    line: int
     comment: list[str]
     commands: list[str]
     output: list[str]

@@ -109,12 +109,13 @@ def replayed(run_dir: Path) -> None:
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process, for what only reads or is refused: without a start that costs seconds."""
+    """Run the command in this process, for commands that only read or are refused; a start would cost seconds."""
     words, out, err = list(map(str, arguments)), io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(words)
-        except SystemExit as ended:  # of the parsers of arguments
+        # The parsers of arguments end the process this way.
+        except SystemExit as ended:
             assert isinstance(ended.code, int)
             code = ended.code
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
@@ -132,12 +133,12 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 100) ->
 
 
 def json_lines(path: Path) -> list[Any]:
-    """The whole lines of a file that may still be written, or whose writer was killed."""
+    """Return the whole lines of a file that may still be written, or whose writer was killed."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def notes(run_dir: Path, kind: str, name: str) -> int:
-    """How many records of this kind tell of an island."""
+    """Return the number of records of this kind about an island."""
     path = run_dir / "metrics.jsonl"
     return sum(r["kind"] == kind and name in r["members"] for r in (read_metrics(path) if path.exists() else ()))
 

@@ -39,7 +39,7 @@ class Pacer:
 
 
 class PacedDecoder(Decoder):
-    """The decoder under another name, with a metric of its own."""
+    """The decoder under another name, with one more metric."""
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
         loss, metrics = super().loss(batch)
@@ -47,7 +47,7 @@ class PacedDecoder(Decoder):
 
 
 class HangingDecoder(PacedDecoder):
-    """Blocks for ever in a step, in the one process that finds and takes the file with its number.
+    """Decoder that blocks forever in a step, in the one process that finds and takes the file with its number.
 
     The first process blocks in a callback of the compiled step, which JAX calls there alone; others before their step.
     """

@@ -22,8 +22,10 @@ class TapedPair(Pair):
         self.folder = folder
         self.step_samples = step_samples
         self._tapes: dict[tuple[str, int], LearnerTape] = {}
-        self._copied: dict[tuple[str, int], int] = {}  # donor and step -> its incarnation
-        self._own: dict[str, tuple[int, int]] = {}  # learner -> incarnation and step of its saved state
+        # (donor, step) -> incarnation of the donor
+        self._copied: dict[tuple[str, int], int] = {}
+        # learner -> incarnation and step of its saved state
+        self._own: dict[str, tuple[int, int]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(**settings)
 
@@ -58,7 +60,7 @@ class TapedPair(Pair):
         return self.folder
 
     def path_of(self, name: str, incarnation: int = 1) -> Path:
-        """Where a learner's tape lies."""
+        """Return the path of a learner's tape."""
         return learner_tape_path(self.folder, name, incarnation)
 
     def _tape_of(self, name: str) -> LearnerTape:

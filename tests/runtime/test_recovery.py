@@ -30,13 +30,14 @@ from tests.runtime.helpers import (
 
 pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(600)]
 
-PATIENCE_S = 300  # a loaded machine compiles for a minute
+# A loaded machine compiles for a minute.
+PATIENCE_S = 300
 PROTOCOL = {"sync_every": 24, "num_fragments": 6, "recovery_attempts": 20, "snapshot_every": 0}
 LARGE = {"dim": 256, "num_layers": 8, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp_dim": 1024}
 
 
 class Job:
-    """A run that would last for ever."""
+    """A run without an end."""
 
     def __init__(self, folder: Path, *, step_s: float = SLOW_STEP_S, **changes: Any) -> None:
         self.run_dir = folder / "run"
@@ -91,7 +92,7 @@ def jobs() -> Iterator[list[Job]]:
 
 
 def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_path: Path, jobs: list[Job]) -> None:
-    """Then a stranger joins, and leaves at a preemption notice; at last everybody is stopped."""
+    """Then a new island joins, and leaves at a preemption notice; finally all islands are stopped."""
     job = Job(
         tmp_path, islands={"count": 3, "devices": 1}, train={"steps": 1_000_000, "eval_every": 0, "batch_size": 12}
     )
@@ -131,7 +132,7 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_
 
 
 def check_nobody_waited(job: Job, killed: str, others: list[str]) -> None:
-    """Steps and rounds went on from its death until it was merged again."""
+    """Check that steps and rounds continued from an island's death until it was merged again."""
     died_s = next(r["t"] for r in job.records("left") if r["members"] == [killed])
     back_s = next(t for t in job.merged_with(killed) if t > died_s)
     rounds = [r for r in job.records("merged") if died_s < r["t"] < back_s]
@@ -142,12 +143,13 @@ def check_nobody_waited(job: Job, killed: str, others: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_another_donor_takes_over_when_one_dies_in_the_middle(tmp_path: Path, jobs: list[Job]) -> None:
+def test_another_donor_replaces_one_that_dies_in_the_middle(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(
         tmp_path,
         islands={"count": 3, "devices": 1},
         train={"steps": 1_000_000, "eval_every": 0, "batch_size": 3, "seq_len": 16},
-        model={"args": {**LARGE, "seq_len_max": 16}},  # 100 MB of state: the transfer lasts a while
+        # The state has 100 MB, so that the transfer lasts a while.
+        model={"args": {**LARGE, "seq_len_max": 16}},
         protocol={**PROTOCOL, "sync_every": 960},
         step_s=STEP_S,
     )
@@ -156,7 +158,8 @@ def test_another_donor_takes_over_when_one_dies_in_the_middle(tmp_path: Path, jo
     os.kill(job.pid("island-1"), signal.SIGKILL)
     donor = wait_for_donor(job, ("island-0", "island-2"))
     victim = job.pid(donor)
-    os.kill(victim, signal.SIGSTOP)  # it must not finish while we look
+    # The transfer must not finish while the test looks.
+    os.kill(victim, signal.SIGSTOP)
     wait_for(lambda: len(job.tapes("island-1")) == 2, "the second life", PATIENCE_S)
     assert lines(json_lines(job.tapes("island-1")[1]), "state") == [], "the transfer was over too soon for this test"
     os.kill(victim, signal.SIGKILL)
@@ -176,7 +179,7 @@ def wait_for_donor(job: Job, names: tuple[str, ...]) -> str:
     raise AssertionError("nobody was asked for a state")
 
 
-def test_an_island_without_peers_finds_what_it_saved_or_goes_on_from_the_syncer_alone(
+def test_an_island_without_peers_loads_what_it_saved_or_continues_from_the_syncer_alone(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
     job = Job(tmp_path, islands={"count": 1, "devices": 1}, protocol={**PROTOCOL, "snapshot_every": 20})
@@ -192,7 +195,8 @@ def test_an_island_without_peers_finds_what_it_saved_or_goes_on_from_the_syncer_
 
     wait_for(lambda: lines(json_lines(job.tapes("island-0")[1]), "adopt"), "a value from the syncer", PATIENCE_S)
     os.kill(job.pid("island-0"), signal.SIGKILL)
-    shutil.rmtree(folder)  # before its next life can look
+    # The next process of the island must not find its state.
+    shutil.rmtree(folder)
     tape = job.await_life("island-0", 3)
     assert lines(tape, "state", "staged_state") == []
     left = max(line[2] for line in lines(json_lines(job.tapes("island-0")[1]), "adopt"))
@@ -252,7 +256,8 @@ def test_stopping_while_the_inner_step_compiles_is_quick_and_polite(tmp_path: Pa
     wait_for(lambda: (job.run_dir / ADDRESS_FILE).exists(), "the syncer", PATIENCE_S)
     wait_for(lambda: job.tapes("island-0"), "a tape", PATIENCE_S)
     os.kill(job.pid("island-0"), signal.SIGTERM)
-    wait_for(lambda: len(job.tapes("island-0")) == 2, "another start", PATIENCE_S)  # 130 is no success
+    # Status 130 is not a success.
+    wait_for(lambda: len(job.tapes("island-0")) == 2, "another start", PATIENCE_S)
     log = (job.run_dir / "logs" / "island-0.log").read_text()
     first = log.partition("island-0: stopped from outside")
     assert first[1] and "compiled" not in first[0] and "terminate" not in log and "Traceback" not in log

@@ -35,7 +35,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = start("train", config, "--run-dir", folder / "run", "--quiet")
     log = folder / "run" / "logs" / "syncer.log"
     told = wait_for(lambda: log.exists() and re.search(r"metrics at (\S+)", log.read_text()), "metrics", 200)
-    with contextlib.suppress(OSError):  # the syncer has ended
+    # The syncer has ended.
+    with contextlib.suppress(OSError):
         while process.poll() is None:
             (folder / "run" / "scraped.txt").write_text(get(told[1]))
             time.sleep(0.05)
@@ -55,7 +56,8 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
     assert summary["tokens"] == 4 * 32 * sum(row["local_steps"] for row in summary["learners"].values())
     assert 0 < summary["goodput"] <= 1 and 0 < summary["uptime"] <= 1
     assert 1 <= summary["contributors_per_round"] <= 2
-    assert 2.0 < summary["eval_loss"] < 5.5  # below the uniform ln 256 = 5.545: something was learned
+    # The loss is below that of uniform guesses, ln 256 = 5.545, so the model has learned.
+    assert 2.0 < summary["eval_loss"] < 5.5
 
 
 def test_data_parallel_ends_with_the_same_keys(tmp_path: Path) -> None:
@@ -74,7 +76,8 @@ def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:
     fragment = summary["num_parameters"] / 6
     wire = summary["wire"]
     up = (0.5 + 4 / 256) * fragment * parts
-    given = (finished / "tape.jsonl").read_text().count('\n["StatePart"')  # whole states, to an island that came late
+    # A late island received whole states.
+    given = (finished / "tape.jsonl").read_text().count('\n["StatePart"')
     states = 1.5 * 3 * 4 * summary["num_parameters"] * given
     assert 0.7 * up < wire["up_bytes"] < 1.5 * up + 400 * summary["tokens"] / 128 + states
     joining, steps = 2 * 4 * summary["num_parameters"], (0.5 + 4 / 256) * fragment * 2 * 80
@@ -95,7 +98,8 @@ def test_tape_replays_to_the_same_rounds(finished: Path) -> None:
     merged = [(n.global_step, list(n.members)) for n in effects if getattr(n, "kind", "") == "merged"]
     recorded = [r for r in read_metrics(finished / "metrics.jsonl") if r["kind"] == "merged"]
     assert merged == [(r["global_step"], r["members"]) for r in recorded]
-    abandoned = sum(getattr(n, "kind", "") == "abandoned" for n in effects)  # of an island that began late, say
+    # An island that started late may cause one of these.
+    abandoned = sum(getattr(n, "kind", "") == "abandoned" for n in effects)
     assert len(merged) + abandoned == 80 and len(merged) > 70
 
 

@@ -138,7 +138,7 @@ def test_each_class_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bit(
     )
     merged = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["kind"] == "merged"]
     turns = {row["global_step"]: row["fragment_id"] for row in merged}
-    # 12,288 elements of the MLP every 4 steps and 14,496 others every 12 are 4,280 in the mean step: three fragments
+    # 12,288 elements of the MLP every 4 steps and 14,496 others every 12 are 4,280 per step on average: three fragments
     # each, of 4,096 and 4,832, as then every step has one
     first = {0: 0, 1: 1, 2: 2, 3: 3, 4: 0, 5: 1, 6: 2, 7: 4, 8: 0, 9: 1, 10: 2, 11: 5}  # modulo 12
     second = {0: 0, 1: 3, 2: 1, 3: 4, 5: 2, 6: 5}  # modulo 8

@@ -42,7 +42,8 @@ def test_the_second_process_compiles_nothing_and_damage_costs_only_time(tmp_path
     assert value == "41" and int(hits) >= 1
     entries = [path for path in (tmp_path / PROGRAMS / host_kind()).iterdir() if path.name.endswith("-cache")]
     assert len(entries) >= 1
-    for path in entries:  # as after kill -9 in the middle of writing
+    # The process was killed in the middle of writing these files.
+    for path in entries:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     value, error = start(tmp_path)
     assert value == "41 0" and "Error reading persistent compilation cache entry" in error
@@ -68,7 +69,7 @@ print(numba.config.CACHE_DIR)
 
 
 def merges_kept(run_dir: Path, config: Path, **changes: str) -> Path:
-    """Return the folder in which a process of a run keeps compiled merges."""
+    """Return the folder where a process of a run keeps compiled merges."""
     dropped = ("JAX_COMPILATION_CACHE", "XDG_", "NUMBA_", "HOME")
     kept = {key: value for key, value in environment().items() if not key.startswith(dropped)}
     return Path(python(MERGES, run_dir / PROGRAMS, config, env=kept | changes).stdout.strip())

@@ -59,7 +59,8 @@ def test_one_period_cuts_as_ever() -> None:
         ({"mlp": 4, "rest": 24}, 1.27),
         ({"mlp": 8, "rest": 24}, 1.15),
         ({"mlp": 16, "rest": 96}, 1.15),
-        ({"rest": 48, "mlp": 6, "attention": 12}, 1.33),  # a second fragment of attention's would take 49 of 48 steps
+        # A second fragment of attention would take 49 of 48 steps.
+        ({"rest": 48, "mlp": 6, "attention": 12}, 1.33),
         ({"*/down/*": 6, "mlp": 12, "norm": 12, "rest": 24}, 1.25),
         ({"embedding": 6, "rest": 24}, 1.5),
     ],

@@ -64,7 +64,7 @@ def test_an_unnoticed_crash_ends_with_the_lease() -> None:
     assert steps.mergers(40.0, 99.0) == ALL
 
 
-def test_a_disconnected_learner_goes_on_and_comes_back_as_it_was() -> None:
+def test_a_disconnected_learner_continues_and_returns_as_it_was() -> None:
     steps = run(Fault(10.0, "disconnect", ("island-2",), 15.0, notice_s=0.05))
     assert ("island-2", 2) not in steps.adopted
     assert len([s for s in steps.ended["island-2"] if 10 < s < 25]) >= 13
@@ -95,7 +95,7 @@ def test_leave_and_late_join() -> None:
 
 @pytest.mark.parametrize("kind", ["disconnect", "partition", "pause"])
 @pytest.mark.parametrize("at_s", [10.05, 11.5, 12.15])
-def test_lockstep_goes_on_after_a_fault(kind: str, at_s: float) -> None:
+def test_lockstep_continues_after_a_fault(kind: str, at_s: float) -> None:
     # a learner that waits makes no new step, so its old report must count again when it is back
     config = replace(SMALL, sync_every=2, num_fragments=1, overlap_steps=0, quorum=3)
     run(Fault(at_s, kind, ("island-1",), 12.0, notice_s=0.02), config=config)
@@ -159,7 +159,7 @@ def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, s
         return
     ((from_s, _),), ((to_s, _),) = asked, had
     rounds = [at_s for at_s in watch.times_s("merged").values() if from_s <= at_s < to_s]
-    assert 5 * SMALL.sync_every <= len(rounds) <= 7 * SMALL.sync_every, "rounds went on meanwhile"
+    assert 5 * SMALL.sync_every <= len(rounds) <= 7 * SMALL.sync_every, "rounds continued meanwhile"
     assert not [at_s for at_s in watch.began["island-1"] if from_s <= at_s < to_s - 0.5]
     assert max(watch.gaps_s("island-0")) < 1.2 and watch.mergers(to_s + 2, to_s + 9) == ALL
 

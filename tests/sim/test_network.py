@@ -269,12 +269,12 @@ def takes_s(watch: Watch, names: Sequence[str]) -> list[float]:
 
 
 def contributors(watch: Watch) -> float:
-    """Return the learners in the mean merge."""
+    """Return the number of learners in a merge, on average."""
     return sum(len(merge.contributions) for _, merge in watch.merges) / len(watch.merges)
 
 
 def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_s: float | None = None) -> Watch:
-    """A run in which a step to a new version takes so long on the downlink, for all learners or for some.
+    """Run learners with a slow downlink, all or some of them; a delta takes `down_s` seconds on it.
 
     With a jitter every message also waits for the versions before it: as on a shaped link, so do requests.
     """
@@ -313,7 +313,7 @@ def test_on_a_slow_downlink_rounds_end_within_tau(down_s: float, spread: float) 
 @pytest.mark.parametrize("jitter_s", [0.0, 0.1])
 @pytest.mark.parametrize(("down_s", "spread"), [(0.5, 0.5), (0.95, 0.5), (0.95, 1.0), (1.1, 1.0)])
 def test_a_queue_on_a_slow_downlink_drains(down_s: float, spread: float, jitter_s: float) -> None:
-    """Requests wait behind versions: two rounds then merge at once, their results share the link, and so it went on.
+    """Requests wait behind versions: two rounds merged at once, their results shared the link, and it never ended.
 
     Without slowing down for waits 93 % of the values of (0.95, 0.5) came later than tau steps, the last after 4.2 s.
     """

@@ -15,7 +15,7 @@ class Watch(Observer):
     Attributes:
         began, ended: learner -> times of its steps.
         adopted: process of a learner -> fragments and versions.
-        read_s: version and learner -> time at which the learner had decoded it.
+        read_s: version and learner -> time when the learner had decoded it.
         values: number of values that reached the syncer.
         whole, steps: receiver -> number of versions that were sent as a whole, and as a step.
     """

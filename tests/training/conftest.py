@@ -78,7 +78,7 @@ def quick_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """Names of what XLA compiles."""
+    """Record the names of the programs that XLA compiles."""
     names: list[str] = []
 
     def listen(event: str, duration_s: float, **about: object) -> None:

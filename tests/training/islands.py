@@ -1,4 +1,4 @@
-"""Ways to train an island, and to look at what it holds."""
+"""Helpers to train an island and to read its state."""
 
 from collections.abc import Callable, Mapping
 

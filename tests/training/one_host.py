@@ -30,7 +30,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 MODEL = {"vocab_size": 16, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 512}
 CASES: Sequence[tuple[dict[str, int], codec.Format]] = (
     ({"fsdp": 4}, "int4"),
-    ({"data": 2, "fsdp": 2}, "int8"),  # every shard is on both hosts
+    # Every shard is on both hosts.
+    ({"data": 2, "fsdp": 2}, "int8"),
     ({"fsdp": 2, "tensor": 2}, "bfloat16"),
     ({"fsdp": 4}, "float32"),
 )

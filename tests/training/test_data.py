@@ -12,7 +12,7 @@ from diloco_jax.training.data.order import SampleOrder, check_source, eval_batch
 
 
 def numbered(num_windows: int, seq_len: int = 4) -> Source:
-    """A source in which the first id of a window says which window it is."""
+    """Make a source whose windows start with their number as first id."""
     ids = np.arange(num_windows * seq_len + 1, dtype=np.uint32)
     return Source(train=Windows(ids, seq_len), held_out=Windows(ids[:0], seq_len), vocab_size=10**6)
 
@@ -34,7 +34,8 @@ def test_no_training_window_has_a_held_out_byte(tmp_path: Path) -> None:
     assert len(source.held_out.ids) == 255
     held_out = np.unique(np.concatenate([batch["tokens"] for batch in eval_batches(source, 1, 1000)]))
     trained = np.unique(np.concatenate([source.train[i]["tokens"] for i in range(len(source.train))]))
-    assert set(held_out) & set(trained) == {0}  # only the separator between files
+    # They share only the separator between files.
+    assert set(held_out) & set(trained) == {0}
 
 
 def test_the_order_of_files_depends_on_names_only(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_a_corpus_that_cannot_be_read_is_an_error_with_its_path(
         load_source(made, seq_len=16)
 
 
-def test_the_order_has_every_window_once_in_each_epoch_and_an_order_of_its_own_in_each() -> None:
+def test_each_epoch_has_every_window_once_in_another_order() -> None:
     order = SampleOrder(numbered(20), seed=5)
     epochs = [[order.window_id(epoch * 20 + i) for i in range(20)] for epoch in range(3)]
     assert all(sorted(ids) == list(range(20)) for ids in epochs)
@@ -142,7 +143,7 @@ def test_a_batch_of_no_positions_is_refused(ranges: tuple[tuple[int, int], ...])
         SampleOrder(numbered(20), seed=5).batch(ranges)
 
 
-def test_a_corpus_is_known_by_what_it_holds_not_by_where_it_lies(tmp_path: Path) -> None:
+def test_a_corpus_is_known_by_its_contents_not_by_its_path(tmp_path: Path) -> None:
     for name, text in (("one", "a text " * 200), ("two", "a text " * 200), ("else", "a test " * 200)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file.txt").write_text(text, encoding="utf-8")
@@ -166,6 +167,7 @@ def test_a_digest_sees_both_ends_and_the_length(size: int) -> None:
 def test_a_huge_token_file_is_described_without_reading_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     path.touch()
-    os.truncate(path, 100 * 10**9)  # a hole: takes no space
+    # The file is a hole and takes no space.
+    os.truncate(path, 100 * 10**9)
     ids = np.memmap(path, "<u2", mode="r")
     assert described(ids).startswith("50,000,000,000 tokens with digest ")

@@ -174,7 +174,7 @@ def test_parameters_are_host_copies_and_load_puts_them_back(make_island: MakeIsl
 
 
 class Regression(nnx.Module):
-    """A user's own module: named axes on one parameter only, metrics of its own, tokens used as it likes."""
+    """Module of a user with named axes on one parameter only, other metrics, and a free use of tokens."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(
@@ -246,7 +246,8 @@ def test_micro_batches_make_the_step_of_the_whole_batch(count: int) -> None:
     with pytest.raises(ValueError, match="make the batch size a multiple of 3"):
         make_train_step(graphdef, tx, 3)(TrainState(params, tx.init(params)), batch, jnp.float32(0.1))
     (whole, whole_metrics), (parts, parts_metrics) = found
-    for path in params:  # moments, not parameters: adam's first step is the gradient's sign
+    # Moments are compared instead of parameters, because adam's first step is the gradient's sign.
+    for path in params:
         np.testing.assert_allclose(parts.opt_state[0].mu[path], whole.opt_state[0].mu[path], atol=1e-7)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(parts_metrics[name], whole_metrics[name], rtol=1e-5)
@@ -275,7 +276,8 @@ def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndar
     """Return what each of two processes found."""
     folder, port = tmp_path_factory.mktemp("hosts"), free_port()
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as here: the bits are compared
+    # The child compiles as this process does, because the bits are compared.
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, "-m", "tests.training.one_host", str(folder)]
     logs = [folder / f"{host}.log" for host in range(2)]
     processes = []
@@ -313,12 +315,13 @@ def test_two_processes_give_the_parts_of_what_one_gives(of_hosts: list[dict[str,
     assert states
     for found in of_hosts:
         assert not found[f"{case}-collectives"].any() and found[f"{case}-collectives"].size
-        for name in states:  # elementwise up to here, so bit for bit
+        # All operations are elementwise up to here, so the bits are equal.
+        for name in states:
             np.testing.assert_array_equal(found[name], alone[name], err_msg=name)
         # Sums over devices of several processes are made in another order.
         np.testing.assert_allclose(found[f"{case}-losses"], alone[f"{case}-losses"], rtol=1e-5)
     read = [found[f"{case}-read"].tolist() for found in of_hosts]
     assert [len(rows) for rows in read] == [12, 12] and sorted(read[0] + read[1]) == sorted([*range(12)] * 2), (
-        "two epochs of 12 samples, of which each host read the rows of its devices"
+        "two epochs of 12 samples; each host read the rows of its devices"
     )
     assert alone[f"{case}-losses"][2] < alone[f"{case}-losses"][0]

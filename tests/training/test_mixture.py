@@ -1,4 +1,4 @@
-"""Mixtures of sources: their shares, their epochs, and one order whoever reads it."""
+"""Mixtures of sources: their shares, their epochs, and one order for all readers."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from diloco_jax.training.data.sample import TOKENS
 
 
 def numbered(*lengths: int, weights: tuple[float, ...]) -> Source:
-    """Sources of windows of which the first id is 1000 x source + window."""
+    """Make a mixture whose windows start with 1000 x source + window as first id."""
     parts = {
         str(source): Source(
             *[Windows(np.arange(length + 1, dtype=np.uint32) + 1000 * source, seq_len=1)] * 2, vocab_size=10**6
@@ -44,7 +44,7 @@ def test_each_source_gives_its_own_samples_in_turn_beyond_the_pattern() -> None:
         last = {**last, source: number} if position == before + 1 else {source: number}
 
 
-def test_a_small_source_begins_again_in_another_order() -> None:
+def test_a_small_source_restarts_in_another_order() -> None:
     order = Order([50, 7], (1.0, 1.0), seed=3)
     found = [order[position] for position in range(140)]
     small = [number - 50 for number in found if number >= 50]
@@ -54,13 +54,14 @@ def test_a_small_source_begins_again_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("islands", [1, 2, 4])
-def test_all_leases_together_are_the_order_whoever_has_them(islands: int) -> None:
+def test_all_leases_together_are_the_order(islands: int) -> None:
     source = numbered(900, 700, 500, weights=(4.0, 2.0, 1.0))
     whole = SampleOrder(source, seed=1).batch(((0, 240),))[TOKENS]
     found = np.zeros_like(whole)
     batch = 24 // islands
     for number, start in enumerate(range(0, 240, batch)):
-        if number in (0, 4):  # everybody begins again, as after a resume
+        # Everybody starts again, as after a resume.
+        if number in (0, 4):
             orders = [SampleOrder(source, seed=1) for _ in range(islands)]
         found[start : start + batch] = orders[number % islands].batch(((start, start + batch),))[TOKENS]
     np.testing.assert_array_equal(found, whole)
@@ -113,6 +114,7 @@ A, TEXT = SourceConfig(path="a"), SourceConfig(path="a", format="text")
 def test_sources_that_do_not_belong_together_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataConfig(**settings)  # type: ignore[arg-type]
-    for weight in (0.0, 1e-320):  # of the latter a share is infinite
+    # A weight of 1e-320 makes a share overflow.
+    for weight in (0.0, 1e-320):
         with pytest.raises(ValueError, match=r"the weight of 'a' is .* from 1e-9 to 1e9"):
             SourceConfig(path="a", weight=weight)

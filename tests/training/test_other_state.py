@@ -22,7 +22,8 @@ from tests.training.islands import MakeIsland, assert_same, state_of, train
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 NATURAL = ("Recurrent", "Dropping", "Normalised", "FromLinen", "Everything")
-STATELESS = ("Recurrent", "Dropping")  # but for random streams
+# These models have no other state than random streams.
+STATELESS = ("Recurrent", "Dropping")
 HERE = __name__
 
 
@@ -45,7 +46,7 @@ def other(island: Island) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NATURAL)
 def test_it_trains_and_a_copy_trains_on_alike(make_island: MakeIsland, batches: list[Sample], name: str) -> None:
-    """A copied state, for a returning island or the disk, is all that there is: it goes on bit for bit."""
+    """A copied state is complete: the copy continues bit for bit, in a returning island or from the disk."""
     island = make(make_island, name)
     losses = learn(island, batches * 3)
     assert losses[-1] < 0.8 * losses[0]

@@ -99,11 +99,13 @@ def test_micro_batches_of_unequal_weight_make_the_step_of_the_whole_batch() -> N
     graphdef, params = split_model(Masked())
     tx = optax.sgd(1.0)
     found = []
-    for count in (1, 2, 4):  # of four parts one weighs nothing
+    # One of four parts has no weight.
+    for count in (1, 2, 4):
         step = jax.jit(make_train_step(graphdef, tx, count))
         state, metrics = step(TrainState(params, tx.init(params)), BATCH, jnp.float32(0.5))
         found.append([float(state.params["w"][0]), *(float(metrics[name]) for name in ("loss", "off", "weight"))])
-    assert found == [pytest.approx([2.0, 14 / 3, 2.0, 3.0])] * 3  # w - 0.5 * -2 mean(x)
+    # Each value is w - 0.5 * -2 mean(x).
+    assert found == [pytest.approx([2.0, 14 / 3, 2.0, 3.0])] * 3
 
 
 def test_an_evaluation_weighs_batches_by_what_they_predict() -> None:
@@ -113,7 +115,7 @@ def test_an_evaluation_weighs_batches_by_what_they_predict() -> None:
     assert island.evaluate(halves) == {"loss": pytest.approx(14 / 3), "off": 2.0, "tokens": 3.0}
 
 
-def test_waiting_for_data_is_no_goodput_and_is_told_where_it_matters() -> None:
+def test_waiting_for_data_is_not_goodput_and_is_reported_where_it_matters() -> None:
     members: Any = SimpleNamespace(membership=SimpleNamespace(members={}), merged_rounds=1)
     stats = RunStats(("a", "b"), 1, members)
     stats._learners = {"a": LearnerStats(busy_s=8.0), "b": LearnerStats(busy_s=4.0)}

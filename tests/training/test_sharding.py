@@ -87,7 +87,7 @@ def test_a_weight_is_gathered_along_what_splits_the_batch_but_experts_stay() -> 
     assert two.gathered((4, 8, 8), ("expert", "embed", "mlp")).spec == P(("expert",), None, ("tensor",))
 
 
-def test_a_gathered_weight_has_the_same_value_and_its_gradient_lies_like_the_weight() -> None:
+def test_a_gathered_weight_has_the_same_value_and_its_gradient_is_sharded_like_the_weight() -> None:
     two = layout(fsdp=2, tensor=2)
     stored = two.sharding((4, 6), ("embed", "mlp"))
     weight = jax.device_put(jnp.arange(24.0).reshape(4, 6), stored)
@@ -221,7 +221,7 @@ def test_a_stack_is_updated_as_its_layers_are(module: str, name: OptimizerName) 
 
 
 def merged(blueprint: Blueprint, values: list[Arrays], method: Method, num_fragments: int) -> Arrays:
-    """The global values after a round in which the learners sent all but the first of these."""
+    """Return the global values after a round; the learners sent all of these values but the first."""
     plan = FragmentConfig(split_axis=-1).plan(blueprint.shapes, blueprint.kinds, num_fragments)
     shares = share(plan, MergeConfig(method=method), 1)
     theta, weights = values[0], np.full(LEARNERS, 1 / LEARNERS)
@@ -235,7 +235,8 @@ def merged(blueprint: Blueprint, values: list[Arrays], method: Method, num_fragm
     return theta
 
 
-@pytest.mark.parametrize("num_fragments", [1, 3])  # of three, cut or not, none is smaller than a layer's tensor
+# No fragment of three, cut or not, is smaller than a tensor of a layer.
+@pytest.mark.parametrize("num_fragments", [1, 3])
 @pytest.mark.parametrize("method", ["rda", "average"])
 @pytest.mark.parametrize("module", MODULES)
 def test_a_stack_is_merged_as_its_layers_are(module: str, method: Method, num_fragments: int) -> None:
@@ -246,7 +247,8 @@ def test_a_stack_is_merged_as_its_layers_are(module: str, method: Method, num_fr
     for path in expected:
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-5, err_msg=path)
     if method == "rda":
-        for expert in range(2 if module == MOE else 0):  # one direction and the mean norm for each of them
+        # Each expert has one direction and the mean norm.
+        for expert in range(2 if module == MOE else 0):
             deltas = [value["blocks/1/experts_up"][expert] for value in values[1:]]
             step = (values[0]["blocks/1/experts_up"] - expected["blocks/experts_up"][1])[expert]
             norms = [float(np.linalg.norm(delta)) for delta in deltas]
@@ -273,7 +275,7 @@ def test_what_decays_is_what_is_merged_by_direction(name: OptimizerName) -> None
 
 
 class Unnamed(Decoder):
-    """A decoder whose norms name no axes, as a module of one's own may be."""
+    """Decoder whose norms name no axes, as in a module of a user."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Text as token stores: what is read, what is written, and what of it a sample has."""
+"""Token stores: reading text, writing stores, and the tokens of a sample."""
 
 import gzip
 import json
@@ -64,7 +64,8 @@ def write_arrow(folder: Path, *, stream: bool = True) -> str:
     path = str(folder / "data-00000-of-00001.arrow")
     with (pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file)(path, table.schema) as file:
         file.write_table(table, max_chunksize=10)
-    (folder / "state.json").write_text("{}")  # as `datasets` leaves beside it
+    # `datasets` leaves such a file beside the table.
+    (folder / "state.json").write_text("{}")
     return str(folder)
 
 
@@ -82,7 +83,8 @@ def write_memory(folder: Path) -> str:
     return f"memory://{folder.name}"
 
 
-WRITERS: dict[str, tuple[Callable[[Path], str], int]] = {  # and whether large files are cut
+# format -> its writer, and the number of pieces of a large file
+WRITERS: dict[str, tuple[Callable[[Path], str], int]] = {
     "jsonl": (write_jsonl, 2),
     "gzip": (write_gzip, 1),
     "parquet": (write_parquet, 1),
@@ -147,7 +149,8 @@ def test_a_store_is_the_same_after_an_interruption(
     if damage:
         raw = (tmp_path / "out" / "tokens-00001.bin").read_bytes()
         (tmp_path / "out" / "tokens-00001.bin").write_bytes(raw[:-2] + (b"" if damage == "cut" else b"\1\1"))
-    made.append(-1)  # from now on it lives
+    # The build is not interrupted from now on.
+    made.append(-1)
     build_store(source, "train:400", tmp_path / "out", workers=1)
     assert contents(tmp_path / "out") == contents(whole)
     assert (1 in made[4:]) is bool(damage) and 0 not in made[4:]
@@ -236,7 +239,8 @@ def test_bytes_of_a_table_are_text(tmp_path: Path, kind: str) -> None:
     from pyarrow import parquet
 
     column = pyarrow.array([b"good", b"b\xe4d", None], "binary")
-    if kind == "string":  # Arrow does not look at what is written
+    # Arrow does not check what is written.
+    if kind == "string":
         column = pyarrow.Array.from_buffers(pyarrow.string(), 3, column.buffers())
     elif kind == "large_string":
         wide = column.cast("large_binary")
@@ -300,7 +304,8 @@ def packed(lengths: list[int], size: int) -> list[list[int]]:
         while length > size:
             rows[-1].append(size)
             rows.append([])
-            length -= size - 1  # the next piece begins with the last id of this one
+            # The next piece starts with the last id of this one.
+            length -= size - 1
         rows[-1].append(length)
     return rows
 
@@ -320,7 +325,7 @@ def test_whole_documents_are_packed_one_after_another(made: Path) -> None:
 def test_text_in_a_config_becomes_a_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(format="jsonl", path=write_jsonl(tmp_path), tokenizer="bytes", documents="separate")
     first = load_source(config, 16)
-    monkeypatch.setattr(tokenizing, "_make_part", None)  # whoever calls it fails
+    monkeypatch.setattr(tokenizing, "_make_part", None)  # any call fails
     assert load_source(config, 16).corpus == first.corpus and first.vocab_size == 256
     write_jsonl(tmp_path, TEXTS[:30])
     with pytest.raises(TypeError):
@@ -345,7 +350,7 @@ def test_a_store_elsewhere_is_copied_once(made: Path) -> None:
 
 
 def ends(out: Path, turned: slice) -> None:
-    """Turn some ends of documents round, of which a sum of sizes says nothing."""
+    """Reverse some ends of documents; a sum of sizes cannot show that."""
     found = np.fromfile(out / "documents-00000.bin", "<u8")
     found[turned] = found[turned][::-1]
     found.tofile(out / "documents-00000.bin")

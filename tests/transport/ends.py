@@ -13,7 +13,8 @@ from diloco_jax.transport.link import Delivery, TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.inbox import Inbox, Session
 
-WAIT_S = 20.0  # a deadline, never a duration: nothing waits it out when the code is right
+# The tests never wait so long when the code is right.
+WAIT_S = 20.0
 LIMIT = 1 << 25
 CONFIG = TransportConfig(payload_bytes_max=LIMIT, chunk_bytes=1 << 16, connect_timeout_s=WAIT_S)
 NAMES = inspect.signature(grpc_link.connect).parameters
@@ -26,7 +27,7 @@ class Ends:
 
     def __init__(self) -> None:
         self._close: list[Callable[[float], None]] = []
-        self.listener: GrpcListener  # the one that was opened last, to which links go
+        self.listener: GrpcListener  # opened last
 
     def keep(self, made: T) -> T:
         """Close this at the end too."""
@@ -46,7 +47,7 @@ class Ends:
         return self.keep(grpc_link.connect(config, learner_id=learner_id, incarnation=incarnation, **names))
 
     def meet(self, learner_id: str = "a", incarnation: int = 0, **changes: Any) -> GrpcLink:
-        """Open a link of which the listener has heard."""
+        """Open a link, and wait until the listener has noticed it."""
         link = self.connect(learner_id, incarnation, **changes)
         greet(self.listener, link, learner_id, incarnation)
         return link
@@ -57,7 +58,7 @@ class Ends:
 
 
 def greet(listener: GrpcListener, link: GrpcLink, learner_id: str = "a", incarnation: int = 0) -> None:
-    """Let a link say something, and the listener hear it as the next thing."""
+    """Send a message over a link, and check that the listener receives it next."""
     link.send(Heartbeat(learner_id, incarnation))
     heard = hear(listener)._replace(session=0)
     assert heard == Delivery("message", learner_id, Heartbeat(learner_id, incarnation))
@@ -77,7 +78,7 @@ def hear_message(side: Any) -> Message:
 
 
 def hear_end(side: Any, words: str = "") -> Delivery:
-    """The end of a session, with these words in its reason."""
+    """Receive the end of a session, and check that its reason has this text."""
     delivery = hear(side)
     assert delivery.kind == "disconnected" and words in delivery.reason, delivery
     return delivery
@@ -99,7 +100,7 @@ def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> boo
 
 
 class Quiet(Session):
-    """A session whose other end is nowhere."""
+    """Session without another end."""
 
     def __init__(self, inbox: Inbox, header: pb.Header | None = None, **settings: Any) -> None:
         header = header or pb.Header(sender="a")

@@ -1,4 +1,4 @@
-"""Islands of several hosts and syncers of several shards: who belongs to whom, and what becomes whole."""
+"""Islands of several hosts and syncers of several shards: which of them form one, and how payloads become whole."""
 
 import dataclasses
 import threading
@@ -113,7 +113,8 @@ def test_hosts_of_an_island_share_its_certificate(tmp_path: Path, ends: Ends, mo
     stolen = trusted | {"tls_certificate": str(tmp_path / "b.pem"), "tls_key": str(tmp_path / "b.key")}
     listener = ends.listen(**trusted)
     leader = ends.connect(hosts=2, **trusted)
-    monkeypatch.setattr(certificates, "check_owner", lambda *_: None)  # as a peer with other code would
+    # A peer with other code may skip this check.
+    monkeypatch.setattr(certificates, "check_owner", lambda *_: None)
     with pytest.raises(TransportError, match="refused 'a': the certificate is that of 'b'"):
         ends.connect(number=leader.number, host=1, hosts=2, **stolen)
     host = ends.connect(number=leader.number, host=1, hosts=2, **trusted)
@@ -136,7 +137,8 @@ def test_dialler_connects_every_host_to_the_syncer_and_its_shards(ends: Ends, sh
     leader.send(Hello("a", 0, (), (), (), 0, 0, 0))
     send_parts(links, whole)
     for shard, listener in enumerate(merging or [control]):
-        heard = {type(each.message): each for each in (hear(listener), hear(listener))}  # two lanes, in any order
+        # There are two lanes, in any order.
+        heard = {type(each.message): each for each in (hear(listener), hear(listener))}
         assert Hello in heard
         expected = b"".join(split(whole, shares.ranges(0, shard, "int8")))
         delivery = heard[FragmentValue]
@@ -154,7 +156,7 @@ SHARES = share(PLAN, MergeConfig(), 3)
 
 
 class FakeSession:
-    """A session that only remembers what was sent."""
+    """Session that only records the messages that were sent."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, bytes]] = []
@@ -258,7 +260,7 @@ def test_the_end_of_one_session_is_the_end_of_the_link(rig: Rig) -> None:
     assert delivery == Delivery("disconnected", SYNCER, reason="merge shard 1: it broke")
 
 
-def test_what_a_shard_must_not_say_is_not_heard(rig: Rig) -> None:
+def test_messages_that_a_shard_must_not_send_are_ignored(rig: Rig) -> None:
     rig.inbox.waiting.append(Delivery("message", "shard-1", Advance(7)))
     rig.inbox.waiting.append(Delivery("message", SYNCER, Advance(8)))
     assert [each.message for each in rig.drain()] == [Advance(8)]
@@ -269,7 +271,8 @@ def test_a_value_goes_in_parts_to_the_shards_and_all_else_to_the_syncer(rig: Rig
     payload = codec.encode(values, "int8")
     value = FragmentValue("a", 1, 1, 0, 1, 1, 1, 0, 1, len(payload))
     rig.link.send(value, payload)
-    rig.link.send(value, b"")  # an answer without a value
+    # This is an answer without a value.
+    rig.link.send(value, b"")
     for shard, session in enumerate(rig.shards):
         part = b"".join(split(payload, SHARES.ranges(0, shard, "int8")))
         assert session.sent == [(value, part), (value, b"")] and part

@@ -78,5 +78,6 @@ def test_a_half_open_connection_is_closed_under_tls_too(ends: Ends, tmp_path: Pa
     context.load_cert_chain(tmp_path / "island-0.pem", tmp_path / "island-0.key")
     context.check_hostname = False
     context.set_alpn_protocols(["h2"])
-    with context.wrap_socket(dial(listener.address, b"")) as encrypted:  # of a peer with a certificate, but silent
+    # This peer has a certificate and stays silent.
+    with context.wrap_socket(dial(listener.address, b"")) as encrypted:
         assert hear_end(encrypted)

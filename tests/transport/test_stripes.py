@@ -104,13 +104,15 @@ def test_memory_of_both_sides_is_bounded_when_nobody_reads(ends: Ends) -> None:
             (session,) = listener._book._newest.values()
             assert session.waiting_bytes <= limit
             assert session._assembly.claimed_bytes <= 2 * limit
-    in_sockets = (1 + CONFIG.stripes) * (64 << 20)  # windows of HTTP/2 and TCP
+    # HTTP/2 and TCP have windows of this size.
+    in_sockets = (1 + CONFIG.stripes) * (64 << 20)
     assert queued * len(payload) <= 3 * limit + 9 * len(payload) + in_sockets
     link.close(0.0)
 
 
 SIZE = 4 << 20
-RATE = 5e5  # bytes per second and connection, so that a cut comes in the middle
+# The rate in bytes per second and connection puts a cut into the middle.
+RATE = 5e5
 
 
 def cut_in_the_middle(relay: Relay, session: StreamSession) -> None:
@@ -155,7 +157,8 @@ def test_next_session_moves_only_the_rest(ends: Ends, listener: GrpcListener, di
         moved = relay.forwarded_bytes(direction) - before
         assert moved < SIZE - held + 100_000, "only the rest, its frames and some of the protocols below"
         assert theirs.held_bytes == 0
-        send()  # the same once more is sent whole
+        # The same payload again is sent whole.
+        send()
         assert hear(receiver).payload == payload
         link.close(1.0)
 
@@ -172,7 +175,7 @@ def leave_a_part(ends: Ends, payload: bytes) -> None:
     assert ends.listener._partials["a", 0][1].held_bytes == len(payload)
 
 
-def test_another_payload_and_a_newer_process_begin_anew(ends: Ends, listener: GrpcListener) -> None:
+def test_another_payload_and_a_newer_process_start_again(ends: Ends, listener: GrpcListener) -> None:
     payload, other = os.urandom(SIZE), os.urandom(SIZE)
     leave_a_part(ends, payload)
     link = ends.connect()

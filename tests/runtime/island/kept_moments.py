@@ -29,7 +29,8 @@ def write(island: ExchangedState, name: str) -> None:
         for shard in array.addressable_shards if leaf.startswith(OPTIMIZER) else ():
             found[f"{leaf}@{[part.start or 0 for part in shard.index]}"] = np.asarray(shard.data)
     path = FOLDER / f"{sys.argv[sys.argv.index('--island') + 1]}.{name}.{jax.process_index()}.npz"
-    if not path.exists():  # of the first life
+    # The first process of this name saves its moments.
+    if not path.exists():
         np.savez(path, **{key.replace("/", "|"): value for key, value in found.items()})
 
 

@@ -37,13 +37,13 @@ def sharding() -> NamedSharding:
 def exchange(
     shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: np.dtype, up: codec.Format, rebase: bool
 ) -> Exchange:
-    """Its programs are compiled once; what an island holds is set by whoever uses it."""
+    """Make an exchange whose programs are compiled once; each test sets what its island holds."""
     tensors = {path: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding()) for path, shape in shapes}
     return Exchange(tensors, up, rebase)
 
 
 class IslandOf:
-    """One island: parameters of a dtype on one device, and what it exchanges.
+    """Island with parameters of one dtype on one device, and its exchange.
 
     Args:
         initial: values by path, float32.
@@ -129,7 +129,7 @@ class Rounds:
         return self.model.parameters()
 
     def send(self, fragment_id: int = 0) -> None:
-        """A round opens: every island gives what it has now."""
+        """Open a round; every island contributes its current value."""
         self.round += 1
         self._staged = [island.send(fragment_id, self.round) for island in self.islands]
 
@@ -149,13 +149,13 @@ class Rounds:
         return merged
 
     def step_norm(self, before: Arrays) -> float:
-        """Return how far the global model is from what it was."""
+        """Return the norm of the change of the global model."""
         after = self.parameters()
         return float(np.sqrt(sum(((after[path] - value).astype(float) ** 2).sum() for path, value in before.items())))
 
 
 def encoded(staged: StagedFragment) -> bytes:
-    """Its payload; none if it is not finite and the format cannot say so."""
+    """Return its payload; empty if a value is not finite and the format cannot express that."""
     try:
         payload = staged.encode()
     except ValueError:

@@ -41,7 +41,8 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
     for fragment in host.fragments:
         message = GlobalFragment(1, fragment.fragment_id, 1, 1, 0, 0)
         host.adopt(message, take(values, fragment))
-    loop.island.load(drawn)  # what was trained since is none of its business
+    # The evaluation must not see what the island trained since.
+    loop.island.load(drawn)
     for final, batches in ((False, 2), (True, 3)):
         score, expected = host.evaluate(7, final=final), evaluator.evaluate(values, batches, 7)
         assert score.loss == pytest.approx(expected["loss"], rel=1e-5) and score.tokens == expected["tokens"]
@@ -54,7 +55,7 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
     loop.close()
 
 
-def test_what_goes_wrong_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_errors_are_reported_and_training_continues(tmp_path: Path) -> None:
     config = load(write_config(tmp_path))
     loop = BuiltInLoop(config, "island-0", jax.devices()[:1])
     run = resolve(config, loop.island.shapes, loop.island.kinds)

@@ -1,4 +1,4 @@
-"""Samples that are read ahead: what is read, by whom, how far ahead, and who is told of an error."""
+"""Reading samples ahead: the samples, the thread, how far ahead, and where an error is raised."""
 
 import threading
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ WAIT_S = 30.0
 
 
 class Source:
-    """Reads batches of position ranges, each when it is let through; remembers which, and in which threads."""
+    """Reader of batches that waits until a test lets it pass, and records its ranges and threads."""
 
     def __init__(self, ready: int = 10**6) -> None:
         self.gate = threading.Semaphore(ready)
@@ -63,7 +63,8 @@ def test_what_was_given_up_is_dropped_and_nothing_is_read_twice() -> None:
     reader = ReadAhead(source.batch, 3)
     reader.expect([key(0), key(1), key(2), key(3)])
     assert reader.take(key(0)) and not reader.has(key(1))
-    reader.expect([key(50), key(1), key(51)])  # 1 may be under way already; 2 and 3 went to others
+    # Batch 1 may be under way already; 2 and 3 went to other hosts.
+    reader.expect([key(50), key(1), key(51)])
     source.gate.release(10)
     assert [reader.take(key(number))["x"][0] for number in (50, 1, 51)] == [100, 2, 102]
     reader.close()
@@ -111,7 +112,8 @@ def test_a_step_waits_only_for_what_is_not_read(monkeypatch: pytest.MonkeyPatch)
     assert len(put) == 2, "it is not read yet, so the step that runs is waited for first"
     source.gate.release()
     feed.finish()
-    feed.finish()  # again, which does nothing
+    # A second finish does nothing.
+    feed.finish()
     assert feed.take() == ([6, 7], 6)
     assert (feed.waited_s(), feed.waited_s()) == (1.0, 0.0)
     feed.close()

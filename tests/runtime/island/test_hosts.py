@@ -62,7 +62,7 @@ PULSE = Pulse(WatchdogConfig(least_s=0.0), "a loop", None)
 
 
 class Pair:
-    """Both hosts of an island, each with all of the model: what they are told is all that they share."""
+    """Both hosts of an island, each with the whole model; they share nothing but messages."""
 
     def __init__(self, deaths: list[str], folder: Path) -> None:
         config = replace(CONFIG, transport=replace(CONFIG.transport, connect_timeout_s=1.0))
@@ -108,7 +108,7 @@ class Pair:
         return message, values
 
     def settle(self) -> None:
-        """Wait until the follower has done what it was told."""
+        """Wait until the follower has handled all messages."""
         self.leader._questions.ask(HostWarmUp).payloads()
 
     def same(self) -> bool:
@@ -128,7 +128,8 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def die(reason: str) -> None:
         found.append(reason)
-        threading.Event().wait()  # the process would be gone
+        # A real process would have ended here.
+        threading.Event().wait()
 
     monkeypatch.setattr(host_leader, "die", die)
     monkeypatch.setattr(follower_module, "die", die)
@@ -156,7 +157,8 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.settle()
     assert pair.same()
     pair.give(3, 0.25)
-    late = pair.give(2, 0.125)  # of a syncer that went back
+    # This value comes from a syncer that went back to a snapshot.
+    late = pair.give(2, 0.125)
     pair.leader.adopt(*late)
     pair.leader.unstage(0, 3)
     pair.settle()
@@ -207,7 +209,8 @@ def test_hosts_save_together_and_agree_on_what_all_of_them_have(pair: Pair, capl
         wait_for(lambda outcome=pair.leader._saving[1]: outcome() == "", "a save")
         kept = pair.moments()
         if step == 2:
-            shutil.rmtree(pair.folder / "host-1-of-2")  # what the other host had is lost
+            # The saved state of the other host is lost.
+            shutil.rmtree(pair.folder / "host-1-of-2")
     steps = [[name.global_step for name in host.saved()] for host in (pair.leader, pair.follows)]
     assert steps == [[30, 20], [30]]
     pair.step([(0, 8)], 4)
@@ -313,7 +316,7 @@ def test_an_island_forgets_that_it_could_be_a_part_of_a_multislice_job(monkeypat
 
 
 def metadata(words: bytes) -> Any:
-    """Make what asks a server of metadata that says this."""
+    """Return a function that asks a fake metadata server with this answer."""
     return lambda *handlers: SimpleNamespace(open=lambda request, timeout: io.BytesIO(words))
 
 

@@ -41,7 +41,7 @@ def pid_of(run_dir: Path, words: str) -> int:
 
 
 def stopped(process: Any) -> str:
-    """Interrupt a run; returns what it said."""
+    """Interrupt a run, and return its output."""
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output
@@ -132,7 +132,7 @@ def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(
     assert not processes_of(run_dir)
 
 
-def test_a_killed_island_goes_on_with_its_own_moments_bit_for_bit(
+def test_a_killed_island_continues_with_its_own_moments_bit_for_bit(
     tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DILOCO_TEST_MOMENTS", str(tmp_path))

@@ -37,7 +37,8 @@ def test_a_leaf_of_any_shape_is_encoded_and_read(format: Format, shape: tuple[in
     assert len(payload) == codec.encoded_size([shape, (3,)], format)
     read = codec.decode(payload, [("leaf", shape), ("other", (3,))], format)
     assert read["leaf"].shape == shape
-    level = 1.5336 if format == "int2" else 1.0  # that stands for elements which are all alike
+    # The level stands for elements which are all alike.
+    level = 1.5336 if format == "int2" else 1.0
     np.testing.assert_allclose(read["leaf"], level * value["leaf"], rtol=1e-6)
     assert codec.as_bytes(value["leaf"]).tobytes() == codec.encode({"leaf": value["leaf"]}, "float32"), "unflattened"
 
@@ -136,7 +137,8 @@ def rounds_after_a_bad_value(rounds: Rounds, size: float) -> tuple[list[float], 
             move(rounds.islands[0], rng, size)
         rounds.send()
         for island in rounds.islands:
-            move(island, rng, 0.5)  # while the values travel
+            # The parameters move while the values travel.
+            move(island, rng, 0.5)
         before = rounds.parameters()
         excluded.append(set(rounds.merge().excluded))
         norms.append(rounds.step_norm(before))
@@ -167,7 +169,8 @@ def test_what_was_kept_back_of_the_values_before_it_is_not_lost() -> None:
         island.put({"bias": island.values()["bias"] + step})
         learnt += step
         rounds.send()
-        if number == 20:  # the round ends without it
+        # This round ends without the island.
+        if number == 20:
             values = rounds.model.slices(rounds.model.capture(), 0)
             island.adoptions.adopt(0, rounds.round, rounds.merged_rounds[0][0], values)
             learnt -= step
@@ -206,7 +209,8 @@ def test_without_training_there_is_no_outer_gradient(dtype: str, up: Format, mod
         before = rounds.parameters()
         rounds.merge()
         assert rounds.step_norm(before) == 0
-    for seed in range(1, 4 if mode != "blend" else 1):  # others have moved the model; blend keeps what it had before
+    # Other islands have moved the model; blend keeps what the island had before.
+    for seed in range(1, 4 if mode != "blend" else 1):
         rounds.round += 1
         island.adoptions.adopt(0, rounds.round, -1, initial(seed))
         assert not any(value.any() for value in gradient().values())
@@ -242,7 +246,8 @@ def arrived(
         for number in range(learners):
             train(number)
         made.send()
-        if mode == "rebase":  # what is done meanwhile is kept, and goes with the next value
+        # Changes that happen meanwhile are kept, and are included in the next value.
+        if mode == "rebase":
             for number in range(learners):
                 train(number)
         made.merge()
@@ -260,7 +265,8 @@ def _dtype(name: str) -> np.dtype:
 @pytest.mark.parametrize("up", FORMATS)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_sparse_moves_by_one_unit_in_the_last_place_arrive(dtype: str, up: Format, mode: AdoptMode) -> None:
-    late = 0.05 if up == "int2" else 0.02  # more waits in the feedback
+    # More of the change waits in the feedback.
+    late = 0.05 if up == "int2" else 0.02
     assert arrived(dtype, up=up, mode=mode, rounds=60) == pytest.approx(1.0, abs=late)
 
 

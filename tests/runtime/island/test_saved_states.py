@@ -66,7 +66,8 @@ def test_a_saved_state_comes_back_exactly_from_either_place(tmp_path: Path, else
         again = SavedStates(places)
         assert again.names() == [name(72), name(48)]
         assert_restores(again, 72, 72.0)
-        assert_restores(again, 48, 48.0, devices=2)  # who has everything may come back on another mesh
+        # An island with all shards may come back on another mesh.
+        assert_restores(again, 48, 48.0, devices=2)
     assert SavedStates([here], 0, 2).names() == [] == SavedStates([here + "y"]).names()
     fsspec.filesystem("memory").store.clear()
 
@@ -115,7 +116,7 @@ def test_a_damaged_state_is_refused_in_words(tmp_path: Path, harm: Callable[[Pat
     assert_restores(saves, 24, 0.0)
 
 
-def test_what_was_not_finished_or_is_no_record_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unfinished_files_and_other_files_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saves = SavedStates([str(tmp_path)])
     save(saves, 24)
     folder = tmp_path / "host-0-of-1"
@@ -152,7 +153,8 @@ def test_a_folder_that_takes_nothing_costs_the_state_and_no_more(
 ) -> None:
     (tmp_path / "full").write_text("a file where a folder should be")
     saves = SavedStates([str(tmp_path / "full" / "x"), str(tmp_path / "good")])
-    assert save(saves, 24) == ""  # it is safe in one place
+    # The state is safe in one place.
+    assert save(saves, 24) == ""
     assert "the state of global step 24 was not saved in" in caplog.text
     assert SavedStates([str(tmp_path / "good")]).names() == [name(24)]
     assert "full" in save(SavedStates([str(tmp_path / "full" / "x")]), 24)

@@ -35,7 +35,8 @@ def started(cores: int, busy: float) -> tuple[Machine, SpareTime]:
     ("cores", "busy", "seconds", "least", "most"),
     [
         *((cores, cores, 20, 0.0, 1.1 * LEAST * cores) for cores in (1, 2, 16)),
-        (16, 4, 2, 1.5, 1.1 * THREADS_COST),  # after the first look, without any rest
+        # Work starts right after the first look, without a rest.
+        (16, 4, 2, 1.5, 1.1 * THREADS_COST),
         (1, 0.5, 10, 0.1, 0.4),
     ],
 )

@@ -106,12 +106,14 @@ def test_what_a_round_waits_for_goes_before_a_state() -> None:
         sender.part(wire, part(index), big)
     sender.value(wire, VALUE, Update(b"update"))
     sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
-    sender.part(wire, part(big.count(STATE_PART_BYTES)), big)  # there is no such part: no answer
+    # The state has no chunk of this number, so there is no answer.
+    sender.part(wire, part(big.count(STATE_PART_BYTES)), big)
     wire.go.set()
     wire.await_messages(5)
     kinds = [type(message).__name__ for message, _ in wire.sent]
     urgent = [kinds.index("FragmentValue"), kinds.index("AnchorValue")]
-    assert max(urgent) <= 2, kinds  # at most the part that was being made comes before them
+    # At most the chunk that was being made comes before them.
+    assert max(urgent) <= 2, kinds
     payloads = {type(m).__name__: p for m, p in wire.sent}
     assert payloads["FragmentValue"] == b"update"
     assert payloads["AnchorValue"] == ANCHOR["w"].tobytes()
@@ -128,7 +130,7 @@ def big_state() -> MovingState:
     return MovingState(MovingLayout(StateLayout(arrays), "float32"), arrays.__getitem__)
 
 
-def test_a_lost_link_is_no_failure_and_a_value_that_does_not_fit_is_an_empty_answer() -> None:
+def test_a_lost_link_is_not_a_failure_and_a_value_that_does_not_fit_is_an_empty_answer() -> None:
     failures: list[Exception] = []
     sender, wire = PayloadSender(failures.append), Wire()
     wire.go.set()
@@ -168,7 +170,8 @@ def test_the_tape_has_a_line_for_everything_at_once(tmp_path: Path) -> None:
         ["saved", 1, 24],
         ["sent", 2, 10, 1],
     ]
-    assert json_lines(path) == want  # nothing waits for a flush
+    # Nothing waits for a flush.
+    assert json_lines(path) == want
     tape.end("the run is complete", [5, 6])
     assert json_lines(path) == [*want, ["end", "the run is complete", [5, 6], head_before_the_end(path)]]
 

@@ -48,7 +48,8 @@ def test_a_learner_that_leaves_ends_its_profile(tmp_path: Path) -> None:
         profiling.step_done(step)
     profiling.close()
     assert steps_in(path.parent / json.loads(path.read_text())["folder"]) == [6, 7, 8]
-    assert Profiling(tmp_path, NAME) and not path.exists()  # another life forgets it
+    # A restarted process forgets it.
+    assert Profiling(tmp_path, NAME) and not path.exists()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
 M = TypeVar("M")
 WAIT_S = 60.0
-WIDTH = 40_000  # wide enough for moments of several parts
+# The model is wide enough for moments of several chunks.
+WIDTH = 40_000
 
 
 class Tiny(nnx.Module):
@@ -96,7 +97,7 @@ class Script:
         self.listener.send(NAME, message, payload)
 
     def await_message(self, kind: type[M], payload: bool = False) -> Any:
-        """The next message of a kind; others are remembered in `heard`."""
+        """Return the next message of a kind; the others are kept in `heard`."""
         ends_s = time.monotonic() + WAIT_S
         while time.monotonic() < ends_s:
             delivery = self.listener.receive(1.0)
@@ -189,7 +190,8 @@ def test_a_step_is_on_the_tape_before_anybody_hears_of_it(script: Script) -> Non
 def test_a_damaged_fragment_is_dropped_and_asked_for(script: Script) -> None:
     script.admit(damaged=1)
     again = script.await_message(messages.Hello)
-    while again.versions == (-1, -1):  # fragment 0 may not be taken yet
+    # The learner may not have adopted fragment 0 yet.
+    while again.versions == (-1, -1):
         again = script.await_message(messages.Hello)
     assert again.versions == (0, -1) and again.digests == (script.digest(0, 1.0), 0)
     assert not any(isinstance(message, messages.StepReport) for message in script.heard)
@@ -214,7 +216,8 @@ def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
     for version in (1, 3, 2):
         payload, digest = script.values(0, version), script.digest(0, version)
         message = messages.GlobalFragment(version, 0, version, 1, digest, len(payload))
-        script.learner.joined.inbox.take(message, payload)  # as its link thread does
+        # Its link thread calls this in a real run.
+        script.learner.joined.inbox.take(message, payload)
     may_end.set()
     while not script.await_message(messages.StepReport).adopted[0].version:
         pass
@@ -291,14 +294,17 @@ def test_a_state_is_given_in_parts_and_taken_by_another(
     assert {len(payload) for _, payload in parts[:-1]} == {part_bytes}
     assert all(part.digest == codec.digest(payload) for part, payload in parts)
     assert script.tape("staged_state") == [["staged_state", first.local_step]]
-    script.say(messages.StatePull("island-1", 0, first.local_step, first.parts))  # there is no such part
+    # The state has no chunk of this number.
+    script.say(messages.StatePull("island-1", 0, first.local_step, first.parts))
     script.end()
     taker = Script(tmp_path / "taker", incarnation=9)
-    taker.admit(4, fill=5.0)  # of fragment 0 a newer version than the donor had
+    # This is a newer version of fragment 0 than the donor had.
+    taker.admit(4, fill=5.0)
     asked = taker.await_message(messages.StateRequest)
     assert (asked.donor, asked.donor_step, asked.part, asked.clock) == ("", 0, 0, 4)
     relayed = [(part._replace(receiver=NAME, learner_id="donor", clock=4), payload) for part, payload in parts]
-    taker.say(relayed[0][0], relayed[0][1][:-1] + b"\x55")  # damaged: asked for again
+    # The damaged chunk is requested again.
+    taker.say(relayed[0][0], relayed[0][1][:-1] + b"\x55")
     assert taker.await_message(messages.StateRequest).part == 0
     for part, payload in relayed:
         taker.say(part, payload)
@@ -322,7 +328,8 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
     part = messages.StateChunk("donor", 3, NAME, 30, 0, 1, codec.digest(payload), len(payload), clock=4)
     script.say(part, payload)
     script.await_message(messages.StateDone)
-    script.await_message(messages.StateRequest)  # somebody else may have a better one
+    # Another donor may have a better state.
+    script.await_message(messages.StateRequest)
     script.say(messages.StateUnavailable("", "nobody is there"))
     assert script.await_message(messages.StepReport).local_step == 1
     assert script.tape("state") == []
@@ -346,7 +353,8 @@ def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
     first = Script(tmp_path, config)
     first.admit()
     first.await_message(messages.StepReport)
-    first.give(0, 2, 3.0)  # passes the marker of global step 2
+    # The value passes the marker of global step 2.
+    first.give(0, 2, 3.0)
     while not first.tape("saved"):
         first.await_message(messages.StepReport)
     first.end()

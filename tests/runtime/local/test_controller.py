@@ -97,7 +97,7 @@ def test_chaos_needs_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 class Fleet:
-    """Islands that do as they are told, and what became of them."""
+    """Scripted islands with a record of their starts, devices and ends."""
 
     def __init__(self, tmp_path: Path, body: Callable[[str, int, threading.Event], str], **changes: Any) -> None:
         islands = {**ONE, "restart_delay_s": 0.0, "restarts_max": 2}
@@ -141,7 +141,7 @@ def test_an_island_that_fails_starts_again_alone_on_its_devices(tmp_path: Path) 
     fleet.run()
     assert fleet.starts == {"island-0": 1, "island-1": 3}
     assert fleet.devices == {"island-0": {0, 1}, "island-1": {2, 3}}
-    assert all(life.is_set() for life in fleet.lives)  # nothing of an earlier life goes on
+    assert all(life.is_set() for life in fleet.lives)  # none is left
 
 
 def test_wrong_settings_stay_wrong_and_end_a_run_below_its_quorum(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_wrong_settings_stay_wrong_and_end_a_run_below_its_quorum(tmp_path: Path
     assert fleet.starts == {"island-0": 1, "island-1": 1}
 
 
-def test_too_many_deaths_are_final_but_others_go_on(tmp_path: Path) -> None:
+def test_too_many_deaths_are_final_but_others_continue(tmp_path: Path) -> None:
     gave_up = threading.Event()
 
     def body(name: str, start: int, stop: threading.Event) -> str:
@@ -169,7 +169,8 @@ def test_too_many_deaths_are_final_but_others_go_on(tmp_path: Path) -> None:
         raise RuntimeError("again")
 
     fleet = Fleet(tmp_path, body, protocol={"quorum": 1})
-    with pytest.raises(ValueError, match="island-1 failed: RuntimeError: again"):  # island-0 has left: nobody is there
+    # Nobody is left, since island-0 has left before.
+    with pytest.raises(ValueError, match="island-1 failed: RuntimeError: again"):
         fleet.run()
     assert fleet.starts == {"island-0": 1, "island-1": 3}
 

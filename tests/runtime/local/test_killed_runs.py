@@ -15,9 +15,12 @@ from tests.runtime.syncer.test_failover import Job, folder, tape_of
 __all__ = ["folder"]  # a fixture
 
 KILLS = int(os.environ.get("DILOCO_TEST_KILLS", "3"))
-STARTS = 2  # kills of a life that has not merged anything
-LATEST_S = 5.0  # of the other kills, after their life has merged something
-LIVES = ("begin", "restart", "rewind")  # lines with which one begins
+# The number of kills before a process has merged anything.
+STARTS = 2
+# The other kills come at most so many seconds after the first merge of a process.
+LATEST_S = 5.0
+# The tape starts each life of the syncer with one of these lines.
+LIVES = ("begin", "restart", "rewind")
 STEPS = 100 + 80 * KILLS
 
 
@@ -65,7 +68,7 @@ def trains(run_dir: Path, lives: int) -> None:
 
 
 def failover_starts(job: Job) -> None:
-    """A syncer takes up a copy of the folder that has lost all snapshots but the oldest one."""
+    """Start a syncer on a copy of the folder that has lost all snapshots but the oldest one."""
     copy, ignored = job.run_dir.with_name("copy"), ("*.lock", "status.json", "*.part", "*.arrays", "health")
     shutil.copytree(job.run_dir, copy, ignore=shutil.ignore_patterns(*ignored))
     for newer in sorted((copy / "checkpoints").glob("step_*"))[1:]:
@@ -82,5 +85,5 @@ def failover_starts(job: Job) -> None:
 
 
 def begun(run_dir: Path) -> list[str]:
-    """The lines with which lives of the syncer begin."""
+    """Return the first words of the lines that start the syncer's lives."""
     return [line[0] for line in json_lines(run_dir / "tape.jsonl") if line[0] in LIVES]

@@ -31,13 +31,15 @@ class Scripted(LocalRun):
 
     scripts: dict[str, list[str]]
     started: list[str]
-    words: dict[str, list[list[str]]]  # of every start of a name
+    # name of a process -> the arguments of each of its starts
+    words: dict[str, list[list[str]]]
 
     def _start_process(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> Process:
         self.words.setdefault(name, []).append(arguments)
         number = sum(started == name for started in self.started)
         self.started.append(name)
-        scripts = self.scripts.get(name, ["exit 1"])  # nothing could be compiled ahead
+        # Only the process that compiles ahead has no script; it fails.
+        scripts = self.scripts.get(name, ["exit 1"])
         script = scripts[min(number, len(scripts) - 1)]
         log = self._run_dir / "logs" / f"{name}.log"
         with log.open("ab") as stream:
@@ -48,7 +50,7 @@ class Scripted(LocalRun):
 
 
 class Told:
-    """A supervised run of scripts, and what came of it."""
+    """Supervised run of scripts with a record of its output."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class Told:
 
 
 def until(condition: str) -> str:
-    """A script that goes on when a shell condition holds."""
+    """Return a script that waits until a shell condition holds."""
     return f"while ! {condition}; do sleep 0.02; done; "
 
 
@@ -157,9 +159,11 @@ def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
     ("lives", "starts"),
     [
         (["echo 'ModuleNotFoundError: No module named flux'; exit 1"], 1),  # stays so
-        (["touch tapes/island-0.7.jsonl; echo 'ImportError: for once'; exit 1"], 4),  # it was loaded before
+        # The module is missing at every start.
+        (["touch tapes/island-0.7.jsonl; echo 'ImportError: for once'; exit 1"], 4),
         (["exit 1"], 4),
-        (["exit 130"] * 5 + ["exit 1"], 9),  # SIGTERM, or a preemption notice, is no failure
+        # SIGTERM and a preemption notice are not failures.
+        (["exit 130"] * 5 + ["exit 1"], 9),
         (["kill $$"] * 5 + ["exit 2"], 6),
         (["exit 124"], 4),
     ],
@@ -185,7 +189,7 @@ def test_brief_lives_are_followed_by_longer_and_longer_waits(monkeypatch: pytest
         waits.append(child.again_at_s - now_s[0])
         child.start_again(child.hosts)
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 0.5, 1.0, 0.5]
-    assert child.failures == 1, "counted anew after a long life"
+    assert child.failures == 1, "counted from 0 after a long life"
 
 
 def test_a_spare_takes_the_place_of_an_island_that_dies(tmp_path: Path) -> None:
@@ -229,7 +233,7 @@ def test_the_hosts_of_an_island_are_started_again_together_and_alone(tmp_path: P
 
 
 def _lives(told: Told, name: str, life: int) -> list[list[str]]:
-    """The words with which the two hosts of an island were started."""
+    """Return the arguments of the two hosts of an island at one start."""
     return [told.run.words[f"{name}{host}"][life] for host in ("", ".host-1")]
 
 
@@ -263,9 +267,10 @@ def test_islands_that_end_with_the_run_are_not_started_again(tmp_path: Path) -> 
     assert len(told.lines) == 1 and "emulated" in told.said, "what islands run on, and nothing else"
 
 
-def test_stopping_while_the_syncer_is_away_says_how_to_go_on(tmp_path: Path) -> None:
+def test_stopping_while_the_syncer_is_away_prints_how_to_resume(tmp_path: Path) -> None:
     told = Told(tmp_path, ["kill -9 $$", FOREVER], [[FOREVER]])
-    told.run._say = lambda line: told.stop.set()  # the moment at which its death is noticed
+    # The supervisor has noticed the death when it prints this line.
+    told.run._say = lambda line: told.stop.set()
     with pytest.raises(RunFailed, match="--resume"):
         told.run.run()
 

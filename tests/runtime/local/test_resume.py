@@ -1,4 +1,4 @@
-"""Every process is gone, only the folder is left, and the run goes on from it."""
+"""Every process is dead, and the run resumes from its folder."""
 
 import json
 import os
@@ -41,7 +41,8 @@ __all__ = ["folder"]  # a fixture
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
-    job = Job(folder, syncer={"restart_delay_s": 600.0})  # it is away for as long as is looked at
+    # The syncer does not restart while the test looks.
+    job = Job(folder, syncer={"restart_delay_s": 600.0})
     wait_for(lambda: len(complete(job.run_dir / "checkpoints")) >= 2, "two snapshots", 200)
     stop_and_kill_the_syncer(job)
     job.kill_everybody()
@@ -91,13 +92,13 @@ def stop_and_kill_the_syncer(job: Job) -> None:
 
 
 def status_of_the_dead(run_dir: Path) -> None:
-    """The file goes on to say that the run goes on; `diloco status` knows better."""
+    """Check that `diloco status` reports the run as ended although its file still says "running"."""
     assert '"state": "running"' in (run_dir / "status.json").read_text()
     told = call("status", run_dir)
     assert told.returncode == 1 and told.stdout.startswith("small is not running: last word ")
     assert " s ago, at global step " in told.stdout
     assert f"diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume" in told.stdout
-    assert " left" not in told.stdout.splitlines()[0], "no time is left to a run that does not go on"
+    assert " left" not in told.stdout.splitlines()[0], "a run that has ended has no time left"
     found = json.loads(call("status", run_dir, "--json").stdout)
     assert found["state"] == "not running" and found["said_s_ago"] >= 0 and "--resume" in found["remedy"]
 
@@ -105,10 +106,11 @@ def status_of_the_dead(run_dir: Path) -> None:
 @pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(500)
-def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> None:
+def test_a_stopped_run_resumes_and_its_tape_records_it(folder: Path) -> None:
     """The snapshot of the stop is one that the machine never asked for; a syncer that fails over must know it too."""
     numbers = {"sync_every": 6, "num_fragments": 6, "snapshot_every": 20, "quorum": 2}
-    tokens = 80 * 256 - 100  # each of 80 global steps has 8 sequences of 32
+    # Each of 80 global steps has 8 sequences of 32 tokens.
+    tokens = 80 * 256 - 100
     job = Job(folder, SLOW_STEP_S, train={"steps": 0, "tokens": tokens, "eval_every": 0}, protocol=numbers)
     job.reached(23)
     job.process.send_signal(signal.SIGINT)
@@ -188,11 +190,11 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         check_same_run(began, replace(began, seed=1, train=replace(began.train, steps=9)), tmp_path)
 
 
-def test_only_a_run_that_ended_early_can_go_on(tmp_path: Path) -> None:
+def test_only_a_run_that_ended_early_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[]]\n')
     check_resumable(tmp_path, RunConfig())
     (tmp_path / "summary.json").write_text('{"complete": false}')
-    # What cannot go on is in tests/cli/words.txt.
+    # tests/cli/catalogue.py has the runs that cannot be resumed.
     check_resumable(tmp_path, RunConfig())
 
 
@@ -214,7 +216,7 @@ BATCH = RunConfig().budget.step_tokens
         ((91, 80 * BATCH), (90, 70 * BATCH), True, ""),
     ],
 )
-def test_a_complete_run_goes_on_with_higher_limits_only(
+def test_a_complete_run_resumes_with_higher_limits_only(
     tmp_path: Path, limits: tuple[int, int], done: tuple[int, int], goes_on: bool, remedy: str
 ) -> None:
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[]]\n')
@@ -251,7 +253,7 @@ def test_limits_may_be_raised_when_a_run_goes_back_to_a_snapshot(
             check_same_run(limited(*began), limited(*now), tmp_path, rewinds=True)
 
 
-def test_the_tape_says_of_raised_limits_once(tmp_path: Path) -> None:
+def test_the_tape_records_raised_limits_once(tmp_path: Path) -> None:
     tape = tmp_path / "tape.jsonl"
     tape.write_text('["begin",0.0,[]]\n["tick",7.5]\n["to')
     first, second, third = limited(600).limits, limited(1200).limits, limited(1300).limits
@@ -306,7 +308,7 @@ def test_an_empty_config_of_a_run_is_named(tmp_path: Path) -> None:
         config_of_run(tmp_path)
 
 
-def test_the_run_that_was_active_last_goes_on(tmp_path: Path) -> None:
+def test_the_run_that_was_active_last_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run named small"):
         newest_run_dir(tmp_path, "small")
     for age, name in enumerate(["small-2", "small", "small-10", "smaller", "small-x", "small-11"]):
@@ -328,7 +330,7 @@ def test_incarnations_never_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert next_incarnation(tmp_path, "island-1") < 5_000_000_000_000
 
 
-def test_time_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_continues_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("diloco_jax.runtime.syncer.context.time.time", lambda: now[0])
     monkeypatch.setattr("diloco_jax.runtime.syncer.context.time.monotonic", lambda: 77.0)
@@ -339,7 +341,7 @@ def test_time_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert RunClock(tmp_path, 12.0).now_s() == 12.0, "a clock that was set back does not turn time round"
     (tmp_path / "clock.json").write_text("{broken")
     now[0] = 2000.0
-    assert RunClock(tmp_path, 12.0).now_s() == 12.0, "without a record it goes on from the tape"
+    assert RunClock(tmp_path, 12.0).now_s() == 12.0, "without a record it continues from the tape"
     now[0] = 2001.0
     assert RunClock(tmp_path, 12.5).now_s() == 13.0, "and that is recorded"
 

@@ -43,7 +43,7 @@ def merge(model: GlobalModel, number: int, fragment_id: int, sent: Mapping[str, 
 
 
 class AdamW:
-    """A learner: rows of an embedding of which few are in use at a time, and dense tensors.
+    """A learner with dense tensors and an embedding; few rows of the embedding are in use at a time.
 
     Args:
         parameters: that it begins with; of a path with "embed" only the rows in use have gradients.

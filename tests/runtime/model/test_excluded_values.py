@@ -155,8 +155,8 @@ def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:
     assert model.capture().marks[0] == other.capture().marks[0]
 
 
-def test_a_replay_leaves_out_whom_the_run_excluded() -> None:
-    """It does not decide anew: a value that was damaged on its way is whole in a replay."""
+def test_a_replay_excludes_the_same_learners_as_the_run() -> None:
+    """A replay takes the run's decision, because a value that was damaged on its way is whole in a replay."""
     from diloco_jax.core import codec
     from diloco_jax.protocol.effects import Contribution, Merge
 

@@ -165,7 +165,7 @@ def test_a_change_that_concerns_everybody_leaves_nobody_out(before: float) -> No
 
 
 def test_what_is_small_against_the_fragment_is_never_wildly_large() -> None:
-    """Rows of an embedding rest until their token comes by; that is no damage, however unusual."""
+    """Rows of an embedding rest until their token occurs; their first large move is not damage."""
     model = make_model()
     step = settle(model, norm=1e-9)
     norm = math.sqrt(sum(float((value**2).sum()) for value in model.slices(model.capture(), 0).values()))
@@ -205,7 +205,8 @@ def test_fragments_of_a_shipped_config_are_even(path: Path) -> None:
     assert sum(len(fragment.slices) for fragment in plan.fragments) <= FINEST * count + len(blueprint.shapes)
     for piece in (piece for fragment in plan.fragments for piece in fragment.slices):
         shape, kind = blueprint.shapes[piece.path], blueprint.kinds[piece.path]
-        if piece.axis >= 0:  # cut: a stack between layers, so that each has one norm, or what is larger than a share
+        # This tensor is cut: a stack between layers, so that each has one norm, or a tensor larger than a share.
+        if piece.axis >= 0:
             assert piece.axis == 0 if kind.stack else math.prod(shape) > share, piece.key
 
 
@@ -247,7 +248,7 @@ def test_any_number_of_shares_gives_the_same_bits(up: codec.Format) -> None:
 @pytest.mark.parametrize(
     "outer", [OuterConfig(learning_rate=0.7, momentum=0.9), OuterConfig(optimizer="adam"), OuterConfig(module=OWN)]
 )
-def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
+def test_three_shares_continue_with_what_two_saved(outer: OuterConfig) -> None:
     model, other = cut_model(2, outer), cut_model(3, outer)
     story(model, "int4")
     pieces, plain = saved(model)
@@ -260,7 +261,8 @@ def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
     parts = tuple(Contribution(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
     for one in (model, other):
         one.publish(one.merge(Merge(9, 1, parts), payloads))
-    if outer.elementwise:  # XLA may fuse the same operations of a smaller program in another way
+    # XLA may fuse the same operations of a smaller program in another way.
+    if outer.elementwise:
         assert other.digests == model.digests
 
 
@@ -287,7 +289,8 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
         now = models[0].capture().value(0)
         if down == "float32":
             moved, was = moved + (now - was), now
-        else:  # the steps as learners decode them, the oldest first: no value of an older version is needed
+        # Learners decode the deltas like this, the oldest first; no value of an older version is needed.
+        else:
             layout, payload = models[0].layout(0), bytes(models[0].payload(0, step - 1))
             moved += layout.flat(codec.decode(payload, LEAFY_PLAN.fragments[0].keys_shapes, down))
     value = np.frombuffer(leafy_payload(0, 3, "float32", 1.0), np.float32)
@@ -300,7 +303,7 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int, do
         assert models[0].digests == models[1].digests, "bit for bit, however many shards"
 
 
-def test_a_bounded_capture_holds_up_whoever_replaces_it_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_capture_holds_up_its_replacement_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     merge(model, 1, {"a": gradient(model, 0, 1)})
     capture, wanted, merges = model.capture(bounded=True), saved(model)[0], ThreadPoolExecutor(2)
@@ -327,7 +330,8 @@ def test_buffers_are_written_again_and_bounded() -> None:
     arrays = [buffers.take(2000) for _ in range(FREE_MAX + 1)]
     for number, array in enumerate(arrays):
         array[:] = number
-    kept = [array[7:9].reshape(2, 1) for array in arrays[:2]]  # a view of a view
+    # Each array is a view of a view.
+    kept = [array[7:9].reshape(2, 1) for array in arrays[:2]]
     del arrays, array
     found = [buffers.take(3000)[:2000] for _ in range(FREE_MAX + 1)]
     assert {int(array[1]) for array in found} == {0, 2, 3, 4}, (

@@ -1,4 +1,4 @@
-"""Merge shards in processes of their own: real ones, with learners that send made-up values over the real transport."""
+"""Merge shards as real processes, with learners that send made-up values over the real transport."""
 
 import gc
 import json
@@ -180,7 +180,8 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
 def test_a_hello_waits_for_the_shards_and_one_of_another_config_does_not(bench: Bench) -> None:
     link = bench.links["a"]
     assert isinstance(link, ShardedLink)
-    link.control.send(hello("a"))  # as if the shards' connections were slow
+    # The shards' connections behave as if they were slow.
+    link.control.send(hello("a"))
     link.control.send(Heartbeat("a", 1))
     assert bench.listener.receive(0.5) is None
     link.control.send(hello("a", (("run", "other"),)))
@@ -225,7 +226,7 @@ def test_an_unusable_value_is_excluded(bench: Bench) -> None:
     assert merged.excluded.keys() == {"b"} and merged.state is not None
 
 
-def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path) -> None:
+def test_the_death_of_a_shard_is_reported_and_ends_what_waits_for_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, 2)
     bench.dial_all()
     capture = bench.model.capture()
@@ -286,7 +287,8 @@ def test_a_run_ends_although_a_shard_stands_still_and_leaves_no_process(tmp_path
         wait_for(lambda: _reached(run_dir, 5, 1), "step 5", 300)
         os.kill(next(pid for pid, words in processes_of(run_dir).items() if "--shard 1" in words), signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=90)  # 124 s before a stopped shard was killed
+        # It took 124 s when a stopped shard was not killed.
+        output, _ = process.communicate(timeout=90)
         assert "was stopped (SIGSTOP)" in output + (run_dir / "logs" / "syncer.log").read_text(), output
         wait_for(lambda: not processes_of(run_dir), "the end of all processes")
     finally:

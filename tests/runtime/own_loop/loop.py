@@ -56,7 +56,7 @@ def main() -> None:
             params = island.after_step(params, loss, opt_state=opt_state)
             if island.global_step == 10 and os.environ["DILOCO_HOST"] == "1" and not os.path.exists("failed"):
                 open("failed", "w").close()
-                raise RuntimeError("a loop of one's own may fail on one host alone")
+                raise RuntimeError("your own loop may fail on one host alone")
             time.sleep(PACE_S)
     print(f"{island.name}: {train._cache_size()} compiled step, loss {float(loss):.4f}")
 

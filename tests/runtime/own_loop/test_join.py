@@ -100,17 +100,20 @@ def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fail
     tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     islands = {"count": 1, "hosts": 2, "devices": 4}
-    protocol = {"sync_every": 3, "overlap_steps": 0}  # every value sent is merged and adopted before the next step
+    # With this protocol every value is merged and adopted before the next step.
+    protocol = {"sync_every": 3, "overlap_steps": 0}
     path = write(tmp_path, islands=islands, train={"steps": 30}, protocol=protocol)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     output = run("train", path, "--quiet", "--run-dir", run_dir)
     assert output.returncode == 0 and (tmp_path / "failed").exists(), output.stdout + output.stderr
-    assert "island-0" in output.stdout and "starting it again" in output.stdout  # both of its hosts
+    # The launcher restarts both of its hosts.
+    assert "island-0" in output.stdout and "starting it again" in output.stdout
     logs = [(run_dir / "logs" / name).read_text() for name in ("island-0.log", "island-0.host-1.log")]
     assert all("1 compiled step" in log for log in logs), logs
     losses = {log.rpartition("loss ")[2].split()[0] for log in logs}
-    assert len(losses) == 1  # both hosts made the same steps
+    # Both hosts made the same steps.
+    assert len(losses) == 1
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["complete"] and summary["learners"]["island-0"]["restarts"] == 1
 
@@ -144,7 +147,8 @@ def tree(devices: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
     given = tree(devices) if devices > 1 else {"a": [jnp.arange(8.0)], "b": jnp.ones((4, 6), jnp.bfloat16)}
-    count = jnp.int32(3)  # not bound to a device
+    # The counter is not bound to a device.
+    count = jnp.int32(3)
     state = LoopState(given, (count, given["b"]))
     assert state.shapes == {"a/0": (8,), "b": (4, 6)} and layout_of(*read_layout(layout_of(state.shapes, state.kinds)))
     island = state.exchanged("float32", False)
@@ -212,7 +216,8 @@ def test_another_model_than_the_runs_is_refused_by_its_first_difference() -> Non
         ours = {"b": jnp.ones(3), "w": jnp.ones((2, 3))}
         with pytest.raises(ValueError, match=r"'w' has shape \(2, 3\), matrix here and shape \(2, 4\), matrix there"):
             diloco_jax.join(listener.address, name="a", params=ours, samples_per_step=1, tokens_per_step=1)
-        assert not np.any(np.isnan(ours["w"]))  # what was given is as it was
+        # The loop's parameters stay as they were.
+        assert not np.any(np.isnan(ours["w"]))
     finally:
         listener.close(0.0)
 
@@ -277,7 +282,8 @@ def test_a_loop_brings_its_model_when_the_island_that_was_faster_dies_on_the_way
     monkeypatch.setattr(subject, "ask_description", lambda *_: next(described))
     monkeypatch.setattr(subject, "offer_model", lambda *_: next(replies))
     monkeypatch.setattr(subject, "POLL_S", 0.0)
-    transport = TransportConfig(address="127.0.0.1:1", connect_timeout_s=1e-9)  # but a model that comes is waited for
+    # A poll takes no time here, but a model that is on its way is waited for.
+    transport = TransportConfig(address="127.0.0.1:1", connect_timeout_s=1e-9)
     subject.introduce(transport, "b", {"w": jnp.ones(3)}, KINDS)
     assert next(replies, None) is None
 
@@ -294,7 +300,7 @@ def test_a_model_that_the_run_cannot_take_is_refused_and_one_that_is_not_finite_
 
 
 class Side:
-    """What an own island has of the protocol, with the reason for which it left."""
+    """Protocol side of an island with its own loop; it records why it left."""
 
     reason = ""
 

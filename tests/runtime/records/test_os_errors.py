@@ -1,4 +1,4 @@
-"""Each error of the system has a remedy of its own, also where a library hides it."""
+"""Each error of the operating system has its remedy, also where a library hides the error."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Loops that hang end their process, with a reason, and the run goes on; loops that are stopped or slow do not."""
+"""A hanging loop ends its process with a reason, and the run continues; a stopped or slow loop does not."""
 
 import math
 import re
@@ -22,10 +22,13 @@ CONFIG = WatchdogConfig(least_s=30.0, median_factor=4.0, start_s=100.0)
 @pytest.mark.parametrize(
     ("steps", "bound_s"),
     [
-        ([], 100.0),  # the first one compiles
+        # The first step includes compilation.
+        ([], 100.0),
         ([5.0], 30.0),  # the least
-        ([80.0, 9.0, 9.0], 36.0),  # the median of the last ones
-        ([60.0], 100.0),  # never above that of the start
+        # The bound follows the median of the last steps.
+        ([80.0, 9.0, 9.0], 36.0),
+        # The bound is never above the one of the start.
+        ([60.0], 100.0),
         ([20.0] * MEDIAN_OF + [8.0] * MEDIAN_OF, 32.0),
     ],
 )
@@ -34,20 +37,22 @@ def test_a_bound_follows_the_last_steps(steps: list[float], bound_s: float) -> N
     for took_s in steps:
         patience.beat(took_s)
     assert bound_s == CONFIG.bound_s(median(steps[-MEDIAN_OF:]) if steps else None)
-    patience.count(0.0)  # sees the last beat
+    # This count sees the last beat.
+    patience.count(0.0)
     for _ in range(int(bound_s)):
         assert not patience.count(1.0)
     assert f"more than the {bound_s:.0f} s" in patience.count(1.0)
     assert patience.long == (not steps)
     patience.beat()
-    assert not patience.count(1.0), "it goes on"
+    assert not patience.count(1.0), "the loop continues"
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     patience = Patience(CONFIG)
     patience.beat(1.0)
     patience.count(0.0)
-    for _ in range(15):  # of hours, of which each counts as two ticks
+    # Each count comes an hour late and still weighs two ticks.
+    for _ in range(15):
         assert not patience.count(3600.0)
     assert patience.count(2 * TICK_S)
 
@@ -64,7 +69,8 @@ def test_a_loop_that_rests_or_is_not_watched_never_hangs(config: WatchdogConfig)
 def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
     alive, ready = (tmp_path / "health" / f"a-h1.{kind}" for kind in ("alive", "ready"))
     ready.parent.mkdir()
-    ready.touch()  # of an earlier life
+    # The file is of an earlier process.
+    ready.touch()
     with closing(Pulse(WatchdogConfig(least_s=0.0), "a loop", (tmp_path, "a-h1"))) as pulse:
         assert alive.exists() and not ready.exists() and not read_phases(tmp_path)
         pulse.phase("compiling")
@@ -108,7 +114,7 @@ def test_a_process_that_hangs_ends_with_its_stacks_and_a_reason(tmp_path: Path) 
     ],
     ids=["alone", "one controller", "a follower"],
 )
-def test_an_island_whose_step_blocks_for_ever_comes_back_and_the_run_ends_well(
+def test_an_island_whose_step_blocks_forever_restarts_and_the_run_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, islands: dict[str, object], host: int, words: str
 ) -> None:
     monkeypatch.setenv("DILOCO_TEST_HANG", str(tmp_path / "hang.file"))

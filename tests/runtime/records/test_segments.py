@@ -81,7 +81,7 @@ def test_a_short_tape_is_one_file(tmp_path: Path) -> None:
     assert (tmp_path / "tape.jsonl").read_text().splitlines() == LINES
 
 
-def test_position_and_head_go_on_where_the_process_before_ended(tmp_path: Path) -> None:
+def test_position_and_head_continue_where_the_process_before_ended(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     for start in range(0, 60, 7):
         tape = open_tape(path)
@@ -183,7 +183,7 @@ def test_a_reader_follows_a_segment_that_is_compressed_under_it(tmp_path: Path) 
     assert list(segments.segment_lines(raw, 0, 1 << 20)) == [line.encode() for line in LINES[: index_at(first.end)]]
 
 
-def test_a_tail_goes_on_in_the_file_that_replaces_its_own(tmp_path: Path) -> None:
+def test_a_tail_continues_in_the_file_that_replaces_its_file(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     tape = open_tape(path)
     tail, seen = Tail(path), list[bytes]()

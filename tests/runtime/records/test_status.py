@@ -1,4 +1,4 @@
-"""`diloco status` of a folder must not believe a file: what it says goes on has a process that says so."""
+"""`diloco status` reports a run as running only if one of its processes confirms the file."""
 
 import json
 import time
@@ -29,7 +29,8 @@ def nobody() -> None:
     return None
 
 
-GONE = [2**22 + 1, 0]  # no system numbers so many processes
+# No system numbers so many processes.
+GONE = [2**22 + 1, 0]
 ELSEWHERE = {"age_s": 1e6, "process": GONE, "machine": "elsewhere"}
 
 
@@ -39,7 +40,8 @@ ELSEWHERE = {"age_s": 1e6, "process": GONE, "machine": "elsewhere"}
         ("running", {}, ()),
         ("complete", ELSEWHERE, ("summary.json",)),
         ("stopped", ELSEWHERE, ("summary.json",)),
-        ("complete", {"age_s": 3600}, ()),  # the last evaluation says nothing for long
+        # The last evaluation may take long without any sign.
+        ("complete", {"age_s": 3600}, ()),
     ],
 )
 def test_a_process_that_speaks_or_has_ended_well_is_believed(
@@ -52,7 +54,8 @@ def test_a_process_that_speaks_or_has_ended_well_is_believed(
 @pytest.mark.parametrize("state", ["starting", "running", "complete", "stopped"])
 def test_who_ended_without_a_summary_does_not_run(tmp_path: Path, state: str) -> None:
     pid, began = signature()["process"]
-    for name in ([pid, began + 1], [2**22 + 1, began]):  # the number was given to another process; nobody has it
+    # Another process got the number, or no process has it.
+    for name in ([pid, began + 1], [2**22 + 1, began]):
         found = judge(folder(tmp_path), word(state, age_s=40, process=name, supervisor=name), nobody)
         assert found["state"] == "not running" and found["said_s_ago"] == pytest.approx(40, abs=5)
         assert "--resume" in found["remedy"] and str(tmp_path) in found["remedy"]
@@ -75,7 +78,8 @@ def test_a_dead_syncer_comes_back_or_its_user_is_told_how(
 def test_a_full_disk_keeps_an_old_file_while_the_syncer_is_well(tmp_path: Path) -> None:
     old, new = word(age_s=100), word()
     assert judge(folder(tmp_path), old, lambda: new) == new
-    other = word(process=[1, 1])  # another run listens there now
+    # Another run listens at this address now.
+    other = word(process=[1, 1])
     assert judge(folder(tmp_path), old, lambda: other)["state"] == "silent"
     assert judge(folder(tmp_path), old, lambda: word(age_s=90))["state"] == "silent", "its loop hangs"
 
@@ -88,7 +92,7 @@ def test_on_another_machine_the_age_of_the_last_word_decides(tmp_path: Path) -> 
     assert judge(folder(tmp_path), far, lambda: word(machine="host-7"))["state"] == "running"
 
 
-def test_a_data_parallel_run_cannot_go_on(tmp_path: Path) -> None:
+def test_a_data_parallel_run_cannot_be_resumed(tmp_path: Path) -> None:
     found = judge(tmp_path, word(age_s=40, process=GONE, supervisor=GONE), nobody)
     assert "data-parallel" in found["remedy"] and "--resume" not in found["remedy"]
 

@@ -55,7 +55,7 @@ def test_lines_come_back_in_order_and_the_position_is_their_end(tmp_path: Path) 
 
 
 @given(st.integers(min_value=0, max_value=60))
-def test_a_tape_cut_anywhere_goes_on_behind_its_last_whole_line(cut: int) -> None:
+def test_a_tape_cut_anywhere_continues_behind_its_last_whole_line(cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tape.jsonl"
         whole = b'["tick",1.0]\n["tick",2.0]\n["tick",3.0]\n'
@@ -150,7 +150,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_json_cannot_say_becomes_null(tmp_path: Path, bad: float) -> None:
+def test_non_finite_values_become_null(tmp_path: Path, bad: float) -> None:
     telemetry = Telemetry(tmp_path)
     telemetry.write(step(1.0, loss=bad, nested=[{"x": bad}, 1.5]))
     telemetry.close()
@@ -166,7 +166,8 @@ def test_what_json_cannot_say_becomes_null(tmp_path: Path, bad: float) -> None:
 
 @given(PLAIN)
 def test_finite_changes_only_what_is_not_finite(value: Any) -> None:
-    text = json.dumps(finite(value), allow_nan=False)  # raises if anything is left
+    # This raises if a non-finite value is left.
+    text = json.dumps(finite(value), allow_nan=False)
     expected = json.loads(json.dumps(value), parse_constant=lambda word: None)
     assert json.loads(text) == expected
 
@@ -180,7 +181,7 @@ def test_a_file_cut_anywhere_still_reads(cut: int) -> None:
         path.write_bytes(whole[:cut])
         complete = whole[:cut].count(b"\n")
         assert [record["n"] for record in read_metrics(path)] == list(range(complete))
-        # a restarted writer goes on behind the last complete line, so nothing in the middle is ever torn
+        # A restarted writer continues behind the last complete line, so no line in the middle is ever torn.
         telemetry = Telemetry(folder)
         telemetry.write({"n": -1})
         telemetry.close()

@@ -1,4 +1,4 @@
-"""A long run's records have a bound, their sums stay exact, and whoever follows them misses and doubles none."""
+"""Records of a long run are bounded, their sums stay exact, and a reader that follows them gets each one once."""
 
 import json
 import os
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def a_run(rounds: int) -> list[Record]:
-    """Two islands of which b leaves and returns, and is in two of three rounds."""
+    """Return records of two islands; b leaves, returns, and is in two of three rounds."""
     found = [joined("a", 0.1), joined("b", 0.2)]
     for n in range(1, rounds + 1):
         members = ["a", "b"] if n % 3 else ["a"]
@@ -102,7 +102,7 @@ def test_an_incarnation_and_a_note_end_a_group() -> None:
     assert told == [*steps, ("step", "a", 3, 1), ("step", "a", 1, 1), ("step", "a", 3, 2)]
 
 
-def test_rare_records_have_a_bound_of_their_own(tmp_path: Path) -> None:
+def test_rare_records_have_a_separate_bound(tmp_path: Path) -> None:
     records = [note("silent", float(n), n, "a", reason="x" * 50) for n in range(3000)]
     path = written(tmp_path, records)
     kept = list(read_metrics(path))[1:]

@@ -1,4 +1,4 @@
-"""Which snapshots a syncer takes up when it begins in a folder, and what it writes down of those that it captures."""
+"""The snapshots that a syncer loads when it starts in a folder, and its records of those that it captures."""
 
 import json
 import logging

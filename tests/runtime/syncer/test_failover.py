@@ -87,7 +87,7 @@ class Job:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder of which no process is left after the test."""
+    """Yield a folder, and end the processes of its run after the test."""
     yield tmp_path
     kill_processes(tmp_path)
 
@@ -112,7 +112,7 @@ def check_end(run_dir: Path) -> None:
     assert len(finals) == 2, ends
     made = {line[3] for line in tape if line[0] == "merged"}
     for digests in finals:
-        # Stop may overtake the values of the last rounds, which travel on a connection of their own
+        # Stop may overtake the values of the last rounds, because they use another connection.
         same = sum(ours == theirs for ours, theirs in zip(digests, meta["digests"], strict=True))
         assert same >= FRAGMENTS - 2 and set(digests) <= made
 
@@ -151,7 +151,7 @@ def of_tape(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fill_the_disk_for_a_while(job: Job) -> None:
-    """Nothing is decided that is not on the tape, learners go on, and the process lives through it."""
+    """Every decision is on the tape, learners continue, and the process survives a full disk."""
     syncer = job.pid_of("syncer")
     soft, hard = resource.prlimit(syncer, resource.RLIMIT_FSIZE)
     resource.prlimit(syncer, resource.RLIMIT_FSIZE, (0, hard))
@@ -172,7 +172,7 @@ def fill_the_disk_for_a_while(job: Job) -> None:
 
 
 class Scene:
-    """A driver of which everything else is made up: each look at the listener takes its timeout."""
+    """Scene of a real driver with fake surroundings; each look at the listener takes its timeout."""
 
     def __init__(self, *deliveries: Delivery | None) -> None:
         self.now_s, self._deliveries = 1000.0, list(deliveries)
@@ -205,10 +205,13 @@ BROKEN, BACK = Delivery("disconnected", "a", reason="lost"), Delivery("message",
 @pytest.mark.parametrize(
     ("deliveries", "state", "ago_s", "waits"),
     [
-        ([BROKEN], ACTIVE, 0.0, True),  # it may be on its way back: nobody else can tell it that the run is over
-        ([BROKEN, BACK], ACTIVE, 0.0, False),  # it was heard again, and has left
+        # The learner may be on its way back, and nobody else can report the end of the run to it.
+        ([BROKEN], ACTIVE, 0.0, True),
+        # The learner reconnected and has left.
+        ([BROKEN, BACK], ACTIVE, 0.0, False),
         ([BROKEN], ACTIVE, ADRIFT_S, False),  # dead
-        ([BROKEN], DISCONNECTED, 0.0, False),  # it had said goodbye
+        # The learner had said goodbye.
+        ([BROKEN], DISCONNECTED, 0.0, False),
     ],
 )
 def test_a_learner_whose_link_broke_lately_hears_of_the_end(

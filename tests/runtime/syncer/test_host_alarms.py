@@ -20,7 +20,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 class Machine:
-    """A syncer's folder, and what its parts say."""
+    """Stand-in for a syncer's context: a folder, a tape, a writer and one member."""
 
     def __init__(self, folder: Path, **transport: Any) -> None:
         protocol = SimpleNamespace(snapshot_every=10)

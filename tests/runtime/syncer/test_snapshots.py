@@ -47,7 +47,7 @@ def taken(model: GlobalModel, step: int) -> tuple[Capture, Snapshot]:
 
 
 def tape_beside(folder: Path, size: int = 1234) -> TapeExtent:
-    """Write a tape of so many bytes, of which a line ends at byte 1234 if it is long enough."""
+    """Write a tape of `size` bytes; a line ends at byte 1234 if the tape is long enough."""
     path = folder.parent / f"{folder.name}.tape.jsonl"
     path.write_bytes((b"x" * 1233 + b"\n")[:size])
     return TapeExtent(path, size)
@@ -68,7 +68,7 @@ def writer_of(folder: Path, model: GlobalModel, step: int = 0) -> SnapshotWriter
 
 
 def damage(path: Path) -> None:
-    """Do what a disk does that lost the end of every file."""
+    """Cut the end of every file, as a broken disk may do."""
     for file in path.rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -79,7 +79,8 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     for step in range(1, 5):
         merge(model, step, {"a": gradient(model, step % 2, step)}, step % 2)
     capture, snapshot = taken(model, 4)
-    (tmp_path / "here").mkdir()  # a folder may be named by a way up
+    # The path of a folder may contain "..".
+    (tmp_path / "here").mkdir()
     path = write_snapshot(tmp_path / "here" / "..", "run", model, capture, snapshot, keep=3)
     assert path == tmp_path / "step_00000004"
     other = make_model()
@@ -90,7 +91,8 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     assert other.capture().marks == tuple(mark._replace(base=-1) for mark in capture.marks)
     with pytest.raises(ValueError, match="byte 1234 of a tape that has 1233"):
         read_snapshot(path, make_model(), tape_beside(tmp_path, 1233))
-    theirs = ocp.load_checkpointables(path, {"parameters": None, "outer": None})  # Orbax reads all of it
+    # Orbax reads all of it.
+    theirs = ocp.load_checkpointables(path, {"parameters": None, "outer": None})
     parameters, meta = checkpoint.load_parameters(path)
     assert theirs["parameters"].keys() == parameters.keys() and len(theirs["outer"]) == 2
     assert all(np.array_equal(value, theirs["parameters"][name]) for name, value in parameters.items())
@@ -133,7 +135,8 @@ def test_slices_may_be_written_in_any_order_and_read_alone(
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:
     model = make_model()
-    (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()  # a writer died here
+    # A process was killed here while it wrote.
+    (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()
     (tmp_path / "learners").mkdir()
     assert checkpoint.complete(tmp_path) == checkpoint.complete(tmp_path / "missing") == []
     for step in (8, 9, 10, 100):
@@ -171,7 +174,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     assert newest(tmp_path, model) is None
 
 
-def test_what_is_set_aside_is_no_checkpoint_any_more(tmp_path: Path) -> None:
+def test_a_snapshot_that_is_set_aside_is_not_a_checkpoint(tmp_path: Path) -> None:
     model = make_model()
     for _ in range(2):
         checkpoint.set_aside(write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3))
@@ -193,7 +196,8 @@ def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
     writer = writer_of(tmp_path, model)
     writer.submit(*taken(model, 1))
     assert begun.wait(30) and writer.busy, "so nobody captures another one"
-    writer.wait(go_on.set)  # who waits says that it is alive
+    # A waiting writer reports that it is alive.
+    writer.wait(go_on.set)
     assert not writer.busy
     writer.submit(*taken(model, 3))
     writer.close()

@@ -103,7 +103,7 @@ def test_what_a_tracker_and_a_callback_get(tmp_path: Path) -> None:
     assert calls == [("on_round", 5, 2, ("a", "b")), ("on_eval", 5, evaluated), event]
 
 
-def test_what_raises_is_told_once_and_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_reported_once_and_others_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     calls.clear()
     told(tmp_path, trackers=(f"{__name__}:Raises", f"{__name__}:Tells"), callbacks=(f"{__name__}:Broken",))
     raised, broken = sorted((r.getMessage() for r in caplog.records), key=lambda text: "Broken" in text)

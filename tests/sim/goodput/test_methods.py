@@ -123,7 +123,7 @@ def test_tapes_of_a_run_end_and_say_what_happened(tmp_path: Path) -> None:
 
 
 class Scripted(Random):
-    """A random source that says what it is told."""
+    """Random source with scripted numbers."""
 
     def __init__(self, *values: float) -> None:
         super().__init__()
@@ -140,9 +140,12 @@ def half_back(hardware: Hardware) -> float:
 
 def test_one_failure_takes_a_slice_a_stall_a_return_and_another_stall() -> None:
     hardware = Hardware(step_s=10.0, down_s=3.0, up_s=5.0, mtbi_chip_s=1000.0)
-    mean = 100 * 10 / 1000.0  # of failures in a step of all 100 chips
-    one = math.exp(-mean) * 1.5  # below P(0) + P(1) = 2 exp(-1), above P(0) = exp(-1)
-    none = 0.42  # below exp(-0.75), P(0) of the 75 chips that are left; above exp(-1)
+    # Expected failures in a step of all 100 chips.
+    mean = 100 * 10 / 1000.0
+    # It is below P(0) + P(1) = 2 exp(-1) and above P(0) = exp(-1).
+    one = math.exp(-mean) * 1.5
+    # It is below exp(-0.75), P(0) of the 75 chips that are left, and above exp(-1).
+    none = 0.42
     part = Slices(hardware, 100, 4, Scripted(one, 0.5, none))
     assert part.begins_s(0.0) == 0.0
     part.ended(0.0, 10.0)
@@ -160,7 +163,8 @@ def test_one_failure_takes_a_slice_a_stall_a_return_and_another_stall() -> None:
 
 def test_a_rigid_learner_waits_for_the_last_slice() -> None:
     hardware = Hardware(step_s=10.0, down_s=3.0, up_s=5.0, mtbi_chip_s=1000.0)
-    two = math.exp(-1.0) * 2.2  # P(0) + P(1) < it < P(0) + P(1) + P(2)
+    # It is between P(0) + P(1) and P(0) + P(1) + P(2).
+    two = math.exp(-1.0) * 2.2
     part = Slices(hardware, 100, 4, Scripted(two, 0.1, 0.9), elastic=False)
     part.ended(0.0, 10.0)
     last_s = 10.0 + hardware.return_s(0.9)
@@ -252,8 +256,10 @@ def test_a_round_by_hand() -> None:
     assert own.round_s(4.0) == pytest.approx(0.5 + 0.15 + 0.25 + 0.5)
     assert own.planned_gbit_per_s == pytest.approx(1.0)
     assert own.utilisation(4.0) == 1.0
-    assert rounds().utilisation(1.0) == pytest.approx(2 / 2.5)  # two in flight, for 2.5 s each
-    assert rounds(overlap_steps=9).utilisation(0.5) == pytest.approx(0.5)  # the link carries no more
+    # Two rounds are in flight, for 2.5 s each.
+    assert rounds().utilisation(1.0) == pytest.approx(2 / 2.5)
+    # The link carries no more than this.
+    assert rounds(overlap_steps=9).utilisation(0.5) == pytest.approx(0.5)
     late = rounds(overlap_steps=99, round_trip_s=20.0)
     assert late.utilisation(1e9) == pytest.approx(late.sync_every / 30.5), "never two rounds of a fragment at once"
     assert late.utilisation(late.gbit_per_s(0.1)) == pytest.approx(0.1)
@@ -275,7 +281,8 @@ def test_lockstep_waits() -> None:
 
 
 def test_no_rate_is_enough_where_waiting_alone_takes_too_long() -> None:
-    slow = rounds(round_trip_s=1.0)  # 0.5 + 1.5 of 2 steps
+    # A round takes 0.5 + 1.5 of 2 steps.
+    slow = rounds(round_trip_s=1.0)
     assert slow.gbit_per_s(1.0) == math.inf
     assert slow.overlap_needed(math.inf) == 2 and slow.overlap_needed(1.0) == 4
     assert rounds().overlap_needed(math.inf) == 1
@@ -295,7 +302,8 @@ def test_rounds_over_measured_links() -> None:
     assert own.planned_gbit_per_s == pytest.approx(0.9e-3)
     for times, measured in ((50, 1.01), (5, 1.01), (2, 1.0), (1.33, 1.05), (1, 0.90)):
         assert own.utilisation(times * own.planned_gbit_per_s) == pytest.approx(measured, abs=0.11)
-    assert own.gbit_per_s(1.0) == pytest.approx(1.20e-3, rel=0.01)  # "one round within tau steps 1.20 Mbit/s"
+    # The log of the real run has 1.20 Mbit/s for one round within tau steps.
+    assert own.gbit_per_s(1.0) == pytest.approx(1.20e-3, rel=0.01)
 
 
 def assumed(**changes: Any) -> Callable[[], object]:

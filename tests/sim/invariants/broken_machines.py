@@ -32,7 +32,7 @@ from diloco_jax.protocol.syncer.roster import Roster
 
 
 def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]:
-    """Make machines of which one part is a broken one."""
+    """Return a function that makes machines with one broken component."""
 
     def make_machine(*args: Any, **kwargs: Any) -> Syncer | Learner:
         with patch.object(sys.modules[make.__mro__[-2].__module__], part.__mro__[1].__name__, part):
@@ -42,7 +42,7 @@ def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]
 
 
 class Diligent(Syncer):
-    """Merges again what was being merged when it died."""
+    """Syncer that repeats a merge which was under way when it crashed."""
 
     def on_restart(self, *args: Any) -> list[Effect]:
         again = [
@@ -69,7 +69,7 @@ class Flatterer(Downstream):
 
 
 class Discreet(Downstream):
-    """Tells nobody whose values a version holds."""
+    """Downstream part that does not report whose values a version contains."""
 
     def _message(self, *args: Any) -> GlobalFragment:
         return super()._message(*args)._replace(merged_round=NO_VERSION)

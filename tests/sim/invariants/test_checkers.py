@@ -134,7 +134,7 @@ class MergesTwice(Syncer):
 
 
 class CountsStepsTwice(RoundBook):
-    """Forgets what it has merged of whom, and asks for old steps."""
+    """Book that forgets what it has merged, and asks for old steps."""
 
     def _close(self, *args: Any) -> None:
         super()._close(*args)
@@ -144,7 +144,7 @@ class CountsStepsTwice(RoundBook):
 
 
 class Idle(Stager):
-    """Sends values that hold no step of its own."""
+    """Stager that sends values without any step of its learner."""
 
     def _value(self, *args: Any) -> FragmentValue:
         return super()._value(*args)._replace(steps=0, tokens=0)
@@ -164,7 +164,7 @@ def _with_steps(merge: Merge, steps: int) -> Merge:
 
 
 class Hoarder(Syncer):
-    """Never says that a value was not used, so its payload stays."""
+    """Syncer that never frees the payload of a value that it does not use."""
 
     def _on_value(self, member: Member, message: FragmentValue, now_s: float) -> None:
         super()._on_value(member, message, now_s)
@@ -172,7 +172,7 @@ class Hoarder(Syncer):
 
 
 class Hasty(Syncer):
-    """Closes a round with whoever is there."""
+    """Syncer that closes a round with any learners that are there."""
 
     def __init__(self, config: ProtocolConfig, *args: Any, **others: Any) -> None:
         super().__init__(replace(config, quorum=1), *args, **others)
@@ -244,7 +244,7 @@ class SendsUnstaged(Learner):
 
 
 class Moody(RoundBook):
-    """Decides by something that is no input."""
+    """Book that decides by something other than its inputs."""
 
     moods = count()
 

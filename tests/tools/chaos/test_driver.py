@@ -30,7 +30,7 @@ def fault(number: int, kind: str, target: str, duration_s: float = 0.0, **fields
 
 
 class Stage:
-    """A job of which nothing is real but its folder, its relays, and one process that sleeps for everybody."""
+    """Job with a real folder, real relays, and one process that sleeps in place of all others."""
 
     def __init__(self, folder: Path, *schedule: ChaosFault) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Stage:
         return [name for name, number in self.signals if number == signal.SIGKILL]
 
     def merge(self, *members: str) -> None:
-        """The next two rounds, in which these islands took part; then long enough nothing for all to settle."""
+        """Record two rounds that merged these islands, and then enough quiet time for all of them to settle."""
         for _ in range(2):
             self.round += 1
             for name in members:
@@ -169,7 +169,7 @@ def test_who_recovers_without_a_donor_costs_nobody_his_life(stages: Any) -> None
     assert stage.killed == ["a"] and any("no donor that could be killed" in line for line in stage.said)
 
 
-def test_stopped_process_goes_on_when_its_time_is_over(stages: Any) -> None:
+def test_stopped_process_continues_when_its_time_is_over(stages: Any) -> None:
     stage = stages(fault(1, "stop", "a", 0.05))
     stage.polls(1)
     wait_for(stage.stops, "the stop")

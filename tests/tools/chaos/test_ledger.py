@@ -1,4 +1,4 @@
-"""What the books of a chaos run say after invented records."""
+"""The ledger of a chaos run after invented records."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ class Run:
 def test_killed_island_recovers_when_its_new_life_is_merged() -> None:
     run = Run()
     run.ledger.begin(fault("kill"), "a", 10.0, killed=True)
-    run.steps(10.01, a=1)  # was on its way
+    # This step was on its way.
+    run.steps(10.01, a=1)
     run.merged(10.02, "a", "b", "c")
     assert run.ledger.unwell == {"a"}
     run.merged(12.0, "b", "c")
@@ -103,7 +104,8 @@ def test_syncer_recovers_with_the_next_round_of_anybody() -> None:
 def test_survivors_gap_is_between_the_rounds_around_a_death() -> None:
     run = Run()
     run.ledger.begin(fault("kill"), "a", 10.5, killed=True)
-    run.merged(10.25, "a", "b", "c")  # its record comes late
+    # The record of this merge comes late.
+    run.merged(10.25, "a", "b", "c")
     run.merged(11.0, "b", "c")
     run.merged(19.0, "b", "c")
     assert run.ledger.survivor_gaps_s == [0.75]

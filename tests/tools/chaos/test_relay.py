@@ -39,7 +39,8 @@ class Ends:
         server.settimeout(WAIT_S)
         self._open.append(server)
         client.sendall(b"!")
-        assert server.recv(1) == b"!"  # the relay has it in its books
+        # The relay has recorded the connection now.
+        assert server.recv(1) == b"!"
         return client, server
 
     def close(self) -> None:
@@ -56,7 +57,7 @@ def ends() -> Iterator[Ends]:
 
 
 def read(end: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes."""
+    """Read exactly `size` bytes."""
     data = bytearray()
     while len(data) < size:
         part = end.recv(min(size - len(data), 1 << 20))
@@ -128,10 +129,12 @@ def test_a_reset_of_one_side_reaches_the_other(ends: Ends) -> None:
 def test_black_hole_keeps_everything_and_takes_little(ends: Ends) -> None:
     """While it lasts the sender feels back-pressure; after it nothing is missing."""
     ends.relay.change(hold=True)
-    data = pattern(PIECES_MAX * READ_BYTES_MAX + (32 << 20))  # more than the relay's queue and buffers of four sockets
+    # The relay's queue and the buffers of four sockets hold less than this.
+    data = pattern(PIECES_MAX * READ_BYTES_MAX + (32 << 20))
     sender = threading.Thread(target=ends.client.sendall, args=(data,))
     sender.start()
-    late = ends.dial()  # new connections are accepted, and as silent
+    # The relay accepts new connections and holds them, too.
+    late = ends.dial()
     late.sendall(b"x")
     ends.server.sendall(b"y")
     assert silent(ends.client) and silent(ends.server)
@@ -165,13 +168,15 @@ def test_rate_is_an_upper_bound_also_for_connections_to_come(ends: Ends) -> None
         began_s = time.monotonic()
         server.sendall(data)
         assert read(client, len(data)) == data
-        assert time.monotonic() - began_s >= 0.3  # the last piece is not waited for
+        # The client does not wait for the last piece.
+        assert time.monotonic() - began_s >= 0.3
 
 
 def test_flips_one_byte_after_so_many(ends: Ends) -> None:
     ends.relay.damage("up", flip_after=1000)
     data = pattern(2_100)
-    for start in range(0, len(data), 700):  # the count goes on from one piece to the next
+    # The count of bytes continues from one piece to the next.
+    for start in range(0, len(data), 700):
         part = data[start : start + 700]
         ends.client.sendall(part)
         got = read(ends.server, len(part))

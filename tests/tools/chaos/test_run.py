@@ -24,7 +24,8 @@ CHANGES = {
     "protocol": {"silence_s": 2.0, "heartbeat_s": 0.5, "pull_timeout_s": 2.0, "resend_s": 0.5, "snapshot_every": 200},
     "transport": {"connect_timeout_s": 5.0, "keepalive_s": 2.0, "keepalive_timeout_s": 2.0},
 }
-QUICK = ("cut,corrupt,nan,stop,kill", 2, 1000, 5, 19)  # a cut, which always fits, and then the kill
+# Two of these faults happen: a cut, which always fits, and then the kill.
+QUICK = ("cut,corrupt,nan,stop,kill", 2, 1000, 5, 19)
 ALL = ("kill,kill-syncer,kill-donor,stop-syncer,black-hole,duplicate,slow-link,full-disk", 3, 8000, 8, 3)
 
 
@@ -39,7 +40,8 @@ def test_everything_comes_back(tmp_path: Path, kinds: str, islands: int, steps: 
     assert result.returncode == 0, result.stdout + result.stderr
     told = json.loads(result.stdout)
     assert told["problems"] == []
-    assert told["faults"] >= 1 and told["faults"] + told["skipped"] == faults  # a slow machine leaves no time for all
+    # A slow machine leaves no time for all faults.
+    assert told["faults"] >= 1 and told["faults"] + told["skipped"] == faults
     assert told["recovered"] == told["recoveries"] >= told["faults"]
     samples = told["samples"]
     fates = sum(samples[fate] for fate in ("merged", "overwritten", "released", "out"))

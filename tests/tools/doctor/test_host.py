@@ -55,14 +55,16 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, st
     asked: list[Path] = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free_gib * GIB))
     assert doctor_host.check_disk(10 * GIB, tmp_path / "runs" / "new").status == status
-    assert asked == [tmp_path]  # the folder is not there yet
+    # The folder does not exist yet, so its parent is examined.
+    assert asked == [tmp_path]
 
 
 def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     found = doctor_host.check_disk(0, tmp_path / "file" / "run")
     assert found.status == "fail" and "file is not a folder" in found.found and "--run-dir" in found.fix
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    # Root may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     found = doctor_host.check_disk(0, tmp_path / "run")
     assert found.status == "fail" and f"{tmp_path} may not be written" in found.found
 
@@ -109,7 +111,8 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_that_limit_a_long_link(tmp_path: Path) -> None:
     (tmp_path / "tcp_rmem").write_text("4096\t131072\t6291456\n")
     (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
-    limited = doctor_host.check_windows(60e6, 0.06, 1, tmp_path)  # 70 MB/s would be all
+    # The buffer limits one connection to 70 MB/s.
+    limited = doctor_host.check_windows(60e6, 0.06, 1, tmp_path)
     assert limited.status == "warn" and "tcp_wmem allows 4.19 MB" in limited.found
     assert "transport.stripes to 2" in limited.fix and "tcp_rmem" in limited.fix
     assert doctor_host.check_windows(60e6, 0.06, 4, tmp_path).status == "ok"
@@ -119,15 +122,17 @@ def test_windows_that_limit_a_long_link(tmp_path: Path) -> None:
 
 def test_step_time_that_a_link_suffices_for() -> None:
     needs = LinkNeeds((100, 300), (200, 200), 4000, sync_every=4, overlap_steps=2)
-    # carried: 400 bytes each way in 4 steps; in time: 300 up and 200 down and 1.5 round trips, within 2 steps less the
-    # half of one in which the quorum reports
+    # The link carries 400 bytes each way in 4 steps. A round moves 300 up and 200 down in 1.5 round trips, within 2
+    # steps minus the half step that the quorum needs to report.
     assert needs.step_s(1000.0, 1000.0, 0.0) == pytest.approx(0.5 / 1.5)
     assert needs.step_s(1000.0, 1000.0, 1.0) == pytest.approx(2.0 / 1.5)
     just = needs.rounds(needs.step_s(1000.0, 1000.0, 1.0), round_trip_s=1.0)
     assert just.overlap_needed(8e-6) == 2 and just.utilisation(8e-6) == pytest.approx(1.0), "the forecast agrees"
     wide = needs._replace(overlap_steps=100)
-    assert wide.step_s(100.0, 1000.0, 0.0) == pytest.approx(1.0)  # what a step moves on average
-    often = wide._replace(turns=(2, 1))  # 100 bytes twice and 300 once in 4 steps
+    # Each step moves these bytes on average.
+    assert wide.step_s(100.0, 1000.0, 0.0) == pytest.approx(1.0)
+    # Of 4 steps, two move 100 bytes and one moves 300.
+    often = wide._replace(turns=(2, 1))
     assert often.step_s(100.0, 1000.0, 0.0) == pytest.approx(1.25) and often.per_step["down_bytes_per_step"] == 150
 
 
@@ -136,9 +141,11 @@ def test_needs_follow_the_config(tmp_path: Path) -> None:
     island, syncer = part_of(config, "island-0"), part_of(config)
     size = 4 * island.parameters
     assert island.links.joining_bytes == size and len(island.links.up_bytes) == 6
-    assert island.parameters / 2 < sum(island.links.up_bytes) < island.parameters  # four bits and scales
+    # The codes have four bits, with scales.
+    assert island.parameters / 2 < sum(island.links.up_bytes) < island.parameters
     assert island.disk_bytes == syncer.disk_bytes == 0
     assert island.memory_bytes > PROCESS_BYTES + 3 * size and syncer.memory_bytes > SYNCER_PROCESS_BYTES + 2 * size
     saving = load(write_config(tmp_path, protocol={"snapshot_every": 5}))
-    assert part_of(saving, "island-0").disk_bytes >= 2 * 3 * size  # Adam's moments, two states
+    # Both states hold Adam's moments.
+    assert part_of(saving, "island-0").disk_bytes >= 2 * 3 * size
     assert part_of(saving).disk_bytes >= 4 * 2 * size

@@ -229,7 +229,7 @@ def test_a_folder_without_a_tokenizer_for_text_is_told(
     assert "llama has no tokenizer.json, and text needs one" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_the_values_that_it_began_with(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_values_that_it_started_with(tmp_path: Path) -> None:
     """The folder may have moved; then only its contents tell."""
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[11,12]]\n')
     config = SimpleNamespace(model=SimpleNamespace(weights="elsewhere"))

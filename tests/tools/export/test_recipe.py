@@ -56,7 +56,8 @@ def prepare(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.net
-@pytest.mark.slow  # its parts have fast tests beside it, and in tests/training/test_stores.py and test_mixture.py
+# Fast tests beside this one, and test_stores.py and test_mixture.py of tests/training, cover the parts.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_continued_pre_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")

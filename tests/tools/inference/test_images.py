@@ -17,7 +17,8 @@ from tests.runtime.helpers import ROOT, environment
 PAGE = (ROOT / "docs" / "after.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow  # three runs; what vision models compute is in tests/training/models
+# The test makes three runs; tests/training/models has what vision models compute.
+@pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.timeout(600)
 def test_images_are_learned_evaluated_audited_and_replayed(

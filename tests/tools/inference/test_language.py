@@ -56,7 +56,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
 
 def test_likelihoods_are_those_of_the_logits(known: Known) -> None:
     sure = bytes([known.logits(b"def ")[-1].argmax()])
-    rows = [(b"a", b"bc"), (b"def ", sure), (b"x" * 70, b"yz"), (b"q" * 20, b"r" * 15)] * 6  # two calls, two lengths
+    # The rows need two calls, of two lengths.
+    rows = [(b"a", b"bc"), (b"def ", sure), (b"x" * 70, b"yz"), (b"q" * 20, b"r" * 15)] * 6
     found = known.language.likelihoods([(list(given), list(asked)) for given, asked in rows])
     expected = [known.likelihood(given, asked) for given, asked in rows]
     np.testing.assert_allclose([value for value, _ in found], [value for value, _ in expected], rtol=1e-4)

@@ -10,7 +10,8 @@ Source of each: the command's page below docs.cloud.google.com/sdk/gcloud/refere
 
 from pathlib import Path
 
-EVERYWHERE = {"project", "format", "quiet"}  # docs.cloud.google.com/sdk/gcloud/reference: flags of all commands
+# All commands have these flags: docs.cloud.google.com/sdk/gcloud/reference.
+EVERYWHERE = {"project", "format", "quiet"}
 
 FLAGS = {
     command: set(flags.split())

@@ -34,7 +34,7 @@ def stand_ins(folder: Path) -> Path:
 
 
 class Stage:
-    """A written plan, whose scripts run with stand-ins.
+    """Written plan whose scripts run with stand-ins for the cloud's commands.
 
     Args:
       folder: empty.

@@ -1,6 +1,6 @@
 """The texts that launch writes for a small config, word for word. ./scripts/bless_launch takes a difference.
 
-Without the settings themselves, in which every new setting would be a difference here.
+The settings are left out, because every new setting would be a difference here.
 """
 
 import os

@@ -27,7 +27,8 @@ STAND_INS = {
 }
 TINY = {
     "--train.steps": "4",
-    "--cloud.bucket": "",  # the shared folder does
+    # The shared folder is enough.
+    "--cloud.bucket": "",
     "--optimizer.warmup_steps": "1",
     "--train.batch_size": "8",
     "--train.seq_len": "32",

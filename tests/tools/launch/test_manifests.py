@@ -164,7 +164,8 @@ def test_every_config_finds_what_it_needs_in_its_pods(path: Path, tmp_path: Path
         words = [word.replace("/etc", f"{root}/etc").replace("/var", f"{root}/var") for word in container["args"]]
         arguments = make_parser().parse_args(words)
         config = load(arguments.config)
-        credentials(config.transport, who)  # it reads and checks all of them
+        # This call reads and checks all files of the credentials.
+        credentials(config.transport, who)
         assert Path(arguments.run_dir).parent.is_dir(), "no volume holds the run's folder"
         given = {each["name"]: each.get("value", "") for each in container["env"]}
         assert given["DILOCO_CACHE"].startswith("/var/diloco/")

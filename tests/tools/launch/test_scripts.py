@@ -56,7 +56,7 @@ def test_delete_takes_away_what_create_made_but_the_disk(stage: Stage) -> None:
     assert not any("disks" in words for words in stage.calls)
 
 
-def test_delete_goes_on_after_a_failure(stage: Stage) -> None:
+def test_delete_continues_after_a_failure(stage: Stage) -> None:
     result = stage.run("./delete.sh", there="all", FAIL="delete small-island-0")
     assert result.returncode == 1
     assert any("small-syncer" in words or "syncer" in " ".join(words) for words in stage.calls)
@@ -64,7 +64,7 @@ def test_delete_goes_on_after_a_failure(stage: Stage) -> None:
 
 
 def test_an_unanswered_question_is_not_a_no(stage: Stage) -> None:
-    """With a login that has expired nothing is made anew, and delete.sh does not say that all is gone."""
+    """After a login has expired, create.sh creates nothing, and delete.sh does not report success."""
     for name in ("./create.sh", "./delete.sh"):
         result = stage.run(name, there="unknown")
         assert result.returncode == 1 and "your login has expired" in result.stderr
@@ -84,7 +84,8 @@ def test_islands_get_the_address_and_only_their_own_certificates(stage: Stage) -
     for_island_1 = [words for words in stage.calls if any("island-1" in word for word in words)]
     own = " ".join(word for words in for_island_1 if words[0] != "diloco" for word in words)
     assert own and not any(key in own for key in ("island-0.key", "syncer.key", "ca.key"))
-    assert "ca.key" not in result.stdout  # names in the archives for Secret Manager
+    # The output lists the files in the archives for Secret Manager.
+    assert "ca.key" not in result.stdout
     assert "ca.key" not in everything
 
 
@@ -125,7 +126,8 @@ VARIANTS = (
     ("--cloud.capacity", "flex-start"),
     ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-central1-c"),
 )
-TRIED = {"gke": 5, "gce": 3, "tpu-vm": 4}  # of them, the first
+# So many of the variants above are tried for each way.
+TRIED = {"gke": 5, "gce": 3, "tpu-vm": 4}
 
 
 def calls_of_gcloud(folder: Path) -> list[list[str]]:
@@ -182,7 +184,8 @@ def test_gcloud_parses_every_call(tmp_path: Path) -> None:
         "CLOUDSDK_PROXY_PORT": "9",
     }
     calls = calls_of_gcloud(tmp_path)
-    files = tmp_path / "gce-0" / "out"  # it reads those that are named
+    # The command reads the files that it names.
+    files = tmp_path / "gce-0" / "out"
     wrong = []
     for words in calls:
         result = subprocess.run(

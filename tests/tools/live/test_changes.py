@@ -101,7 +101,7 @@ def test_an_alarm_that_was_never_told_is_not_told_to_be_over() -> None:
     assert lines_of(moments) == ["[0 s] quickstart is running"]
 
 
-def test_an_evaluation_is_no_change_of_an_island() -> None:
+def test_an_evaluation_is_not_a_change_of_an_island() -> None:
     asked = [learner("island-0") | {"condition": "evaluating", "reason": "between two steps"}]
     moments: list[Moment] = [(float(n), running("training"), []) for n in range(3)]
     assert len(lines_of([*moments, (9.0, running(learners=asked), [])])) == 2

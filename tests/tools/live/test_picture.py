@@ -187,7 +187,7 @@ def test_curves_keep_the_whole_run_in_few_points() -> None:
     assert "tokens/s 26.5k ▁" in drawn(render(status(), 160, curves=curves), 160)
 
 
-def test_words_from_outside_are_no_markup() -> None:
+def test_text_from_outside_is_not_markup() -> None:
     odd = status(run="[bold]x[/bold]", waiting_for="[red]y", learners=[learner("[link=z]a")])
     text = drawn(render(odd, 120))
     for part in ("[bold]x[/bold]", "[red]y", "[link=z]a"):

@@ -75,7 +75,7 @@ def test_on_a_terminal_it_leaves_the_last_picture(tmp_path: Path) -> None:
     assert view.ended.is_set()
 
 
-def test_the_curves_begin_again_with_another_run() -> None:
+def test_the_curves_restart_with_another_run() -> None:
     history = History()
     for wall_s in range(10):
         history.add(status(wall_s=float(wall_s), global_step=wall_s))

@@ -30,7 +30,8 @@ from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, make_mesh
 
-pytestmark = pytest.mark.timeout(300)  # a compiler at work, on a machine that may be busy
+# A compiler works, perhaps on a busy machine.
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -109,7 +110,8 @@ def test_what_an_island_holds(compiled: dict[str, Any]) -> None:
     assert hbm["anchors"] >= 0.95 * sharded
     assert island["host_bytes"] >= 4 * size
     up = island["wire"]["up_bytes_per_step"]
-    assert 0.5 * size / 8 < up < 0.6 * size / 8  # int4 with scales, each fragment once in 8 steps
+    # Codes are int4 with scales, and each fragment travels once in 8 steps.
+    assert 0.5 * size / 8 < up < 0.6 * size / 8
 
 
 def test_report_for_people(compiled: dict[str, Any]) -> None:
@@ -145,16 +147,20 @@ def test_flops_of_a_scan_on_a_slice() -> None:
 def test_model_flops_by_hand() -> None:
     args = {"dim": 8, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 16}
     args |= {"vocab_size": 10}
-    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16  # q, k and v, out, MLP
+    # The terms are q, k and v, the output, and the MLP.
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
     found = model_flops(ModelConfig(args=args), {}, batch=5, seq_len=7)
-    scores = 2 * 2 * 7 * 2 * 4  # per token and layer: q k^T and the mixing of v, 2 heads of 4, unmasked
+    # Per token and layer: q k^T and the mixing of v, with 2 heads of 4, unmasked.
+    scores = 2 * 2 * 7 * 2 * 4
     assert found.flops == 3 * 5 * 7 * (2 * (3 * layer + 80) + 3 * scores / 2)
     assert found.masked == 3 * 5 * 7 * 3 * scores / 2
     mixture = {**args, "num_experts": 4, "experts_per_token": 2}
     found = model_flops(ModelConfig(module="diloco_jax.training.models.moe:MoeDecoder", args=mixture), {}, 5, 7)
-    sparse = layer + 3 * 8 * 16 + 8 * 4  # a second expert, and the router
+    # A sparse layer adds a second expert and the router.
+    sparse = layer + 3 * 8 * 16 + 8 * 4
     assert found.flops == 3 * 5 * 7 * (2 * (3 * sparse + 80) + 3 * scores / 2)
-    args |= {"window": 4, "global_every": 3}  # in layers 1 and 2 a token sees 4 - 4^2 / (2 x 7) others, not 7 / 2
+    # In layers 1 and 2 a token sees 4 - 4^2 / (2 x 7) others instead of 7 / 2.
+    args |= {"window": 4, "global_every": 3}
     found = model_flops(ModelConfig(args=args), {}, 5, 7)
     seen = scores / 7 * (2 * (4 - 16 / 14) + 3.5)
     assert found.flops == pytest.approx(3 * 35 * (2 * (3 * layer + 80) + seen))
@@ -164,7 +170,8 @@ def test_model_flops_by_hand() -> None:
 
 
 NOTHING = Memory(0, 0, 0, 0, 0)
-REFUSED = "RESOURCE_EXHAUSTED: Ran out of memory "  # how libtpu begins both messages
+# Both messages of libtpu start with this text.
+REFUSED = "RESOURCE_EXHAUSTED: Ran out of memory "
 
 
 @pytest.mark.parametrize(
@@ -218,7 +225,8 @@ ALONE = {"data": 1, "fsdp": 1, "tensor": 1}
         (SHARDED, 4, 2e9, 40e9, {"dtype": "float32", "remat": "none"}, ["dtype bfloat16", "remat full"]),
         (SHARDED, 1, 2e9, 40e9, {"vocab_size": 65536}, ["model.args.loss_chunk"]),
         (SHARDED, 1, 4e12, 0, {}, ["no v6e slice is large enough"]),
-        (ALONE, 1, 20e9, 1e9, {}, ["v6e:2x2 "]),  # the next slice after one chip has four
+        # The next slice after one chip has four.
+        (ALONE, 1, 20e9, 1e9, {}, ["v6e:2x2 "]),
     ],
 )
 def test_advice(

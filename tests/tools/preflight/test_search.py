@@ -30,7 +30,8 @@ SETTINGS: dict[str, Any] = {
     "protocol": {"sync_every": 8, "num_fragments": 2, "overlap_steps": 2, "quorum": 1},
 }  # fmt: skip
 FLOPS = {"minimal": 100e12, "mlp": 120e12, "attention": 130e12, "full": 140e12}
-SIZES = {"minimal": 60e9, "mlp": 32e9, "attention": 27e9, "full": 20e9}  # with one micro-batch; a chip has 32 GB
+# The sizes are for one micro-batch; a chip has 32 GB.
+SIZES = {"minimal": 60e9, "mlp": 32e9, "attention": 27e9, "full": 20e9}
 
 
 class Compiler:
@@ -87,7 +88,7 @@ def test_the_cheapest_that_fits_is_taken_and_nothing_is_compiled_twice(
     assert (written.islands.mesh.data, written.islands.mesh.fsdp) == (16, 1)
     same = replace(there, model=replace(there.model, args=dict(reversed(there.model.args.items()))))
     searching.search(same, cases_of(same, [])[0][1], 100, record, told.append)
-    assert len(compiler.asked) == 10, "the order in which a config names its settings does not matter"
+    assert len(compiler.asked) == 10, "the order of settings in a config does not matter"
 
 
 def test_what_cannot_fit_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +111,7 @@ def test_it_says_what_to_change_if_nothing_fits(tmp_path: Path, monkeypatch: pyt
     assert "nothing fits into 28.8 GB" in said and "islands.mesh.tensor 2" in said
 
 
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_other_than_a_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
     assert cli.main(["preflight", str(path), "--search", str(path)]) == 2

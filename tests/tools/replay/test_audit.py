@@ -250,7 +250,7 @@ def test_broken_tapes_are_named(tmp_path: Path) -> None:
         audit(pair.finish(), pair.config, STEPS)
 
 
-def test_a_tape_that_ends_before_its_run_is_no_proof(tmp_path: Path) -> None:
+def test_a_tape_that_ends_before_its_run_is_not_a_proof(tmp_path: Path) -> None:
     pair = TapedPair(tmp_path)
     pair.join("a")
     pair.steps(3, "a")
@@ -280,7 +280,7 @@ class SampleMap:
 
 
 class Witness(Observer):
-    """Hands what the syncer was told, and did, to an auditor."""
+    """Observer that passes the inputs and effects of a syncer to an auditor."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.auditor = Auditor(cluster.scenario.config.num_fragments)
@@ -296,7 +296,7 @@ class Witness(Observer):
 
 
 def witness(seed: int) -> Witness:
-    """Run a seed, and return all that an auditor said of it."""
+    """Run a seed, and return all findings of an auditor."""
     cluster = Cluster(random_scenario(seed))
     one = Witness(cluster)
     cluster.watch(one)

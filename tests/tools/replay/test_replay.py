@@ -70,7 +70,7 @@ def script_of(pair: TapedPair, until: int | None = None) -> Script:
 
 
 def eventful(folder: Path, **settings: Any) -> TapedPair:
-    """Learners come, die and recover; the syncer dies; at last everybody does, and the run goes on."""
+    """Run a pair whose learners join, crash and recover; the syncer crashes, then all do, and the run resumes."""
     pair = TapedPair(folder, step_samples=SAMPLES, recover_from_peers=True, snapshot_every=4, **settings)
     pair.join("a", "b")
     pair.steps(6, "a", "b")
@@ -348,7 +348,7 @@ def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_going_back_leaves_no_trace(tmp_path: Path) -> None:
-    """Rounds between a snapshot and the moment at which everybody died do not change the model that goes on."""
+    """Rounds between a snapshot and the death of all processes do not change the model of the resumed run."""
     pair = trained(tmp_path, 10, "a", "b", step_samples=SAMPLES, snapshot_every=4)
     pair.rewind()
     rewound = json.loads(pair.tape[-1])[2]

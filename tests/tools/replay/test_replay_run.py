@@ -55,7 +55,7 @@ def has_share(run_dir: Path, name: str, after: int = 0) -> bool:
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a run in which everything happened; ended by Ctrl-C when that was so."""
+    """Yield the folder of a run with every kind of event; Ctrl-C ended it after the last one."""
     folder = tmp_path_factory.mktemp("eventful")
     run_dir = folder / "run"
     config = write_config(

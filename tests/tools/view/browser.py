@@ -87,7 +87,7 @@ class Browser:
         raise AssertionError(f"never true: {script}; {self.problems}; {self.run('document.body.innerText')}")
 
     def press(self, key: str) -> None:
-        """Press a key and let it go."""
+        """Press and release a key."""
         code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39}[key]
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):

@@ -53,7 +53,7 @@ def test_news_have_only_what_is_new(tmp_path: Path) -> None:
     assert feed.whole()["events"][-1] == {"n": 3, "t": 6.0, "kind": "left", "who": ["b"], "reason": "lost"}
 
 
-def test_leaving_a_run_that_is_complete_is_no_news(tmp_path: Path) -> None:
+def test_leaving_a_complete_run_is_not_news(tmp_path: Path) -> None:
     folder = made_run(tmp_path)
     append(folder, left("a", 5.0), {**left("", 6.0), "kind": "finished"}, left("b", 7.0), left("a", 8.0))
     feed = RunFeed(folder)
@@ -62,7 +62,7 @@ def test_leaving_a_run_that_is_complete_is_no_news(tmp_path: Path) -> None:
     assert [event["kind"] for event in feed.whole()["events"]] == kinds == [e["kind"] for e in feed.news()["events"]]
 
 
-def test_another_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
+def test_another_run_in_the_same_folder_starts_again(tmp_path: Path) -> None:
     feed = RunFeed(made_run(tmp_path))
     feed.look()
     feed.news()
@@ -209,7 +209,7 @@ def test_runs_are_compared_by_results_and_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["view", "compare"])
-def test_what_is_no_run_is_one_clear_error(command: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_one_clear_error(command: str, tmp_path: Path) -> None:
     found = call(command, tmp_path, "--json")
     assert found.returncode == 2 and f"{tmp_path} is not the folder of a run" in found.stderr
 
@@ -220,7 +220,7 @@ def test_json_is_what_the_page_shows(tmp_path: Path) -> None:
     assert found.returncode == 0 and told["runs"][0]["rounds"] == [MADE]
 
 
-def test_whoever_comes_gets_the_whole_and_then_news(tmp_path: Path) -> None:
+def test_a_new_reader_gets_the_whole_and_then_news(tmp_path: Path) -> None:
     board = Board([RunFeed(made_run(tmp_path))])
     try:
         viewer = board.watch()

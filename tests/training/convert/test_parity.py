@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # theirs are theirs
 ]
 
-LIMIT = 5e-5  # largest difference of two logits, in standard deviations of all logits
+# The limit is the largest difference of two logits, in standard deviations of all logits.
+LIMIT = 5e-5
 STACKED = ("qwen3", "gemma3_text", "mixtral")  # run with scan_layers
 ONE_PER_FAMILY = {variant.family: variant for variant in reversed(LIST) if variant.family in FAMILIES}
 
@@ -154,5 +155,6 @@ def test_presets_are_what_configs_of_transformers_say(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_usual_config_of_each_family_is_understood(name: str) -> None:
     theirs = transformers.AutoConfig.for_model(name)
-    saved = json.loads(theirs.to_json_string())  # without what is the default
+    # Settings with default values are not in this text.
+    saved = json.loads(theirs.to_json_string())
     assert from_hf(saved) == from_hf(theirs.to_dict()) == from_hf(to_hf(from_hf(saved)))

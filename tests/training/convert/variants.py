@@ -13,7 +13,8 @@ import numpy as np
 
 Edit = Callable[[dict[str, Any]], None]
 
-WINDOW, LENGTH = 16, 216  # tokens of a sequence: 200 beyond the window
+# Both are in tokens; a sequence is 200 tokens longer than the window.
+WINDOW, LENGTH = 16, 216
 TOKENS = np.random.default_rng(0).integers(0, 331, (2, LENGTH)).astype(np.int32)
 SIZES = {
     "vocab_size": 331, "hidden_size": 96, "intermediate_size": 104, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -33,14 +34,20 @@ class Variant(NamedTuple):
 
     name: str
     family: str
-    config: dict[str, Any] = {}  # arguments of the class in transformers
-    edit: Edit = lambda config: None  # of config.json, after it is saved
-    legacy: bool = False  # write config.json as transformers 4 does
+    # Arguments of the class in transformers.
+    config: dict[str, Any] = {}
+    # A change of config.json after it is saved.
+    edit: Edit = lambda config: None
+    # True if config.json is written as transformers 4 does.
+    legacy: bool = False
     dtype: str = "float32"
     shard: str = "50GB"
-    head: str = "as it is saved"  # or "equal", "other": put into the files of a tied model
-    refused: str = ""  # words of the refusal
-    theirs_fails: bool = False  # transformers cannot compute it either
+    # "equal" or "other" is put into the files of a tied model.
+    head: str = "as it is saved"
+    # The message of the refusal.
+    refused: str = ""
+    # True if transformers cannot compute it either.
+    theirs_fails: bool = False
 
 
 def sets(**changes: Any) -> Edit:

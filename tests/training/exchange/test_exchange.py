@@ -55,7 +55,8 @@ def updates(fragment: Fragment, seed: int, format: Format) -> dict[str, np.ndarr
     [
         *((mesh, "int4") for mesh in MESHES),
         *(({"fsdp": 2, "tensor": 2}, f) for f in ("float32", "bfloat16", "int8", "int2")),
-        *(({"data": 3}, f) for f in ("int4", "bfloat16")),  # three that cannot share the blocks of any tensor equally
+        # Three devices cannot share the blocks of any tensor equally.
+        *(({"data": 3}, f) for f in ("int4", "bfloat16")),
     ],
 )
 def test_payloads_are_what_the_host_would_encode_with_what_rounding_kept_back(
@@ -110,14 +111,16 @@ def test_staged_updates_are_those_of_the_step_whatever_runs_next(
     zeros = {path: np.zeros(shape, np.float32) for path, shape in island.shapes.items()}
     start = island.parameters()
     for fragment in plan.fragments:
-        island.adopt(fragment, take(zeros, fragment))  # so that updates are the parameters, but for the sign
+        # Updates are then the negative parameters.
+        island.adopt(fragment, take(zeros, fragment))
     island.load(start)
     collected = []
     for i in range(4):
         handle = island.step(island.put_batch(batches[i]), 1e-2)
         staged = [island.exchange.stage(island.state.params, fragment) for fragment in plan.fragments]
         want = island.parameters()
-        following = island.step(island.put_batch(batches[i + 1]), 1e-2)  # donates what was staged
+        # The step donates the arrays that were staged.
+        following = island.step(island.put_batch(batches[i + 1]), 1e-2)
         with ThreadPoolExecutor(1) as thread:
             got = list(thread.map(lambda copy: copy.encode(), staged))
         island.wait(handle)
@@ -155,7 +158,8 @@ def test_little_goes_to_the_host_and_each_part_once(make_island: MakeIsland) -> 
         whole_blocks = [w.shape for w in windows if w.block_dim is not None]
         sent = sum(copy.nbytes for _, _, copy in staged._copies)
         expected = codec.encoded_size(whole_blocks, "int4") + 4 * sum(np.prod(w.shape) for w in cut)
-        block = codec.encoded_size([(1,)], "int4")  # of these a device may send one that another has sent, per tensor
+        # Per tensor, a device may send one of these blocks that another one has sent.
+        block = codec.encoded_size([(1,)], "int4")
         assert expected <= sent <= expected + block * len(windows) * island.mesh.size
         assert not cut or max(island.mesh.shape["fsdp"], island.mesh.shape["tensor"]) > 1
 
@@ -215,14 +219,16 @@ def test_no_program_holds_a_collective(make_island: MakeIsland, mesh: dict[str, 
 def test_after_warming_up_nothing_is_compiled(
     make_island: MakeIsland, batches: list[Sample], compilations: list[str]
 ) -> None:
-    island = make_island(fsdp=2, wire="int4", rebase=True, args={"mlp_dim": 64})  # no other test has compiled it
+    # No other test has compiled this model.
+    island = make_island(fsdp=2, wire="int4", rebase=True, args={"mlp_dim": 64})
     plan = plan_of(island, fragments=4)
     island.warm_up(batches[0])
     told: list[int] = []
     island.exchange.warm_up(plan.fragments, told.append)
     assert told == sorted(told) and told[-1] == island.exchange.count(plan.fragments) <= len(told)
     start = island.parameters()
-    island.adopt(plan.fragments[0], take(start, plan.fragments[0]))  # tiny programs of JAX's own, once
+    # JAX compiles small programs for itself at the first call.
+    island.adopt(plan.fragments[0], take(start, plan.fragments[0]))
     compilations.clear()
     for fragment in plan.fragments:
         island.adopt(fragment, take(start, fragment))

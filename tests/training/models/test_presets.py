@@ -10,7 +10,8 @@ from diloco_jax.settings.text import dump, parse_text
 from diloco_jax.training.convert.families import from_hf, tensors, to_hf
 from diloco_jax.training.models.config import ModelConfig
 
-SIZES = {  # parameters, as the model cards on the Hub count them
+# Numbers of parameters, as the model cards on the Hub count them.
+SIZES = {
     "llama3.1-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,

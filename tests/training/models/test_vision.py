@@ -1,4 +1,4 @@
-"""Vision models against the decoder, for which every patch is a word of its own."""
+"""Vision models compared with the decoder; each patch is one word of the decoder."""
 
 from typing import Any
 
@@ -76,11 +76,13 @@ def test_texts_are_predicted_from_all_patches_and_what_is_before() -> None:
 
 
 def test_flops_are_those_of_the_patches_and_bad_sizes_are_refused() -> None:
-    args = {**TINY, "num_kv_heads": 2, "mlp_dim": 10}  # a layer has 4 x 8 x 8 + 3 x 8 x 10 weights
+    # A layer has 4 x 8 x 8 + 3 x 8 x 10 weights.
+    args = {**TINY, "num_kv_heads": 2, "mlp_dim": 10}
     weights, attention = 2 * (4 * 64 + 240) + 5 * 8, 2 * 2 * 10 * 8
     flops = model_flops(ModelConfig(module=f"{VISION}:ImageTextDecoder", args=args), {}, 3, 6).flops
     assert flops == 3 * 3 * (6 + 4) * (2 * weights + attention)
-    RunConfig(model=ModelConfig(module=f"{VISION}:VisionTransformer", args=TINY))  # it reads no tokens
+    # The model reads no tokens.
+    RunConfig(model=ModelConfig(module=f"{VISION}:VisionTransformer", args=TINY))
     with pytest.raises(ValueError, match=r"vocab_size is 5, but the data has ids below 256"):
         RunConfig(model=ModelConfig(module=f"{VISION}:ImageTextDecoder", args=TINY))
     with pytest.raises(ValueError, match=r"image_size 4, channels 2 and patch_size 3"):

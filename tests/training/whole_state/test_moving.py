@@ -1,4 +1,4 @@
-"""Moments as they travel: exact, in bfloat16, or in blocks of int8, of which second moments come out no smaller."""
+"""Encoded moments: exact, in bfloat16, or in blocks of int8; second moments never become smaller."""
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +37,7 @@ def arrived(format: codec.Format, part_bytes: int = 999) -> dict[str, np.ndarray
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_no_array_of_moments_arrives_exactly(format: codec.Format) -> None:
+def test_leaves_other_than_arrays_of_moments_arrive_exactly(format: codec.Format) -> None:
     exact = ["optimizer/count", "optimizer/none", "optimizer/untouched", "optimizer/rate", "other/mean"]
     exact += ["optimizer/mu/w", "optimizer/nu/w"] if format == "float32" else []
     exact += ["optimizer/half"] if format != "int8" else []

@@ -22,7 +22,8 @@ from tests.training.islands import MakeIsland, assert_same, part, pointers, stat
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 MUON = OptimizerConfig(name="muon", learning_rate=2e-2, warmup_steps=0)
-PART_BYTES = 1000  # no divisor of anything
+# The size does not divide any other size.
+PART_BYTES = 1000
 
 
 def leaves(island: Island) -> dict[str, np.ndarray]:
@@ -43,7 +44,8 @@ def test_a_state_moves_bit_for_bit_between_meshes(
         train(source, batches[:3])
         staged, moments = source.stage_state(), source.stage_moments()
         want, source_parameters = leaves(source), source.parameters()
-        train(source, batches[3:4])  # donates what was staged
+        # The training step donates the arrays that were staged.
+        train(source, batches[3:4])
         moving = MovingState(layout := MovingLayout(source.state_layout, "float32"), moments.leaf)
         count = moving.count(PART_BYTES)
         with ThreadPoolExecutor(1) as thread:
@@ -59,7 +61,7 @@ def test_a_state_moves_bit_for_bit_between_meshes(
         source.load_state(staged.value())
         assert_same(leaves(source), want)
         np.testing.assert_allclose(train(target, batches[4:]), train(source, batches[4:]), rtol=2e-4)
-        assert target.blueprint.step._cache_size() == max(1, programs), "a loaded state was compiled for anew"
+        assert target.blueprint.step._cache_size() == max(1, programs), "a loaded state was compiled for again"
 
 
 def test_a_loaded_state_trains_on_as_the_donor_does(make_island: MakeIsland, batches: list[Sample]) -> None:
@@ -167,7 +169,8 @@ def test_staging_costs_the_next_step_neither_its_donation_nor_a_wait(
 def test_a_step_that_was_compiled_ahead_compiles_nothing(
     make_island: MakeIsland, batches: list[Sample], compilations: list[str]
 ) -> None:
-    island = make_island(data=2, fsdp=2, args={"mlp_dim": 48})  # a program that no other test has compiled
+    # No other test has compiled this program.
+    island = make_island(data=2, fsdp=2, args={"mlp_dim": 48})
     donor = make_island(args={"mlp_dim": 48})
     train(donor, batches[:2])
     state = state_of(donor)
@@ -175,14 +178,16 @@ def test_a_step_that_was_compiled_ahead_compiles_nothing(
     compilations.clear()
     thread = threading.Thread(target=island.warm_up, args=(batch,))
     thread.start()
-    island.load_state(state)  # as recovery does meanwhile
+    # Recovery does the same meanwhile.
+    island.load_state(state)
     thread.join()
     assert any("train_step" in name for name in compilations)
     compilations.clear()
     losses = train(island, [batch, *batches[3:]])
     assert compilations == []
     np.testing.assert_allclose(losses, train(donor, [batch, *batches[3:]]), rtol=2e-4)
-    train(island, [part(batch, 4)])  # another size still works
+    # Another size still works.
+    train(island, [part(batch, 4)])
     assert any("train_step" in name for name in compilations)
 
 

@@ -1,4 +1,4 @@
-"""Tests of what only a real connection can do: break, lie, be somewhere else."""
+"""Links over real connections: they break, carry wrong messages, or lead to another process."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ side.receive(60)
 
 
 class Child:
-    """The other side in a process of its own, to be killed."""
+    """The other side as a separate process, to be killed."""
 
     def __init__(self, role: str, address: str) -> None:
         self.process = subprocess.Popen(
@@ -56,7 +56,7 @@ class Child:
 
 
 class RawLearner:
-    """A learner that speaks frames by hand, so that it can say what our own code never would."""
+    """Learner that sends raw frames, so that it can send messages that the package never sends."""
 
     def __init__(self, address: str, **names: Any) -> None:
         self.channels: list[grpc.Channel] = []
@@ -78,7 +78,8 @@ class RawLearner:
     def say(self, lane: int, frames: list[bytes]) -> None:
         self.said[lane] = frames
         for call in self.calls.values():
-            assert wire.split(next(call))[1] == b""  # the syncer has both lanes
+            # The syncer has both lanes now.
+            assert wire.split(next(call))[1] == b""
         self.release.set()
 
     def value_frames(self, payload: bytes, chunk_bytes: int) -> list[bytes]:
@@ -112,11 +113,13 @@ def raw(ends: Ends, listener: GrpcListener) -> RawLearner:
 
 def test_killed_learner_is_noticed(ends: Ends, listener: GrpcListener) -> None:
     with Child("learner", listener.address) as process:
-        assert hear(listener, 3 * WAIT_S).message == Heartbeat("a", 0)  # a Python starts, perhaps on a busy machine
+        # A Python process starts, perhaps on a busy machine.
+        assert hear(listener, 3 * WAIT_S).message == Heartbeat("a", 0)
         process.send_signal(signal.SIGKILL)
         hear_end(listener, "connection to 'a' was lost")
     assert listener.receive(0) is None and not listener.send("a", Advance(1))
-    ends.meet()  # the incarnation is not stale: only its connection died
+    # The incarnation is not stale; only its connection ended.
+    ends.meet()
 
 
 def test_killed_syncer_is_noticed(ends: Ends) -> None:
@@ -144,7 +147,8 @@ def test_one_broken_connection_ends_both(ends: Ends, listener: GrpcListener) -> 
 def test_close_gives_up_after_its_grace_when_nobody_reads(ends: Ends, listener: GrpcListener) -> None:
     link = ends.connect(queue_payloads_max=1000)
     payload = bytes(1 << 24)
-    for _ in range(TransportConfig().queue_payloads_max + 40):  # more than the syncer's inbox and the sockets hold
+    # This is more than the syncer's inbox and the sockets hold.
+    for _ in range(TransportConfig().queue_payloads_max + 40):
         link.send(value(1, len(payload)), payload[:1])
     for _ in range(4):
         link.send(value(1, len(payload)), payload)
@@ -240,7 +244,8 @@ def test_port_in_use_names_the_address_and_the_remedy(ends: Ends, listener: Grpc
 
 def test_unreachable_syncer_names_address_time_and_remedy(ends: Ends) -> None:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # bound, not listening: nobody else gets the port, and it answers nobody
+        # The port is bound without a listener: no other process gets it, and nothing answers there.
+        free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(TransportError, match=rf"no syncer answered at {address} within 0\.2 s: start it"):
             ends.connect(to=address, connect_timeout_s=0.2)

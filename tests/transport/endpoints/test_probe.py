@@ -1,4 +1,4 @@
-"""Questions before a run: those of `diloco doctor`, and the first words of a loop of a user of its own."""
+"""Requests before a run: those of `diloco doctor`, and the first ones of a loop of a user."""
 
 import contextlib
 import threading
@@ -37,14 +37,16 @@ def test_greeting_says_run_versions_shards_and_time(listener: GrpcListener) -> N
     assert (greeting.run_id, greeting.sessions, greeting.shards) == ("run", 0, ("127.0.0.1:7001", "127.0.0.1:7002"))
     assert greeting.versions == probe.versions() and greeting.versions["python"]
     assert 0 < greeting.rtt_s < WAIT_S and greeting.skew_error_s == greeting.rtt_s / 2
-    assert abs(greeting.skew_s) <= greeting.skew_error_s  # the clocks are one clock
+    # Both sides read the same clock.
+    assert abs(greeting.skew_s) <= greeting.skew_error_s
 
 
 def test_skew_of_a_clock_is_seen_through_a_slow_link(listener: GrpcListener, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = SimpleNamespace(time=lambda: time.time() + 100.0, monotonic=time.monotonic)
     monkeypatch.setattr(probe, "time", ahead)
     with Relay(listener.address) as relay:
-        relay.change("up", delay_s=0.05)  # all on one way: the worst case for the estimate
+        # All of the delay is on one way, the worst case for the estimate.
+        relay.change("up", delay_s=0.05)
         greeting = greet(config_of(listener, address=relay.address), "island-0")
     assert greeting.rtt_s >= 0.05
     assert abs(greeting.skew_s - 100.0) <= greeting.skew_error_s + 1e-3
@@ -55,7 +57,8 @@ def test_rate_is_that_of_the_link(listener: GrpcListener, direction: Literal["up
     with Relay(listener.address) as relay:
         relay.change(bytes_per_s=500_000.0)  # of each connection
         found = measure(config_of(listener, address=relay.address), "island-0", direction, 1.0)
-    assert 200_000 < found.bytes_per_s < 4_000_000  # 1,000,000, and a loaded machine
+    # The true rate is 1,000,000; the machine may be loaded.
+    assert 200_000 < found.bytes_per_s < 4_000_000
 
 
 def test_bytes_are_bounded_and_fewer_beside_learners(
@@ -80,10 +83,12 @@ def test_one_measurement_at_a_time(listener: GrpcListener) -> None:
         assert comes_true(lambda: relay.forwarded_bytes("down") > 50_000)
         with pytest.raises(TransportError, match="refused: somebody else measures at this moment: try again later"):
             measure(config_of(listener), "island-1", "down", 0.1)
-        assert greet(config_of(listener), "island-1").run_id == "run"  # a ping disturbs nobody
+        # A ping disturbs nobody.
+        assert greet(config_of(listener), "island-1").run_id == "run"
         other.join()
 
-    def place_is_free() -> bool:  # when the syncer has noticed
+    # The place is free when the syncer has noticed the end.
+    def place_is_free() -> bool:
         with contextlib.suppress(TransportError):
             return measure(config_of(listener), "island-1", "down", 0.2).moved_bytes > 0
         return False
@@ -104,7 +109,7 @@ SIZES = {"three": 12, "large": 3 << 20}
 
 def layout_bytes(layout: str) -> int:
     if layout not in SIZES:
-        raise ValueError(f"{layout!r} is no model")
+        raise ValueError(f"{layout!r} is not a model")
     return SIZES[layout]
 
 
@@ -134,12 +139,17 @@ def test_the_first_model_is_taken_whole_and_no_second_one(desk: ModelDesk) -> No
 
 @pytest.mark.parametrize(
     ("layout", "size", "words"),
-    [("cube", 12, "'cube' is no model"), ("three", 11, "11 of 12 bytes came"), ("three", 13, "more than the 12 bytes")],
+    [
+        ("cube", 12, "'cube' is not a model"),
+        ("three", 11, "11 of 12 bytes came"),
+        ("three", 13, "more than the 12 bytes"),
+    ],
 )
 def test_what_does_not_fit_is_not_taken(desk: ModelDesk, layout: str, size: int, words: str) -> None:
     assert words in offer_model(at(desk), "a", layout, values(size))
     assert desk.take(0.0) is None
-    assert offer_model(at(desk), "a", "three", values(12)) == ""  # the desk is free again
+    # The desk is free again.
+    assert offer_model(at(desk), "a", "three", values(12)) == ""
 
 
 def test_damaged_values_are_not_taken(desk: ModelDesk, monkeypatch: pytest.MonkeyPatch) -> None:

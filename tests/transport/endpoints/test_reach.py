@@ -62,7 +62,7 @@ def test_a_stop_and_a_proxy_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     await_listener(config("syncer.example:50051", 30.0), "--syncer", pytest.fail)
 
 
-def test_what_is_no_address_is_refused_by_the_name_of_its_option() -> None:
+def test_a_wrong_address_is_refused_by_the_name_of_its_option() -> None:
     bad = TransportConfig(address="127.0.0.1:1")
     object.__setattr__(bad, "address", "127.0.0.1")
     with pytest.raises(ValueError, match=r"--syncer is '127\.0\.0\.1': write host:port"):

@@ -60,7 +60,8 @@ def hear_loss(side: GroupLeader | GroupMember, host: int, words: str) -> None:
 
 def test_messages_go_both_ways_in_order_with_payloads(group: Group) -> None:
     leader = group.lead()
-    leader.send(HostMeet(5, (("seed", "0"),)))  # before anybody is there
+    # No member has joined yet.
+    leader.send(HostMeet(5, (("seed", "0"),)))
     members = [group.join(host) for host in (1, 2)]
     leader.send(HostHave("only two"), b"only two", to=2)
     leader.send(HostStep(5))
@@ -88,7 +89,8 @@ def test_one_that_closes_is_said_to_have_left_after_its_last_words(group: Group)
     first.close(WAIT_S)
     assert hear(leader).message == HostWant("last")
     assert hear(leader) == GroupItem(1, GONE, reason="'host 1' ended the session: the host closed")
-    leader.send(HostStep(1))  # nobody is host 1 any more
+    # No member is host 1 any more.
+    leader.send(HostStep(1))
     assert hear(second).message == HostStep(1)
     leader.close(WAIT_S)
     assert hear(second) == GroupItem(0, GONE, reason="'the leader' ended the session: the leader closed")
@@ -223,12 +225,14 @@ def test_hosts_of_an_island_know_each_other_by_its_certificate(
         group.join(**(trusted | {"token_file": ""}))
     with pytest.raises(GroupError, match=r"cannot be reached within 0\.5 s: .* have the same certificates"):
         group.join(connect_timeout_s=0.5)  # plaintext
-    with pytest.raises(GroupError, match="cannot be reached"):  # what listens there is not island-1
+    # The link is plaintext, and the listener there is not island-1.
+    with pytest.raises(GroupError, match="cannot be reached"):
         group.join(learner_id="island-1", connect_timeout_s=0.5, **trusted)
     member = group.join(**trusted)
     leader.send(HostHave("x"), bytes(3_000_000))
     assert len(hear(member).payload) == 3_000_000
-    for check in ("check_owner", "check_serves"):  # as a peer with other code would
+    # A peer with other code may skip its checks.
+    for check in ("check_owner", "check_serves"):
         monkeypatch.setattr(certificates, check, lambda *certificate: None)
     with pytest.raises(GroupError, match="the certificate is that of 'island-1'"):
         group.join(host=2, **other)

@@ -120,7 +120,7 @@ def test_number_of_holes_is_bounded_and_what_closes_one_passes(monkeypatch: pyte
         receiver.feed(all_frames[at])
 
 
-def test_who_waits_goes_on_when_there_is_room_or_the_session_ends() -> None:
+def test_a_waiting_sender_continues_when_there_is_room_or_the_session_ends() -> None:
     for end in (False, True):
         receiver = Receiver()
         receiver.feed(frames(2, bytes(1000), 1000)[0])
@@ -166,7 +166,7 @@ def test_who_waits_hears_of_the_room_that_a_delivery_makes(monkeypatch: pytest.M
     assert done.wait(WAIT_S)
 
 
-def test_one_delivers_and_the_others_go_on() -> None:
+def test_one_delivers_and_the_others_continue() -> None:
     receiver, began, go_on = Receiver(), threading.Event(), threading.Event()
     heard: list[int] = []
 

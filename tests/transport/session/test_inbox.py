@@ -1,4 +1,4 @@
-"""A driver that is behind reads the newest report of a learner, and loses nothing that an older one told."""
+"""A late driver reads the newest report of a learner, and loses nothing of an older one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,7 +69,7 @@ ARRIVED = st.builds(Arrived, st.integers(0, 3), st.integers(0, 50), st.floats(0,
 
 
 @given(st.lists(st.lists(ARRIVED, max_size=4), min_size=2, max_size=6), st.floats(0, 10))
-def test_of_each_fragment_the_newest_arrival_is_told(told: list[list[Arrived]], later_s: float) -> None:
+def test_the_newest_arrival_of_each_fragment_is_reported(told: list[list[Arrived]], later_s: float) -> None:
     merged, expected = report(1, *told[0]), {each.fragment_id: each for each in told[0]}
     for step, arrived in enumerate(told[1:], 2):
         found = merged_report(merged, report(step, *arrived), later_s)

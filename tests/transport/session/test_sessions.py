@@ -1,4 +1,4 @@
-"""Tests of who may connect, who replaces whom, how much may wait, and values that arrive in parts."""
+"""Sessions: permission to connect, replacement, the limit of waiting bytes, and values from several hosts."""
 
 import threading
 from collections.abc import Callable
@@ -50,7 +50,8 @@ def test_session_replaces_another_only_once_it_is_established(side: Side) -> Non
     side.book.establish(new)
     assert not old.open and new.open and "replaced by a newer connection of 'a', incarnation 1" in old.reason
     assert side.heard() == Delivery("disconnected", "a", reason=old.reason, session=1)
-    side.book.establish(new)  # by its second connection
+    # The learner has opened its second connection.
+    side.book.establish(new)
     assert new.open and side.heard() is None
 
 
@@ -87,7 +88,7 @@ def test_later_epoch_is_refused_and_an_earlier_one_welcome(side: Side) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "syncer", "Syncer", "../x", ".x", "a/b", "a b", "a\n", "ä", "x" * 101, "ca"])
-def test_name_that_is_no_plain_word_is_refused(side: Side, name: str) -> None:
+def test_name_that_is_not_a_plain_word_is_refused(side: Side, name: str) -> None:
     with pytest.raises(Refused, match=r"learner_id .* is not allowed: use at most 100 letters"):
         side.admit(name)
     with pytest.raises(ValueError, match="is not allowed"):
@@ -120,7 +121,7 @@ def test_payloads_that_nobody_reads_are_bounded_in_bytes() -> None:
 
     thread = threading.Thread(target=offer_another, daemon=True)
     thread.start()
-    assert session.offer(Heartbeat("a", 0), b""), "control messages have room of their own"
+    assert session.offer(Heartbeat("a", 0), b""), "control messages have separate room"
     assert session.waiting_bytes == 60 and not offered.is_set()
     assert inbox.get(0) is not None
     assert offered.wait(WAIT_S) and session.waiting_bytes == 60
@@ -197,7 +198,7 @@ def part(start: int, data: bytes) -> bytes:
 
 
 def separate(hosts: int, payload_bytes_max: int = 100) -> list[Quiet]:
-    """The sessions of all hosts, of which the driver knows the leader's."""
+    """Return the sessions of all hosts; the driver knows the session of the leader."""
     inbox = Inbox()
     headers = [pb.Header(sender="a", host=host, hosts=hosts) for host in range(hosts)]
     made = [Quiet(inbox, header, payload_bytes_max=payload_bytes_max) for header in headers]
@@ -296,7 +297,8 @@ def test_driver_that_does_not_read_holds_up_the_host_that_brings_the_last_part()
 def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> None:
     leader, *others = learner(3, payload_bytes_max=300)
     parts = leader.on_value.func.__self__._parts  # type: ignore[union-attr]
-    for number, busy, held_bytes in ((1, 0, 0), (2, 1, 0), (3, 1, 210)):  # the inbox has room for the first
+    # The inbox has room for the first value.
+    for number, busy, held_bytes in ((1, 0, 0), (2, 1, 0), (3, 1, 210)):
         threads = [threading.Thread(target=bring, args=(each, number), daemon=True) for each in (leader, *others)]
         for thread in threads:
             thread.start()

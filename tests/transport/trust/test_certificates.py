@@ -58,7 +58,7 @@ def test_nothing_is_overwritten_and_a_learner_can_be_added(folder: Path) -> None
     certificates.check_issued([read(folder, "late")], [read(folder, "ca")])
 
 
-def test_those_about_to_expire_are_signed_anew_for_the_keys_that_they_have(tmp_path: Path) -> None:
+def test_certificates_about_to_expire_are_signed_again_for_the_same_keys(tmp_path: Path) -> None:
     make(tmp_path, ["old"], days=10)
     make(tmp_path, ["new"], days=300)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -185,7 +185,7 @@ def test_key_that_others_can_read_is_told(folder: Path, tmp_path: Path, caplog: 
     assert f"tls_key {path} can be read by others" in caplog.text
 
 
-def test_token_without_encryption_is_no_protection(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_without_encryption_is_not_a_protection(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = TransportConfig(address="10.0.0.1:5", token_file=str(folder / "token"))
     with pytest.raises(ValueError, match=r"nothing would be encrypted \(the token alone does not change that"):
         credentials(plain, "a")

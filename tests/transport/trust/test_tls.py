@@ -122,7 +122,7 @@ def test_certificate_of_another_learner_is_refused(run: Run, monkeypatch: pytest
     assert run.listener.receive(0) is None
 
 
-def test_the_syncers_certificate_is_no_learners(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_syncers_certificate_is_not_a_learners(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     believe(monkeypatch, "check_owner")
     monkeypatch.setattr(grpc_link, "check_name", lambda name: name)
     with pytest.raises(TransportError, match=r"refused 'island-0': the certificate is that of 'syncer\.diloco'"):
