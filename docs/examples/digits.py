@@ -1,8 +1,9 @@
-"""Images of your own, `data.module: digits:Digits`: drawn digits, each of a place and a brightness of its own."""
+"""Your own images (`data.module: digits:Digits`): drawn digits at random places, with random brightness."""
 
 import numpy as np
 
-FONT = (  # five rows of three pixels
+# Each glyph has five rows of three pixels.
+FONT = (
     *(
         "###/#.#/#.#/#.#/###",
         ".#./##./.#./.#./###",
@@ -28,8 +29,10 @@ class Digits:
     def __init__(
         self, count: int, size: int = 16, named: bool = False, noise: int = 64, ink: tuple[int, int] = (96, 192)
     ) -> None:
-        self.count, self.size, self.named = count, size, named  # named: with the digit's English name as a text
-        self.noise, self.ink = noise, ink  # grey levels below the first everywhere; a digit adds one between the two
+        # If `named` is set, a sample contains the digit's English name as tokens instead of a label.
+        self.count, self.size, self.named = count, size, named
+        # Grey levels: the background is below `noise`, and a digit adds a level from the range `ink`.
+        self.noise, self.ink = noise, ink
 
     def __len__(self) -> int:
         return self.count
@@ -45,6 +48,7 @@ class Digits:
         if not self.named:
             return {"image": image.astype(np.uint8), "label": np.int32(label)}
         name = np.frombuffer(WORDS[label].encode(), np.uint8)
-        tokens, segments = np.zeros((2, 6), np.int32)  # train.seq_len 5; of segment 0 is what nobody has to write
+        # The six tokens fit `train.seq_len: 5`. Tokens of segment 0 are padding, so the model need not predict them.
+        tokens, segments = np.zeros((2, 6), np.int32)
         tokens[: len(name)], segments[: len(name) + 1] = name, 1
         return {"image": image.astype(np.uint8), "tokens": tokens, "segments": segments}
