@@ -1,12 +1,12 @@
-"""A callback of one's own, for a config: `callbacks: ["docs.examples.own_callback:Told"]`. Any of its methods do."""
+"""Your own callback (`callbacks: ["docs.examples.own_callback:Told"]`). Each of its methods is optional."""
 
 
 class Told:
-    """Says in the logs of a run what others would send to a chat."""
+    """Callback that prints messages to the log of a run, where others would send them to a chat."""
 
     def on_step(self, island, local_step, metrics):
         if metrics["loss"] != metrics["loss"]:
-            print(f"{island}: the loss of step {local_step} is no number", flush=True)
+            print(f"{island}: the loss of step {local_step} is not a number", flush=True)
 
     def on_round(self, global_step, fragment_id, members):
         self.newest = f"fragment {fragment_id} of {len(members)} islands"
