@@ -1,15 +1,16 @@
-"""Samples of your own, `data.module: own_data:Lines`: here of a text, each of which begins at a line."""
+"""Your own samples (`data.module: own_data:Lines`): pieces of a text, where each piece starts with a line."""
 
 import numpy as np
 
 
 class Lines:
-    """Random access to samples: len(source) of them, and source[index] the same at each call."""
+    """Random access to samples: `source[index]` returns the same sample at each call; `len(source)` counts them."""
 
     def __init__(self, path: str, seq_len: int) -> None:
         with open(path, "rb") as file:
             self.text = np.frombuffer(file.read(), np.uint8)
-        self.seq_len = seq_len  # that of `train`, which a source is not told
+        # A source does not receive `train.seq_len`, so the config passes the same number here.
+        self.seq_len = seq_len
         starts = np.flatnonzero(self.text == ord("\n")) + 1
         self.starts = starts[starts + seq_len < len(self.text)]
 
