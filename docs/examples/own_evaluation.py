@@ -1,4 +1,4 @@
-"""Numbers of your own at each evaluation, `evaluation.module: own_evaluation:Guesses`."""
+"""Your own figures at each evaluation (`evaluation.module: own_evaluation:Guesses`)."""
 
 import jax.numpy as jnp
 import optax
@@ -6,7 +6,7 @@ from flax import nnx
 
 
 class Guesses:
-    """The share of a text's tokens that the global model guesses, and the length of its parameters."""
+    """Share of a text's tokens that the global model predicts correctly, and the norm of its parameters."""
 
     def __init__(self, text: str) -> None:
         self.tokens = jnp.frombuffer(text.encode(), jnp.uint8).astype(jnp.int32)[None]
