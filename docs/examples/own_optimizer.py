@@ -1,11 +1,11 @@
-"""An inner optimizer of your own, `optimizer.module: own_optimizer:lion`; rate and schedule stay the config's."""
+"""Your own inner optimizer (`optimizer.module: own_optimizer:lion`); the config still sets rate and schedule."""
 
 import jax
 import optax
 
 
 def lion(b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.1) -> optax.GradientTransformation:
-    """Lion for learning rate 1; matrices decay. What optax.lion would do with its rate, the train step does."""
+    """Return Lion for learning rate 1, with decay of matrices; the train step multiplies its update by the rate."""
 
     def matrices(params: optax.Params) -> optax.Params:  # {path: array}
         return jax.tree.map(lambda value: value.ndim > 1, params)
