@@ -1,8 +1,8 @@
-"""A tracker of one's own, for a config: `trackers: ["docs.examples.own_tracker:Csv"]`."""
+"""Your own tracker (`trackers: ["docs.examples.own_tracker:Csv"]`)."""
 
 
 class Csv:
-    """Writes every value as a line of values.csv in the run's folder; after a restart it goes on there."""
+    """Tracker that appends every value as a line to values.csv in the run's folder, also after a restart."""
 
     def begin(self, run, config, folder):
         self._path = folder / "values.csv"
