@@ -1,4 +1,4 @@
-"""Keras on JAX: `model.fit` trains, a callback makes it an island, and it reads data in an order of its own.
+"""Keras on JAX: `model.fit` trains, a callback makes it an island, and each island reads its data in a separate order.
 
     KERAS_BACKEND=jax DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/keras_fit.py
 
@@ -23,7 +23,7 @@ TEXT = np.frombuffer(b"".join(file.read_bytes() for file in sorted(Path(os.__fil
 
 def batches(island: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # island
     """Yield bytes and the bytes that follow them, int32 [batch, length], until the run is over."""
-    # Each island draws samples of its own.
+    # The island's name seeds the draws, so that each island draws different samples.
     draw = np.random.default_rng([*island.name.encode()])  # island
     while island.training:  # island
         windows = TEXT[draw.integers(len(TEXT) - LENGTH, size=(BATCH, 1)) + np.arange(LENGTH + 1)].astype(np.int32)
