@@ -23,7 +23,8 @@ from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder
 
 BATCH, LENGTH, CONTEXT, WIDTH, HIDDEN = 16, 64, 8, 32, 128
-PEAK, WARMUP = 1e-2, 10  # learning rate; steps of the whole run
+# The peak of the learning rate, and the warm-up in steps of the whole run.
+PEAK, WARMUP = 1e-2, 10
 Params = dict[str, Any]
 
 
@@ -47,7 +48,8 @@ def loss_of(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 DECAYED = {"embed": False, "hidden": {"kernel": True, "bias": False}, "out": {"kernel": True, "bias": False}}
-# For the rate 1, by which the step multiplies: the schedule is the run's, which goes on while an island is away.
+# The optimizer uses rate 1, and the step multiplies its update by the scheduled rate. The schedule follows the run's
+# clock, which continues while an island is disconnected.
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=0.1, mask=DECAYED)
 )
