@@ -1,6 +1,6 @@
 """Decoupled DiLoCo (arXiv 2604.21428) on one page: M learners train one model and never wait for each other.
 
-Learner m has parameters theta_m, an inner optimizer and data of its own. The syncer has the global parameters Theta,
+Learner m has parameters theta_m, a separate inner optimizer and separate data. The syncer has the global parameters Theta,
 in P fragments, and an outer optimizer. Here the learners are the lanes of a `vmap`, the network is a list, and time is
 counted in ticks: in a tick, each learner that is neither slow nor away makes one inner step. The family in settings:
 
@@ -23,26 +23,31 @@ import numpy as np
 import optax
 
 Params = dict[str, jax.Array]  # path -> tensor
-Loss = Callable[[Params, jax.Array], jax.Array]  # of parameters and a batch
+Loss = Callable[[Params, jax.Array], jax.Array]  # (parameters, batch)
 
 
 class Settings(NamedTuple):
     """The numbers of the algorithm. The paper publishes no outer learning rate and no momentum."""
 
-    sync_every: int = 24  # H: global steps between two merges of a fragment
-    num_fragments: int = 24  # P, at most H
-    overlap_steps: int = 2  # tau: ticks between reading a fragment and adopting its merged value
-    quorum: int = 1  # K: learners that must report a step before the global step advances
-    outer: optax.GradientTransformation = optax.sgd(1.0)  # or optax.sgd(0.7, momentum=0.9, nesterov=True)
+    # A fragment is merged every H global steps.
+    sync_every: int = 24  # H
+    num_fragments: int = 24  # P <= H
+    # A learner adopts the merged value of a fragment tau ticks after the fragment was read.
+    overlap_steps: int = 2  # tau
+    # The global step advances when K learners have reported a step.
+    quorum: int = 1  # K
+    # A common alternative is optax.sgd(0.7, momentum=0.9, nesterov=True).
+    outer: optax.GradientTransformation = optax.sgd(1.0)
 
 
 class Learners(NamedTuple):
     """All learners; every array has a leading axis [M]."""
 
     params: Params  # theta
-    opt_state: optax.OptState  # of the inner optimizer
-    steps: jax.Array  # c_steps [M, P]: inner steps since the learner adopted the fragment
-    tokens: jax.Array  # c_tokens [M, P]: tokens since then
+    opt_state: optax.OptState  # inner optimizer
+    # Both count from the learner's last adoption of the fragment: inner steps, and tokens.
+    steps: jax.Array  # c_steps [M, P]
+    tokens: jax.Array  # c_tokens [M, P]
 
 
 def balanced_fragments(params: Params, count: int) -> list[list[str]]:
@@ -105,7 +110,7 @@ def outer_step(
 
 
 def adopt(learners: Learners, fragment: int, theta: Params) -> Learners:
-    """Overwrite a fragment of all learners and count anew (Alg. 1; alpha = 0 in App. D.1)."""
+    """Overwrite a fragment of all learners and reset its counts (Alg. 1; alpha = 0 in App. D.1)."""
     new = {path: jnp.broadcast_to(value, learners.params[path].shape) for path, value in theta.items()}
     steps, tokens = (count.at[:, fragment].set(0) for count in (learners.steps, learners.tokens))
     return learners._replace(params=learners.params | new, steps=steps, tokens=tokens)
@@ -114,12 +119,13 @@ def adopt(learners: Learners, fragment: int, theta: Params) -> Learners:
 def train(
     loss: Loss, theta: Params, inner: optax.GradientTransformation, batches: jax.Array, present: np.ndarray, s: Settings
 ) -> Params:
-    """Train from Theta on batches [ticks, M, ...] with who is present [ticks, M], and return the last Theta.
+    """Train from Theta on batches [ticks, M, ...]; return the last Theta. The mask `present` is [ticks, M].
 
-    Who is not present adopts what arrives all the same: it makes no step before it is back.
+    An absent learner adopts merged values too, because it makes no step before it is back.
     """
     fragments = balanced_fragments(theta, s.num_fragments)
-    due = {p * s.sync_every // s.num_fragments: p for p in range(s.num_fragments)}  # t_p = floor(p H / P)
+    # Fragment p is due at t_p = floor(p H / P) in each period of H global steps.
+    due = {p * s.sync_every // s.num_fragments: p for p in range(s.num_fragments)}
     outer_states = [s.outer.init({path: theta[path] for path in fragment}) for fragment in fragments]
     params = {path: jnp.tile(value, (present.shape[1], *[1] * value.ndim)) for path, value in theta.items()}
     zeros = jnp.zeros((present.shape[1], s.num_fragments), jnp.int32)
@@ -127,9 +133,11 @@ def train(
     global_step, in_flight = 0, []
     for tick, here in enumerate(present):
         learners = inner_step(learners, batches[tick], here, loss, inner)
-        if here.sum() >= s.quorum:  # below the quorum merging is paused, training is not
+        # Below the quorum, merging pauses and training continues.
+        if here.sum() >= s.quorum:
             global_step += 1
-            if (p := due.get(global_step % s.sync_every)) is not None:  # t mod H = t_p (Alg. 2)
+            # Algorithm 2 merges fragment p when t mod H = t_p.
+            if (p := due.get(global_step % s.sync_every)) is not None:
                 of_syncer, local = ({path: of[path] for path in fragments[p]} for of in (theta, learners.params))
                 weights = token_weights(learners.tokens[:, p], learners.steps[:, p], here)
                 merged, outer_states[p] = outer_step(of_syncer, local, weights, outer_states[p], s.outer)
