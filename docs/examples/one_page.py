@@ -1,7 +1,7 @@
 """Decoupled DiLoCo (arXiv 2604.21428) on one page: M learners train one model and never wait for each other.
 
-Learner m has parameters theta_m, a separate inner optimizer and separate data. The syncer has the global parameters Theta,
-in P fragments, and an outer optimizer. Here the learners are the lanes of a `vmap`, the network is a list, and time is
+Learner m has parameters theta_m, a separate inner optimizer and separate data. The syncer has the global parameters
+Theta, in P fragments, and an outer optimizer. Here the learners are the lanes of a `vmap`, the network is a list, and time is
 counted in ticks: in a tick, each learner that is neither slow nor away makes one inner step. The family in settings:
 
     synchronous DiLoCo (arXiv 2311.08105)    P = 1, tau = 0, K = M
