@@ -134,7 +134,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def written(run: Path, count: int) -> str:
-    """Return text from the newest checkpoint of a run, as `sample` prints it; "" if it is not a model of text."""
+    """Let the newest checkpoint of a run write `count` tokens; return the text, "" if its model is not of text."""
     from diloco_jax.tools.inference.language import Writing
 
     try:

@@ -57,7 +57,7 @@ class Outlier(NamedTuple):
     """A value above the limit, kept for the comparison with later values of its learner."""
 
     learner_id: str
-    # Base version of the value.
+    # Version of the learner's anchor, which the value was measured against.
     base: int
     steps: int
     norm: float

@@ -338,11 +338,12 @@ class GlobalFragment(NamedTuple):
     The payload is the whole value in float32 or, when `base` names a version, the quantised delta from the value of
     that version to this one. `digest` is of the value of `version` in both cases.
 
-    `merged_round` differs by receiver. A round may exclude a value, and what rounding kept back of that value must then
-    never return. A receiver that missed versions learns here that one of them contains its value.
+    `merged_round` differs by receiver: it names the newest round that merged a value of the receiver. If a round
+    excluded a value, the receiver must discard the residual of that value and keep the earlier one. A receiver that
+    missed versions sees here that one of them contains its value.
 
-    A value of a later epoch replaces any value of an earlier one, whatever their versions: the earlier life may have
-    made versions that only this learner remembers.
+    A value of a later epoch replaces any value of an earlier epoch, even one with a higher version. The earlier process
+    of the syncer may have made versions that only this learner still knows.
     """
 
     global_step: int

@@ -54,7 +54,7 @@ PARTS_IN_FLIGHT = 4
 # A receiver waits for this many times the longest wait so far before it repeats a request. A part that a narrow link
 # still carries is then not requested twice. The second number limits the wait, in multiples of silence_s.
 PATIENCE = 2.0
-PATIENCE_LEASES = 4.0
+PATIENCE_SILENCES = 4.0
 # Copies that a donor keeps at a time.
 STATES_MAX = 2
 # Failed donors that the syncer remembers for one receiver.
@@ -210,7 +210,7 @@ class Receiver:
             return
         self._kept.add(message.part)
         self._longest_s, self._heard_s = max(self._longest_s, now_s - self._heard_s), now_s
-        patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.silence_s)
+        patience_s = min(PATIENCE * self._longest_s, PATIENCE_SILENCES * self._config.silence_s)
         self._resend_wait_s = max(self._config.resend_s, patience_s)
         self._wait(now_s)
         self._effects.append(KeepChunk(message.part, message.parts))

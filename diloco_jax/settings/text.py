@@ -6,6 +6,7 @@ config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
 import copy
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 import re
@@ -59,13 +60,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ValueError: the file is missing or not a YAML mapping, or a key or value is wrong; it names the remedy.
     """
-    values = with_new_names(read_values(Path(path)), str(path), warn=True)
-    first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
-    if first.startswith(WRITTEN_BY):
-        values = _as_it_was(values)
+    values = read_settings(Path(path), warn=True)
     try:
         config = parse(values, str(path))
     except ValueError as error:
+        first = _first_line(Path(path))
         wrote = first.removeprefix(WRITTEN_BY).strip()
         if not first.startswith(WRITTEN_BY) or wrote == RELEASE:
             raise
@@ -73,6 +72,29 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"{error}. diloco-jax {wrote} wrote it, this is {RELEASE}: use {wrote} for this run"
         ) from error
     return parse(_overridden(values, overrides), "command line") if overrides else config
+
+
+def read_settings(path: Path, *, warn: bool = False) -> Mapping[str, Any]:
+    """Read the values of a config file with today's names, and with the values that a run of its release used.
+
+    Args:
+        warn: whether to log a warning for each old name, once per file.
+
+    Raises:
+        ValueError: the file is missing or not a YAML mapping, or has both names of a setting.
+    """
+    values = with_new_names(read_values(path), str(path), warn=warn)
+    return _as_it_was(values) if _first_line(path).startswith(WRITTEN_BY) else values
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0]
+
+
+@functools.cache
+def _warn_of_old_name(source: str, old: str, new: str) -> None:
+    """Log that a setting has an old name, once for each source."""
+    log.warning(f"{source}: {old} is now {new}; the next release does not accept the old name")
 
 
 def with_new_names(values: Mapping[str, Any], source: str, *, warn: bool = False) -> Mapping[str, Any]:
@@ -93,7 +115,7 @@ def with_new_names(values: Mapping[str, Any], source: str, *, warn: bool = False
         if new_key in here:
             raise ValueError(f"{source}: {old} is the old name of {new}, and both are set; write {new} alone")
         if warn:
-            log.warning(f"{source}: {old} is now {new}; the next release does not accept the old name")
+            _warn_of_old_name(source, old, new)
         values = {**values, section: {new_key if key == old_key else key: value for key, value in here.items()}}
     return values
 

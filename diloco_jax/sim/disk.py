@@ -47,7 +47,7 @@ class Disk:
         del self.snapshots[:-SNAPSHOTS_KEPT]
 
     def newest_readable(self) -> SyncerSnapshot | None:
-        """Return the snapshot that a new process continues; None if there is none."""
+        """Return the newest readable snapshot, which a new process continues; None if there is none."""
         return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
 
     def break_newest(self) -> None:

@@ -21,7 +21,7 @@ class ModelFlops(NamedTuple):
 
     # Forward and backward pass, summed over all chips.
     flops: float
-    # Masked attention scores, which `flops` leaves out although most programs compute them.
+    # FLOPs of masked attention scores: not in `flops`, although most programs compute them.
     masked: float
     # A phrase that names what was counted.
     how: str

@@ -2,8 +2,8 @@
 
 A target takes any bytes. What it says of them (a WireError, a refusal, ...) does not matter; it fails with an
 AssertionError when something was accepted that should not have been, or memory was taken that should not have been, and
-with whatever else the code under test raises. scripts/bench/test_fuzz.py runs them shortly, scripts/bench/fuzz at
-length.
+with whatever else the code under test raises. `test_fuzz.py` runs each target for a short time, `python -m tests.fuzz`
+for as long as you like.
 """
 
 import contextlib

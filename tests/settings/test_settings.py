@@ -27,6 +27,7 @@ from diloco_jax.settings.text import (
     load,
     parse,
     parse_text,
+    read_settings,
     save,
 )
 from diloco_jax.training.sharding import MeshConfig
@@ -296,3 +297,9 @@ def test_text_for_islands_of_the_release_before_has_old_names(caplog: pytest.Log
     text = dump_chosen(config)
     assert "lease_s: 21.0" in text and "silence_s" not in text
     assert parse_text(text, "test") == config and not caplog.text
+
+
+def test_values_of_an_older_run_have_todays_names_and_the_values_that_the_run_used(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{WRITTEN_BY} 0.2.0\nprotocol: {{lease_s: 15.0}}\n", encoding="utf-8")
+    assert read_settings(path)["protocol"] == {"silence_s": 15.0, "grace_min_s": 0.0}

@@ -329,7 +329,7 @@ def _message(kind: str, arguments: list[Any]) -> LearnerMessage:
     """Make a message from JSON, which has lists instead of named tuples."""
     if kind == "StepReport":
         arguments[5] = tuple(Adopted(*a) for a in arguments[5])
-        arguments[10:] = [tuple(Arrived(*a) for a in told) for told in arguments[10:]]
+        arguments[10:11] = [tuple(Arrived(*a) for a in told) for told in arguments[10:11]]
     elif kind == "Hello":
         arguments[2] = tuple((what, value) for what, value in arguments[2])
         arguments[3:5] = [tuple(arguments[3]), tuple(arguments[4])]

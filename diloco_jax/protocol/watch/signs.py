@@ -30,7 +30,7 @@ SECONDS_MIN = 3.0
 FACTOR = 2.0
 # Episodes that are kept apart; later ones count as part of the last.
 EPISODES_MAX = 8
-# Least length of a window in rounds and in seconds.
+# A window of `Crowd` ends after at least so many rounds and so many seconds.
 CROWD_ROUNDS, CROWD_S = 48, 5.0
 # Windows in a row with few learners before the alarm is raised.
 CROWD_WINDOWS = 2

@@ -53,7 +53,7 @@ class SpareTime:
         # (when, idle seconds until then)
         self._seen: tuple[float, float] | None = None
         self._asked_s = now_s()
-        # Processor time that the share has not covered yet.
+        # Processor seconds that work has used and that `_share` has not paid back yet.
         self._debt_s = 0.0
 
     def rest_s(self, took_s: float) -> float:

@@ -95,7 +95,7 @@ def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     "without a syncer" (the supervisor starts it again), and `remedy` says what to do. `ask` requests the status from
     the syncer itself.
     """
-    said = status.get("said", {})
+    said = status.get("said") or {}
     if status["state"] in ENDED and (run_dir / SUMMARY_FILE).exists():
         return dict(status)
     here = said.get("machine") == _machine()

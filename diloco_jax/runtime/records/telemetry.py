@@ -36,9 +36,9 @@ from diloco_jax.runtime.records.thinning import BYTES_MAX, ThinnedFile
 if TYPE_CHECKING:
     from diloco_jax.runtime.trackers.outlets import Outlets
 
-# Lines that wait at most while the disk accepts them.
+# So many lines wait while the disk accepts them, then they are written together.
 FLUSH_EVERY = 500
-# Lines that wait at most while it refuses them; older ones are lost.
+# So many lines wait while the disk cannot be written; above that the oldest are lost.
 WAITING_MAX = 100_000
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from diloco_jax.tools.chaos.schedule import ChaosFault
 
 POLL_S = 0.02
 # A fault is inflicted only if at least this many leases are left of the run.
-HEAL_LEASES = 3.0
+HEAL_SILENCES = 3.0
 # The time that a killed learner has to start its recovery.
 HUNT_S = 600.0
 # A file in the chaos folder.
@@ -67,7 +67,7 @@ class Driver:
         self._began_unix_s = 0.0
         # The longest of all recoveries and of the run's start.
         self._slowest_s = 0.0
-        self._heal_s = HEAL_LEASES * silence_s
+        self._heal_s = HEAL_SILENCES * silence_s
 
     @property
     def skipped(self) -> int:

@@ -33,7 +33,7 @@ from diloco_jax.training.island import StepHandle
 from diloco_jax.transport.link import Link
 
 HUGE = 1e30
-# Shorter waits are not recorded.
+# Shorter waits before an inner step are not recorded.
 WAIT_TOLD_S = 0.02
 # The most lines of one incarnation.
 WAITS_MAX = 100_000

@@ -150,7 +150,7 @@ class Replay:
         """Return the state that a life loaded from its donor."""
         copies = self._replica(took.donor).copy(took.donor_step)
         if took.donor.learner_id != receiver.learner_id:
-            # Another learner sent only moments, rounded for the wire.
+            # From another learner only moments came, rounded for the wire.
             return self._moving.rounded(copies[-1][1])
         for versions, state in reversed(copies):
             same = tuple(p for p in sorted(held) if versions.get(p) == held[p])

@@ -17,7 +17,7 @@ from diloco_jax.runtime.records.status import EVALUATING, read_status
 from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import flat, load, read_values
+from diloco_jax.settings.text import flat, load, read_settings
 from diloco_jax.tools.live.words import stands
 from diloco_jax.tools.view.story import Story, few, verdict
 from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
@@ -223,7 +223,7 @@ class RunFeed:
     def _about(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}
         with suppress(ValueError):
-            settings = dict(flat(read_values(self.folder / CONFIG_FILE)))
+            settings = dict(flat(read_settings(self.folder / CONFIG_FILE)))
         tau = self.config.protocol.overlap_steps if self.config is not None else None
         again = f"diloco train {self.folder / CONFIG_FILE} --run-dir NEW"
         made = {**self.story.made, "config": settings.get("name"), "began_unix_s": self._began_unix_s(), "again": again}

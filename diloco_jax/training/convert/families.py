@@ -150,6 +150,9 @@ def to_hf(model: ModelConfig) -> dict[str, Any]:
     c = _decoder(model)
     name = _family_of(c)
     family = FAMILIES[name]
+    if c.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"model.args.activation is {c.activation!r}, which transformers does not have; use {known}")
     theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": name, "dtype": "float32"}
     # Without these keys transformers would use the ids of another tokenizer.
     theirs |= {f"{token}_token_id": None for token in ("bos", "eos", "pad")}
@@ -313,7 +316,7 @@ class Mapped:
     hf: tuple[str, ...]
     path: str
     shape: tuple[int, ...]
-    # The shape of each of their tensors.
+    # The shape of each tensor in `hf`.
     hf_shape: tuple[int, ...]
 
     def to_ours(self, arrays: Sequence[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:

@@ -106,7 +106,7 @@ class StagedFragment:
     def encode(self) -> bytes | list[Buffer]:
         """Wait for the copies and return the payload: `codec.encode` of anchor - local + residual.
 
-        If several processes have the island's devices, the result is this process's part of it (core/parts.py).
+        If several processes have the island's devices, the result is this process's part of it (core/host_bytes.py).
 
         Raises:
           NotFinite: the update, or this part of it, has NaN or infinity, and the format is an integer format.

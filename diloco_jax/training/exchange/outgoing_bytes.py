@@ -1,8 +1,8 @@
 """Payloads of staged fragments: the host builds them from what each device sent.
 
 With one process, the island's payload is built here as a whole. With several processes, each builds its part of the
-payload (core/parts.py) from its own devices, and nothing is gathered. The exception is tensors whose shards cut the
-format's blocks (small or odd ones): their float32 values go to the first process, which encodes them in its part.
+payload (core/host_bytes.py) from its own devices, and nothing is gathered. The exception is tensors whose shards cut
+the format's blocks (small or odd ones): their float32 values go to the first process, which encodes them in its part.
 """
 
 import math

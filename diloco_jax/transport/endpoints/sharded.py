@@ -49,7 +49,7 @@ class Dialler:
     Args:
         host: Number of this host in its island; host 0 leads.
         hosts: Number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is
-            this host's bytes of it (core/parts.py), empty if the host has no value to send.
+            this host's bytes of it (core/host_bytes.py), empty if the host has no value to send.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 from diloco_jax.tools.chaos.ledger import SETTLE_S, Ledger, by_kind, judge, table
 from diloco_jax.tools.chaos.schedule import ChaosFault
 
-LEASE_S = 3.0
+SILENCE_S = 3.0
 
 
 def fault(kind: str, target: str = "a", duration_s: float = 0.0, number: int = 1) -> ChaosFault:
@@ -19,7 +19,7 @@ class Run:
     """Feeds records to a ledger of the islands a, b and c, who are all well and merged until 10 s."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(LEASE_S)
+        self.ledger = Ledger(SILENCE_S)
         self.round = 0
         self.steps(9.0, a=1, b=1, c=1)
         self.merged(10.0, "a", "b", "c")
@@ -39,7 +39,7 @@ class Run:
         self.ledger.feed({"kind": kind, "t": t, **fields})
 
     def settle(self, t: float) -> None:
-        self.note(t + LEASE_S + 2 * SETTLE_S, "closed")
+        self.note(t + SILENCE_S + 2 * SETTLE_S, "closed")
 
     def seconds(self) -> float | None:
         return self.ledger.recoveries[0].seconds
@@ -80,8 +80,8 @@ def test_a_late_disruption_takes_a_recovery_back() -> None:
     run.ledger.begin(fault("corrupt"), "a", 10.0, killed=False)
     run.steps(10.1, a=1)
     run.merged(10.2, "a", "b")
-    run.merged(10.2 + LEASE_S, "b")
-    run.note(10.3 + LEASE_S, "silent", "a")
+    run.merged(10.2 + SILENCE_S, "b")
+    run.note(10.3 + SILENCE_S, "silent", "a")
     run.settle(10.9)
     assert run.ledger.unwell == {"a"}
     run.steps(14.0, a=1)
