@@ -2,8 +2,8 @@
 
 The sessions of a learner with several hosts end together. Each host sends the bytes of a fragment's value that its
 devices hold (core/host_bytes.py). When the bytes of all hosts have arrived, the leader's session delivers the whole
-value, as if the leader had sent it. Incomplete values are bounded in number, and in bytes by `payload_bytes_max`; the oldest
-one makes room. All of them are dropped when the sessions end.
+value, as if the leader had sent it. Incomplete values are bounded in number, and in bytes by `payload_bytes_max`; the
+oldest one makes room. All of them are dropped when the sessions end.
 """
 
 import logging
