@@ -1,1 +1,1 @@
-"""The live view of a run: a picture on a terminal, lines of what changes elsewhere, keys, and the words of `status`."""
+"""The live view of a run: a picture on a terminal, a line for each change elsewhere, and the text of `status`."""
