@@ -1,6 +1,7 @@
 """The rules of the house, read from the sources: which room may import which, nothing in a circle, no room too full.
 
     cli -> tools -> runtime | sim -> settings -> transport | training -> protocol | core
+    maxtext -> tunix -> nnx | torch -> runtime
 
 `protocol` decides and `core` computes; both are pure and they never meet but in a driver. Nothing but `cli` imports
 `tools`, so a tool can be deleted without a trace.
@@ -32,6 +33,10 @@ LAYERS: dict[str, set[str]] = {
     "sim": {"protocol"},
     "runtime": {"settings"} | MIDDLE,
     "tools": RUNS,
+    "nnx": RUNS - {"sim"},
+    "torch": RUNS - {"sim"},
+    "tunix": {"nnx"} | RUNS - {"sim"},
+    "maxtext": {"nnx", "tunix"} | RUNS - {"sim"},
     "cli": {"tools"} | RUNS,
     "__main__": {"cli"},
     "__init__": RUNS,
