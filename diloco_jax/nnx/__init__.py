@@ -1,0 +1,3 @@
+"""Islands in training loops that use Flax NNX; docs/nnx.md explains them with an example."""
+
+from diloco_jax.nnx.holder import VariableHolder as VariableHolder
