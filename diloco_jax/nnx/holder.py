@@ -10,6 +10,8 @@ from diloco_jax.training.models.protocol import path_of
 
 # Batch statistics, and the keys and counts of random streams, such as those of Dropout.
 KEPT = (nnx.BatchStat, nnx.RngState)
+# A loop may skip a step, for instance one with a non-finite gradient.
+UNCHANGED_STEPS_MAX = 8
 
 
 class VariableHolder:
@@ -52,8 +54,15 @@ class VariableHolder:
                 f"no Variable of the model fits filter={filter}; give the filter that the optimizer trains"
             )
         paths = by_path(found)
+        # Steps without a change, until the first change.
+        self._unchanged: int | None = 0
         self.params = VariableArrays(self._model, paths)
         self.axes = {path: names for path, keys in paths.items() if (names := logical_axes(found[keys]))}
+
+    @property
+    def model(self) -> Any:
+        """Return the module or the split state that the loop trains now."""
+        return self._model()
 
     def moments(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state and the model's kept Variables, by path."""
@@ -64,6 +73,23 @@ class VariableHolder:
         for part, found in self._moments().items():
             for path, leaf in found.items():
                 restore(leaf, tree[part][path])
+
+    def check_trained(self) -> None:
+        """Check after a step that the model changes; ValueError if no step has changed an array since the island began.
+
+        The check ends with the first change that it sees.
+        """
+        if self._unchanged is None:
+            return
+        if self.params.changed():
+            self._unchanged = None
+            return
+        self._unchanged += 1
+        if self._unchanged >= UNCHANGED_STEPS_MAX:
+            raise ValueError(
+                f"{self._unchanged} steps have changed no parameter of the model that attach() got: the loop trains "
+                "another one. Give attach() a function that returns the present model, such as lambda: state.model"
+            )
 
     def _moments(self) -> dict[str, dict[str, nnx.Variable[Any]]]:
         model = variables_of(self._model())

@@ -4,6 +4,7 @@ A Variable holds one array of a model. `nnx.state` and `nnx.split` return states
 and an update in place changes the array and keeps the Variable.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -66,7 +67,8 @@ def _is_key(leaf: Any) -> bool:
 class VariableArrays(MutableMapping[str, Array]):
     """The arrays of chosen Variables, by path; an entry is read and written in the model itself.
 
-    Each access follows the keys of one Variable from the root, so a loop may replace the root, and nothing is flattened.
+    Each access follows the keys of one Variable from the root. So a loop may replace the root, and nothing is
+    flattened.
 
     Args:
         root: Returns the module or the state that the loop trains now.
@@ -76,12 +78,15 @@ class VariableArrays(MutableMapping[str, Array]):
     def __init__(self, root: Callable[[], Any], keys: Mapping[str, Keys]) -> None:
         self._root = root
         self._keys = dict(keys)
+        # The array that was written last, by path.
+        self._written: dict[str, weakref.ref[Array]] = {}
 
     def __getitem__(self, path: str) -> Array:
         return self._variable(path).get_raw_value()
 
     def __setitem__(self, path: str, value: Array) -> None:
         self._variable(path).set_raw_value(value)
+        self._written[path] = weakref.ref(value)
 
     def __delitem__(self, path: str) -> None:
         raise TypeError(f"parameter {path!r} belongs to the run; its array can be replaced, not removed")
@@ -91,6 +96,10 @@ class VariableArrays(MutableMapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def changed(self) -> bool:
+        """Tell whether the model has an array that was not written here."""
+        return any(path not in self._written or self._written[path]() is not self[path] for path in self)
 
     def _variable(self, path: str) -> nnx.Variable[Any]:
         keys = self._keys[path]
