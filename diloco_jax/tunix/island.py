@@ -8,7 +8,7 @@ The trainer steps; the island exchanges after every update of the optimizer.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -36,10 +36,10 @@ class TunixIsland:
     After `train` the trainer's model holds the run's global model, so that the trainer's last checkpoint has it.
     """
 
-    def __init__(self, trainer: Trainer, island: AttachedIsland, params: MutableMapping[str, Array]) -> None:
+    def __init__(self, trainer: Trainer, island: AttachedIsland, holder: VariableHolder) -> None:
         self._trainer = trainer
         self._island = island
-        self._params = params
+        self._holder = holder
         # Batches of one update of the optimizer.
         self._parts: int = trainer.config.gradient_accumulation_steps or 1
         self._losses: list[Any] = []
@@ -142,7 +142,7 @@ class TunixIsland:
         if self._island.training:
             return True
         if self._island.local_step:
-            write(self._params, self._island.global_params())
+            write(self._holder.params, self._island.global_params())
         return False
 
     def _steps(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -159,6 +159,7 @@ class TunixIsland:
         self._losses.append(result[0])
         if len(self._losses) == self._parts:
             loss, self._losses = sum(self._losses) / self._parts, []
+            self._holder.check_trained()
             self._island.after_step({"loss": loss})
 
     def _detach(self) -> None:
@@ -204,4 +205,4 @@ def attach(
     if eval_ds is not None:
         options["evaluate"] = GlobalEvaluation(trainer, holder.params, eval_ds)
     names = axes_of(holder.params) | dict(axes or {})
-    return TunixIsland(trainer, attach_holder(holder, syncer, axes=names, **options), holder.params)
+    return TunixIsland(trainer, attach_holder(holder, syncer, axes=names, **options), holder)
