@@ -69,8 +69,8 @@ def attach(
 
     Args:
         model: nnx.Module, or nnx.State with the parameters; a function that returns it, if the loop replaces it.
-        optimizer: nnx.Optimizer, or its nnx.State, or a function that returns it. None: a returning island starts with
-            fresh moments.
+        optimizer: nnx.Optimizer, or its nnx.State, or a tuple of it and other objects that return with the island, or
+            a function that returns it. None: a returning island starts with fresh moments.
         syncer: host:port of the syncer. None: DILOCO_SYNCER.
         filter: nnx filter of the trained parameters, such as nnx.LoRAParam; the same as the optimizer's `wrt`.
         average: nnx filter of Variables that are merged with the parameters, such as nnx.BatchStat.
