@@ -58,7 +58,7 @@ BACKLOG_MAX = 10_000
 FAREWELL_S = 5.0
 # A learner whose link broke within this time may reconnect. Only this process can tell it that the run is over.
 ADRIFT_S = 60.0
-# A syncer without a supervisor waits this long at the end for learners whose link broke, because a supervisor that starts them
+# A syncer without a supervisor waits this long at the end for learners whose link broke: a process that starts them
 # again does not know that the run is over.
 LATE_S = 60.0
 
