@@ -54,6 +54,8 @@ class VariableHolder:
             raise ValueError(
                 f"no Variable of the model fits filter={filter}; give the filter that the optimizer trains"
             )
+        # Whether batch statistics are merged with the parameters.
+        self.averages_statistics = any(isinstance(leaf, nnx.BatchStat) for leaf in found.values())
         paths = by_path(found)
         # Steps without a change, until the first change.
         self._unchanged: int | None = 0
