@@ -161,7 +161,9 @@ def make_inner(
     return optax.chain(clip, update)
 
 
-def _scaled(transformation: optax.GradientTransformation, paths: set[str], factor: float) -> optax.GradientTransformation:
+def _scaled(
+    transformation: optax.GradientTransformation, paths: set[str], factor: float
+) -> optax.GradientTransformation:
     """Multiply the updates of these paths by a factor; the state is that of `transformation`.
 
     It is for Adam's rate in Muon, because optax 0.2.6 has one rate for both.
