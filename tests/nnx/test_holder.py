@@ -160,10 +160,13 @@ def test_axes_come_from_the_metadata_of_variables() -> None:
             self.table = nnx.Param(jnp.zeros((7, 2)), out_sharding=("vocab", None), **named)
             self.stack = nnx.Param(jnp.zeros((2, 3, 4)), out_sharding=jax.sharding.PartitionSpec("layers"), **named)
             self.split = nnx.Param(jnp.zeros((3, 4)), out_sharding=(("fsdp", "tensor"), "mlp"), **named)
+            rows = jax.sharding.NamedSharding(jax.make_mesh((1,), ("fsdp",)), jax.sharding.PartitionSpec("fsdp"))
+            self.placed = nnx.Param(jnp.zeros((3, 4)), out_sharding=rows, **named)
             self.plain = nnx.Param(jnp.zeros((3, 4)))
 
     model = Named()
     expected = {"table": ("vocab", None), "stack": ("layers", None, None), "split": (None, "mlp")}
+    expected["placed"] = ("fsdp", None)
     for found in (model, nnx.state(model)):
         assert dict(VariableHolder(found).axes) == expected
 
