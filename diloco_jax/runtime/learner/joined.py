@@ -137,7 +137,7 @@ class Joined:
         self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
         self._payloads = payloads
         self._signals = signals
-        self._profiling = Profiling(joining.run_dir, joining.learner_id)
+        self._profiling = Profiling(joining.run_dir, joining.learner_id, joining.config)
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
         self.inbox = LearnerInbox(decisions, GlobalValues(run.fragments, wire.down))

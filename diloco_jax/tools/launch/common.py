@@ -214,7 +214,9 @@ def remote(config: RunConfig) -> RunConfig:
     data = replace(data, path=data.path.replace(BUCKET, bucket), mixture=mixture, evaluation=evaluation)
     states = config.checkpoints.states or (f"gs://{bucket}/{config.name}/states" if bucket else "")
     checkpoints = replace(config.checkpoints, states=states.replace(BUCKET, bucket))
-    return replace(config, transport=transport, data=data, checkpoints=checkpoints)
+    profiles = config.islands.profiles or (f"gs://{bucket}/profiles" if config.islands.pathways and bucket else "")
+    islands = replace(config.islands, profiles=profiles.replace(BUCKET, bucket))
+    return replace(config, transport=transport, data=data, checkpoints=checkpoints, islands=islands)
 
 
 def flags(*words: str) -> str:
