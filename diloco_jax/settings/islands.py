@@ -133,7 +133,9 @@ class IslandsConfig:
             told = f"islands.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s}"
             raise ValueError(f"{told} must be at least 0")
         if self.profiles and not self.profiles.startswith(GS):
-            raise ValueError(f"islands.profiles is {self.profiles!r}; write a folder of Cloud Storage, {GS}BUCKET/FOLDER")
+            raise ValueError(
+                f"islands.profiles is {self.profiles!r}; write a folder of Cloud Storage, {GS}BUCKET/FOLDER"
+            )
         if not 0 < self.slice_wait_s < inf:
             raise ValueError(f"islands.slice_wait_s is {self.slice_wait_s}; use seconds, more than 0")
         several = any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))

@@ -85,7 +85,9 @@ class Profiling:
         target = str(self._path.with_name(self._folder))
         if self._islands.pathways:
             if not self._islands.profiles:
-                raise ValueError("Pathways writes profiles to Cloud Storage only; set islands.profiles to a gs:// folder")
+                raise ValueError(
+                    "Pathways writes profiles to Cloud Storage only; set islands.profiles to a gs:// folder"
+                )
             target = self._folder = f"{self._islands.profiles.rstrip('/')}/{self._name}/{self._folder}"
         options = jax.profiler.ProfileOptions()
         # Tracing every Python call would slow the measured steps.

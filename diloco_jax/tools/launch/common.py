@@ -248,7 +248,9 @@ def asked_of(cloud: CloudConfig, way: str) -> Asked:
     """Return the request for an island's machines; ValueError if this way cannot provide the capacity or the queue."""
     way = "gke" if way in ON_GKE else way
     if way != "gke" and (unknown := next((name for name in ("queue", "priority_class") if getattr(cloud, name)), "")):
-        raise ValueError(f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke and pathways have queues; remove it")
+        raise ValueError(
+            f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke and pathways have queues; remove it"
+        )
     if cloud.capacity == "on-demand":
         return Asked()
     asked = CAPACITY[way].get(cloud.capacity)

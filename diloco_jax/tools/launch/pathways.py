@@ -87,7 +87,7 @@ def check(config: RunConfig, slices: list[IslandMachines]) -> None:
     pod = f"{config.name}-{NAME}-pathways-worker-{len(slices) - 1}-{first.topology.hosts - 1}-xxxxx"
     if len(pod) > POD_NAME_MAX:
         raise ValueError(
-            f"name is {config.name!r}, with which a pod's name has {len(pod)} characters; shorten it by "
+            f"name is {config.name!r}, and a pod's name would have {len(pod)} characters; shorten it by "
             f"{len(pod) - POD_NAME_MAX}"
         )
     if first.topology.chips_per_host not in (CHIPS_PER_HOST, LARGE_HOST):
@@ -137,7 +137,7 @@ def islands_manifest(config: RunConfig, slices: list[IslandMachines], needs: Nee
     """Return the manifest of the JobSet of all islands."""
     cloud, first = config.cloud, slices[0]
     environment = common.environment(config, NAME)
-    # Pathways has a cache of its own, and pathwaysutils switches JAX's off.
+    # Pathways has another cache, and pathwaysutils switches JAX's off.
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     memory = islands_bytes(needs, slices)
     return render(

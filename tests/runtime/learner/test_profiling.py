@@ -80,7 +80,13 @@ def pathways_trace(log_dir: str, **_: object) -> None:
     ("folder", "answer"),
     [
         ("gs://mine/profiles/", {"steps": 0, "folder": f"gs://mine/profiles/small/{NAME}-1"}),
-        ("", {"steps": 0, "failed": "Pathways writes profiles to Cloud Storage only; set islands.profiles to a gs:// folder"}),
+        (
+            "",
+            {
+                "steps": 0,
+                "failed": "Pathways writes profiles to Cloud Storage only; set islands.profiles to a gs:// folder",
+            },
+        ),
     ],
 )
 def test_on_pathways_profiles_go_to_cloud_storage(

@@ -161,7 +161,9 @@ def test_a_slice_that_stays_away_is_given_up(tmp_path: Path) -> None:
         return "drained"
 
     fleet = Fleet(tmp_path, body, slices(False), slice_wait_s=0.2)
-    with pytest.raises(ValueError, match=r"island-1 failed: its slice did not return within 0 s, islands\.slice_wait_s"):
+    with pytest.raises(
+        ValueError, match=r"island-1 failed: its slice did not return within 0 s, islands\.slice_wait_s"
+    ):
         fleet.run()
     assert fleet.starts["island-1"] == 1
 

@@ -16,7 +16,14 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 RECORD = "\x1e"
 GPU = ("--islands.each", "{}", "--islands.devices", "4", "--islands.hosts", "2", "--gpu.accelerator", "H100")
 PATHWAYS = ("--islands.each", "{}", "--islands.topology", "v5p:2x2x2", "--islands.zone", "us-east5-a")
-PATHWAYS += ("--islands.controller", "single", "--islands.pathways", "True", "--cloud.head_machine_type", "n2-highmem-64")
+PATHWAYS += (
+    "--islands.controller",
+    "single",
+    "--islands.pathways",
+    "True",
+    "--cloud.head_machine_type",
+    "n2-highmem-64",
+)
 STAND_IN = (TESTDATA / "stand_in.sh").read_text(encoding="utf-8")
 
 

@@ -85,13 +85,16 @@ def test_what_is_mounted_is_there() -> None:
     settings = yaml.safe_load(config["data"]["config.yaml"])
     assert settings["islands"]["pathways"] is True and settings["islands"]["controller"] == "single"
     assert settings["checkpoints"]["states"].startswith("gs://my-bucket/")
-    assert 'node-pools create small-head ' in script and "--machine-type n2-highmem-64" in script
+    assert "node-pools create small-head " in script and "--machine-type n2-highmem-64" in script
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("--islands.pathways", "False", "--islands.controller", "processes"), "set islands.controller to single and islands.pathways to true"),
+        (
+            ("--islands.pathways", "False", "--islands.controller", "processes"),
+            "set islands.controller to single and islands.pathways to true",
+        ),
         (("--islands.each", "{island-1: {zone: us-east5-b}}"), "slices of one kind in one zone"),
         (("--islands.each", '{island-1: {topology: "v5p:2x2x4"}}'), "slices of one kind in one zone"),
         (("--cloud.syncer_zone", "us-east1-b"), "launch pathways has one cluster; remove cloud.syncer_zone"),
