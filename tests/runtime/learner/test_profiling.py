@@ -105,5 +105,5 @@ def test_on_pathways_profiles_go_to_cloud_storage(
 
 
 def test_profiles_elsewhere_are_refused() -> None:
-    with pytest.raises(ValueError, match="islands.profiles is 's3://mine'; write a folder of Cloud Storage, gs://"):
+    with pytest.raises(ValueError, match=r"islands\.profiles is 's3://mine'; write a folder of Cloud Storage, gs://"):
         IslandsConfig(profiles="s3://mine")

@@ -276,7 +276,7 @@ def test_a_proxy_that_does_not_answer_is_a_fault_of_the_moment(
         raise RuntimeError("Unable to initialize backend 'proxy'")
 
     monkeypatch.setattr(jax, "devices", fails)
-    with pytest.raises(ConnectionError, match="JAX cannot use Pathways' proxy at .*start the proxy"):
+    with pytest.raises(ConnectionError, match=r"JAX cannot use Pathways' proxy at .*start the proxy"):
         use_pathways()
 
 
