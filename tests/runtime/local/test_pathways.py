@@ -280,14 +280,14 @@ def test_a_proxy_that_does_not_answer_is_a_fault_of_the_moment(
         use_pathways()
 
 
-# Island-0 makes at most so many steps while island-1 comes back: the time for that, over the pause of a step.
-SLOW_STEP_S = 0.5
+# Seconds of a step of island-0 that the run can spare while island-1 starts; it has 120 of them.
+SLOW_STEP_S = 1.0
 
 
 class Story:
     """Two islands behind a proxy: the slice of island-1 is taken once the island has saved a state.
 
-    Island-0 merges alone meanwhile, and then makes slow steps until island-1 trains again, so that the run does not end
+    Island-0 merges alone meanwhile. It makes slow steps while island-1 starts or comes back, so that the run does not end
     before.
     """
 
@@ -297,7 +297,9 @@ class Story:
         self._proxy, self._run_dir = proxy, run_dir
         # Merged rounds when the slice was taken.
         self._merged = 0
-        self._lost, self._trains = threading.Event(), threading.Event()
+        self._lost = threading.Event()
+        # Whether island-1 trains in its first and in its second life.
+        self._trained, self._trains = threading.Event(), threading.Event()
         self._lives: Counter[str] = Counter()
 
     @property
@@ -320,9 +322,11 @@ class Story:
         return run
 
     def _keep(self) -> float:
-        return SLOW_STEP_S if self.merged_alone and not self._trains.is_set() else STEP_S
+        away = self.merged_alone if self._lost.is_set() else not self._trained.is_set()
+        return SLOW_STEP_S if away and not self._trains.is_set() else STEP_S
 
     def _lose(self, devices: Any) -> float:
+        self._trained.set()
         if self._lives["island-1"] > 1:
             self._trains.set()
         elif list((self._run_dir / STATES / "island-1").rglob("*.json")):

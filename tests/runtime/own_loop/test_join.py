@@ -23,9 +23,11 @@ import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.core.kinds import kind_of
 from diloco_jax.runtime.island.evaluation import scalars
-from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
+from diloco_jax.runtime.model.layout_text import layout_of, read_layout
+from diloco_jax.runtime.model.offered import describe_run
 from diloco_jax.runtime.own_loop import introduce as subject
 from diloco_jax.runtime.own_loop.island import OwnIsland
+from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
@@ -155,7 +157,7 @@ def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
     whole = FragmentConfig().plan(state.shapes, state.kinds, 1).fragments[0]
     values = take({"a/0": np.full(8, 5, np.float32), "b": np.zeros((4, 6), np.float32)}, whole)
     island.adopt(whole, values)
-    back = state.given_back(island.state.params)
+    back = state.tree(island.state.params)
     assert np.array_equal(back["a"][0], np.full(8, 5.0)) and not np.any(back["b"])
     # the loop's own arrays are untouched, the new ones lie as they did, and a counter lies where the parameters do
     assert np.array_equal(given["b"], np.ones((4, 6))) and type(back["b"].sharding) is type(given["b"].sharding)
@@ -313,10 +315,10 @@ class Side:
 
 def own_island(side: Side) -> OwnIsland:
     """An island as its loop sees it between two steps, without a run."""
-    island = OwnIsland.__new__(OwnIsland)
-    island.name, island._side, island._going, island._several = "a", side, True, False  # type: ignore[assignment]
+    island = SteppedIsland.__new__(SteppedIsland)
+    island.name, island._side, island.going, island._several = "a", side, True, False  # type: ignore[assignment]
     island._stop, island._undo = threading.Event(), ExitStack()
-    return island
+    return OwnIsland(island, LoopState({"w": jnp.ones(3)}))
 
 
 def test_the_loss_of_what_after_step_returned_is_named() -> None:
@@ -342,6 +344,17 @@ def test_the_syncer_hears_that_a_loop_failed(error: BaseException, reason: str) 
     with pytest.raises(type(error)) as caught, own_island(side):
         raise error
     assert side.reason == reason and not getattr(caught.value, "__notes__", ())
+
+
+def test_a_late_island_of_a_complete_run_ends_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one: dict[str, Any] = {"params": {"w": jnp.ones(3)}, "samples_per_step": 1, "tokens_per_step": 1, "name": "a"}
+    nobody = TransportConfig(connect_timeout_s=0.2)
+    for summary in ({"complete": False}, {"complete": True}):
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        with pytest.raises(SystemExit if summary["complete"] else ConnectionError) as caught:
+            diloco_jax.join("127.0.0.1:1", transport=nobody, run_dir=tmp_path, **one)
+    assert isinstance(caught.value, diloco_jax.RunComplete) and caught.value.code == 0
+    assert "the run is complete, so a has nothing to do" in caplog.text
 
 
 def test_an_address_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
