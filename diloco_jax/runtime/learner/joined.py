@@ -28,6 +28,7 @@ from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
+from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, LinkKeeper, Signals
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
@@ -136,7 +137,7 @@ class Joined:
         self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
         self._payloads = payloads
         self._signals = signals
-        self._profiling = Profiling(joining.run_dir, joining.learner_id)
+        self._profiling = Profiling(joining.run_dir, joining.learner_id, joining.config)
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
         self.inbox = LearnerInbox(decisions, GlobalValues(run.fragments, wire.down))
@@ -160,13 +161,13 @@ class Joined:
             ValueError: The syncer refuses this process's run, token or certificate.
         """
         # Not a daemon: an interpreter that ends while XLA compiles aborts, and the reason of the end is lost.
-        threading.Thread(target=self._compile, name="compile").start()
+        start_thread(self._compile, "compile", daemon=False)
         try:
             self._link.connect()
         # Another attempt would fail like this one.
         except (Rejected, Denied) as error:
             raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
-        threading.Thread(target=self._link.run, name="link", daemon=True).start()
+        start_thread(self._link.run, "link", daemon=True)
         return self.ready()
 
     def _compile(self) -> None:
