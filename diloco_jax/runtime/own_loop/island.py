@@ -356,7 +356,7 @@ def join(
     del params, opt_state
     own = replace(transport or here.transport, address=here.syncer)
     await_listener(own, here.given_by, log.warning)
-    config = unless_typed(introduce(own, here.name, state.params, state.kinds))
+    config = unless_typed(introduce(own, here.name, state.params, state.forms))
     die_with_parent()
     incarnation, hosts = here.incarnation, None
     if jax.process_count() > 1:

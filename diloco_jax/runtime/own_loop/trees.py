@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
-from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.core.kinds import Kind, canonical_forms
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
 from diloco_jax.training.sharding import LogicalAxes, put_array
@@ -23,6 +23,8 @@ from diloco_jax.training.whole_state.layout import StateLayout
 
 # The axis of a mesh of one device.
 ONE_DEVICE = "device"
+# What to do about a parameter without axis names in a stack of layers.
+NAME_THE_AXES = "name its axes in `axes` too, such as (None, None) if it is not a stack"
 
 
 class LoopState:
@@ -33,8 +35,13 @@ class LoopState:
         opt_state: Any pytree of JAX arrays; None if it stays with the loop.
         axes: Logical names of the axes of parameters, by path, as in a Flax module ("vocab", "layers").
 
+    Attributes:
+        forms: Canonical form of every parameter (core/kinds.py), by path.
+        shapes, kinds: Shape and kind of every canonical parameter, by path.
+
     Raises:
-        ValueError: A leaf is not an array, was donated or is not a float, or the leaves are on different devices.
+        ValueError: A leaf is not an array, was donated or is not a float, or the leaves are on different devices; or
+            `axes` does not describe a parameter.
     """
 
     def __init__(self, params: Any, opt_state: Any = None, axes: Mapping[str, LogicalAxes] | None = None) -> None:
@@ -52,8 +59,10 @@ class LoopState:
                 raise ValueError(f"params[{path!r}] is {leaf.dtype}; only floats can be merged: leave it out of params")
         if not leaves:
             raise ValueError("params has no arrays; give the tree that the optimizer updates")
-        self.shapes = {path: tuple(leaf.shape) for path, leaf in sorted(named.items())}
-        self.kinds: dict[str, Kind] = {path: kind_of(shape, axes.get(path, ())) for path, shape in self.shapes.items()}
+        self._stored_shapes = {path: tuple(leaf.shape) for path, leaf in sorted(named.items())}
+        self.forms = canonical_forms(self._stored_shapes, axes, NAME_THE_AXES)
+        self.shapes = {path: form.shape for path, form in self.forms.items()}
+        self.kinds: dict[str, Kind] = {path: form.kind for path, form in self.forms.items()}
         self._dtypes = {path: leaf.dtype for path, leaf in named.items()}
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
@@ -83,7 +92,8 @@ class LoopState:
         moments: Any = jax.tree.map(lambda leaf: leaf.sharding, first.opt_state)
         layouts: Any = TrainState(self._layouts, moments)  # type: ignore[arg-type]
         layout = StateLayout(by_name(first))
-        return ExchangedState(first, layouts, self.kinds, layout, Exchange(tensors, wire, rebase))
+        orders = {path: form.order for path, form in self.forms.items()}
+        return ExchangedState(first, layouts, self.kinds, layout, Exchange(tensors, wire, rebase, orders))
 
     def taken(self, params: Any, opt_state: Any, who: str) -> TrainState:
         """Return a loop's arrays by path; ValueError if the trees have changed, or an array was donated."""
@@ -95,10 +105,10 @@ class LoopState:
             raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
         for path, leaf in zip(self._paths, leaves, strict=True):
             _check(f"params[{path!r}]", leaf)
-            if (leaf.dtype, leaf.shape) != (self._dtypes[path], self.shapes[path]):
+            if (leaf.dtype, leaf.shape) != (self._dtypes[path], self._stored_shapes[path]):
                 raise ValueError(
                     f"{who} got params[{path!r}] of {leaf.dtype} {leaf.shape}, join() {self._dtypes[path]} "
-                    f"{self.shapes[path]}; a step keeps types and shapes"
+                    f"{self._stored_shapes[path]}; a step keeps types and shapes"
                 )
         return TrainState(self._named(leaves), opt_state)
 
@@ -108,9 +118,11 @@ class LoopState:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return host values by path as the loop's tree, in the loop's types and layouts."""
-        layouts = self._layouts
-        found = {path: put_array(values[path].astype(self._dtypes[path]), layouts[path]) for path in self._paths}
+        """Return canonical host values by path as the loop's tree, in the loop's types and layouts."""
+        found = {}
+        for path in self._paths:
+            stored = self.forms[path].stored(values[path]).astype(self._dtypes[path])
+            found[path] = put_array(stored, self._layouts[path])
         return self.given_back(found)
 
     def _committed(self, leaf: Array) -> Array:
