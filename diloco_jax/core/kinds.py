@@ -182,7 +182,7 @@ def canonical_forms(
     Raises:
       ValueError: names do not describe their tensor, or a tensor without names seems to be a stack.
     """
-    forms = {}
+    axes, forms = {path: names for path, names in axes.items() if names}, {}
     for path, shape in shapes.items():
         try:
             forms[path] = canonical_of(shape, axes.get(path, ()))
