@@ -6,7 +6,7 @@ of a slice can be compiled without the slice.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.kinds import LAYER_AXES, Canonical, canonical_forms
+from diloco_jax.core.kinds import LAYER_AXES, Canonical, Kind, Order, canonical_forms
 from diloco_jax.training.data.sample import Sample, Shapes, batch_size, count_predicted
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import by_name
@@ -78,11 +78,7 @@ class Blueprint:
         self.mesh = planned_mesh(mesh, devices) if isinstance(devices, int) else make_mesh(mesh, devices)
         self.layout = MeshLayout(self.mesh, mesh.all_rules())
         described = _describe_model(model, seed)
-        # Shape and kind of every canonical parameter, which other islands see.
-        self.shapes = {path: form.shape for path, form in described.forms.items()}
-        self.kinds = {path: form.kind for path, form in described.forms.items()}
-        # The stored axes of every parameter in canonical order.
-        self.orders = {path: form.order for path, form in described.forms.items()}
+        self._forms = described.forms
         # Parameters whose first canonical axis counts layers.
         self.stacked = frozenset(path for path, names in described.axes.items() if not {*names}.isdisjoint(LAYER_AXES))
         self._shardings = {
@@ -130,6 +126,21 @@ class Blueprint:
         self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
         # (parameters, other state, batch, draw) -> other state, after a forward pass in training mode
         self.settle = jax.jit(self._traced(settle), out_shardings=self.state_shardings.other)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every canonical parameter (core/kinds.py), by path."""
+        return {path: form.shape for path, form in self._forms.items()}
+
+    @cached_property
+    def kinds(self) -> dict[str, Kind]:
+        """Return the kind of every parameter, by path."""
+        return {path: form.kind for path, form in self._forms.items()}
+
+    @cached_property
+    def orders(self) -> dict[str, Order]:
+        """Return the stored axes of every parameter in canonical order, by path."""
+        return {path: form.order for path, form in self._forms.items()}
 
     def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the layout of an array in a training batch; ValueError if the mesh does not divide the samples."""

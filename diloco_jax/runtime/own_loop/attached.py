@@ -56,7 +56,8 @@ class HeldArrays:
     def __init__(self, holder: Holder, axes: Mapping[str, LogicalAxes] | None = None) -> None:
         self._holder = holder
         self._tensors = LoopTensors(dict(holder.params), {**holder.axes, **(axes or {})})
-        self.forms, self.shapes, self.devices = self._tensors.forms, self._tensors.shapes, self._tensors.devices
+        self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
+        self.forms = self._tensors.forms
         moments = holder.moments()
         check_moments(moments)
         self._moments_tree: Any = jax.tree.structure(moments)

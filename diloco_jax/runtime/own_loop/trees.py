@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
-from diloco_jax.core.kinds import Canonical, canonical_forms
+from diloco_jax.core.kinds import Canonical, Kind, canonical_forms
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
 from diloco_jax.training.sharding import LogicalAxes, put_array
@@ -30,9 +30,10 @@ NAME_THE_AXES = "name its axes in `axes` too, such as (None, None) if it is not 
 class LoopArrays(Protocol):
     """The arrays of a user's loop, wherever the loop keeps them."""
 
-    # The canonical form of every parameter (core/kinds.py), and its shape, by path.
+    # The canonical form of every parameter (core/kinds.py), its shape and its kind, by path.
     forms: dict[str, Canonical]
     shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, Kind]
     # Devices of the island; those of all its processes.
     devices: list[jax.Device]
 
@@ -79,6 +80,7 @@ class LoopTensors:
         self._stored = {path: tuple(leaf.shape) for path, leaf in sorted(named.items())}
         self.forms = canonical_forms(self._stored, axes, NAME_THE_AXES)
         self.shapes = {path: form.shape for path, form in self.forms.items()}
+        self.kinds = {path: form.kind for path, form in self.forms.items()}
         self.dtypes = {path: leaf.dtype for path, leaf in named.items()}
         self.layouts = _layouts(named)
         mesh = next(iter(self.layouts.values())).mesh
@@ -95,12 +97,11 @@ class LoopTensors:
             path: jax.ShapeDtypeStruct(shape, self.dtypes[path], sharding=self.layouts[path])
             for path, shape in self._stored.items()
         }
-        kinds = {path: form.kind for path, form in self.forms.items()}
         orders = {path: form.order for path, form in self.forms.items()}
         first: Any = TrainState(params, opt_state)  # type: ignore[arg-type]
         to: Any = TrainState(self.layouts, layouts)  # type: ignore[arg-type]
         exchange = Exchange(tensors, wire, rebase, orders)
-        return ExchangedState(first, to, kinds, StateLayout(by_name(first)), exchange)
+        return ExchangedState(first, to, self.kinds, StateLayout(by_name(first)), exchange)
 
     def note(self, path: str, leaf: Array, who: str) -> None:
         """Check a parameter that the loop gives, and remember the loop's name of its layout."""
@@ -158,7 +159,8 @@ class LoopState:
         self._treedef: Any = treedef
         self._paths = _paths(params)
         self._tensors = LoopTensors(dict(zip(self._paths, leaves, strict=True)), axes)
-        self.forms, self.shapes, self.devices = self._tensors.forms, self._tensors.shapes, self._tensors.devices
+        self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
+        self.forms = self._tensors.forms
         self._opt_tree: Any = jax.tree.structure(opt_state)
         check_moments(opt_state)
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
