@@ -1,4 +1,4 @@
-"""The canonical form of a tensor: which axes are stacks, in which order they lead, and what is refused."""
+"""The canonical form of a tensor: its stack axes, their order in front of the others, and what is refused."""
 
 import numpy as np
 import pytest

@@ -218,6 +218,6 @@ def test_islands_that_store_layers_at_different_axes_are_merged(tmp_path: Path) 
     summary = json.loads(ended.stdout.splitlines()[-1])
     assert summary["complete"] and summary["contributors_per_round"] > 1.5, ended.stderr
     told = [(run_dir / "logs" / f"island-{n}.log").read_text().split("global ")[-1].split()[:4] for n in range(2)]
-    # Stored axis, a number of the canonical global model, loss at the begin and at the end: both hold the same model.
+    # Stored axis, a number of the canonical global model, first and last loss: both hold the same model.
     assert [each[0] for each in told] == ["0", "1"] and told[0][1] == told[1][1]
     assert float(told[0][3]) < 0.5 * float(told[0][2])
