@@ -1,4 +1,4 @@
-"""A user's Flax module with layers at axis 1: the built-in loop trains, cuts and evaluates it as with layers at axis 0."""
+"""A user's Flax module with layers at axis 1, which the built-in loop trains and evaluates as with layers at axis 0."""
 
 from __future__ import annotations
 
