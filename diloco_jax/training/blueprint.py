@@ -22,17 +22,8 @@ from diloco_jax.training.data.sample import Sample, Shapes, batch_size, count_pr
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.protocol import (
-    Batch,
-    GraphDef,
-    Metrics,
-    Params,
-    join_model,
-    load_model,
-    logical_axes,
-    split_model,
-)
-from diloco_jax.training.models.variables import Draw, Streams, Variables, draw_of, other_variables
+from diloco_jax.training.models.protocol import GraphDef, join_model, load_model, logical_axes, split_model
+from diloco_jax.training.models.variables import Draw, Streams, draw_of, other_variables
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import (
     LogicalAxes,
@@ -43,7 +34,8 @@ from diloco_jax.training.sharding import (
     put_array,
     use_layout,
 )
-from diloco_jax.training.train_step import WEIGHT, TrainState, make_train_step, model_loss
+from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
+from diloco_jax.training.train_step import WEIGHT, make_train_step, model_loss
 from diloco_jax.training.whole_state.layout import StateLayout
 
 T = TypeVar("T")

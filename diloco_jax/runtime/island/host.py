@@ -24,6 +24,8 @@ from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport import commands
 
 Ranges = Sequence[tuple[int, int]]
+# A built-in step reports under this name how long it waited for samples.
+DATA_WAIT = "data_wait_s"
 # Gets progress in words for people.
 Told = Callable[[str], object]
 # Returns None while a state is being written, then "" if it was saved, else the error.

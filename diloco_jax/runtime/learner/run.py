@@ -13,8 +13,10 @@ from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
-from diloco_jax.runtime.learner.metrics import metrics_of
+from diloco_jax.runtime.learner.metrics import IslandMetrics, own_metrics
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.flops import model_flops
+from diloco_jax.training.island import Island
 
 log = logging.getLogger(__name__)
 
@@ -96,3 +98,10 @@ def follow(joining: Joining, stop: threading.Event) -> int:
         loop.step(clock)
     loop.close()
     return follower.leave()
+
+
+def metrics_of(config: RunConfig, name: str, island: Island) -> IslandMetrics:
+    """Return the metrics of an island that trains the run's model; ValueError if a callback cannot be loaded."""
+    batch, seq_len, devices = config.island(name).batch_size, config.train.seq_len, list(island.mesh.devices.flat)
+    flops = model_flops(config.model, island.shapes, batch, seq_len).flops
+    return own_metrics(config, name, devices, flops / (batch * seq_len))

@@ -19,10 +19,9 @@ from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import check_source
 from diloco_jax.training.data.tokenizer import Tokenizer
 from diloco_jax.training.examiner import Examiner
-from diloco_jax.training.models.protocol import Params
-from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.named import failure, make_named
 from diloco_jax.training.sharding import MeshConfig, put_array
+from diloco_jax.training.state import Params, Variables
 
 NAMES_MAX = 32  # user's scores
 NAME_MAX = 64  # characters

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 from diloco_jax.core.kinds import Canonical
-from diloco_jax.runtime.model.offered import layout_of, read_layout
+from diloco_jax.runtime.model.layout_text import layout_of, read_layout
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model

@@ -22,7 +22,7 @@ from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
-from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.state import TrainState
 from diloco_jax.transport.link import TransportConfig
 
 # Between two calls only the loop holds the arrays.

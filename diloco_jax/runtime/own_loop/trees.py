@@ -18,7 +18,7 @@ from diloco_jax.core.kinds import Canonical, Kind, canonical_forms
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
 from diloco_jax.training.sharding import LogicalAxes, put_array
-from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
 
 # The axis of a mesh of one device.

@@ -28,9 +28,10 @@ from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import Merged, make_model
+from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.model_share import make_setup
-from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
+from diloco_jax.runtime.model.offered import OfferedModel, describe_run
 from diloco_jax.runtime.records.files import CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier

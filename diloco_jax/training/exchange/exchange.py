@@ -31,8 +31,8 @@ from diloco_jax.training.exchange.outgoing import (
     as_held,
 )
 from diloco_jax.training.exchange.windows import AS_STORED, FragmentWindows, floats, windows_of
-from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
+from diloco_jax.training.state import Params
 
 AdoptMode = Literal["overwrite", "blend", "rebase"]
 # Float32 arrays by Slice.key.

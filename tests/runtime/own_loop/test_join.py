@@ -23,7 +23,8 @@ import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.core.kinds import canonical_of
 from diloco_jax.runtime.island.evaluation import scalars
-from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
+from diloco_jax.runtime.model.layout_text import layout_of, read_layout
+from diloco_jax.runtime.model.offered import describe_run
 from diloco_jax.runtime.own_loop import introduce as subject
 from diloco_jax.runtime.own_loop.island import OwnIsland
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland

@@ -17,7 +17,7 @@ from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import Nesterov
 from diloco_jax.core.passes import Merger, Values
 from diloco_jax.core.shards import share
-from diloco_jax.runtime.model.offered import layout_of
+from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.own_loop.introduce import _whole
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.training.exchange.exchange import AdoptMode
