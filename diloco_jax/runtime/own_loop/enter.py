@@ -70,7 +70,7 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
         if here.run_dir is not None and is_over(here.run_dir):
             raise RunComplete(here.name, here.run_dir) from None
         raise
-    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.kinds))
+    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms))
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")
     if jax.process_count() > 1:

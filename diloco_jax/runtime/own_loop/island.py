@@ -199,7 +199,8 @@ def join(
             "own": it reads any data.
         corpus: Description of the data, a word or a digest that all islands must share.
         axes: Logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
-            or ("layers", None, None) for a stack; unnamed ones follow from the shape. The same on all islands.
+            or (None, "layers", None) for a stack; unnamed ones follow from the shape. The same on all islands, except
+            for the positions of stacks.
         evaluate: Function that evaluates the global model, given as the tree of `params`; see docs/join.md.
         transport: Certificates, token and timeouts of this machine; its address is not used.
         run_dir: Folder of tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else the run's name.
