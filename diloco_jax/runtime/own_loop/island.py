@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -40,6 +41,8 @@ from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize, island_
 from diloco_jax.runtime.learner.metrics import own_metrics
 from diloco_jax.runtime.learner.preemption import check_source, watch
 from diloco_jax.runtime.own_loop.introduce import introduce
+from diloco_jax.runtime.own_loop.loaders import Batches, loader_of
+from diloco_jax.runtime.own_loop.place import Place, find_place
 from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.signals import die_with_parent, stop_on_sigterm
@@ -61,6 +64,8 @@ STOPS = (KeyboardInterrupt, SystemExit)
 REASON_MAX = 100  # letters
 # Between two calls only the loop holds the arrays.
 NOTHING = TrainState({}, None)
+# What is known of the data of a loop that reads its own: its loader's state is saved and restored, or nothing.
+RESUMED, OWN = "resumed", "own"
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +78,7 @@ class OwnIsland:
         config: Config of the run.
         global_step: The run's global step when the next step starts, the same on all hosts; use it for schedules. With
             a budget of tokens it is the step that corresponds to the merged tokens.
+        loader: The batches of the loader that `join` got, from the restored position on; None without one.
     """
 
     def __init__(
@@ -84,10 +90,14 @@ class OwnIsland:
         data: str,
         flops_per_step: float,
         evaluate: Callable[[Any], Any] | None,
+        place: Callable[[], Place],
+        loader: Batches | None = None,
     ) -> None:
         self.name = joining.learner_id
         self.config = config = joining.config
         self.global_step = 0
+        self.loader = loader
+        self._place = place
         self._pulse = joining.pulse
         self._state = state
         self._stop = stop
@@ -113,6 +123,7 @@ class OwnIsland:
         self._several = joining.hosts is not None
         evaluation = OwnEvaluation(evaluate, state.given_back) if evaluate is not None else None
         self._host = joining.host(self._held, None, evaluation, stop)
+        self._host.loader = loader
         # The first process leads, the others follow.
         self._side: Joined | Follower | None
         if joining.hosts is not None and joining.hosts.host:
@@ -121,6 +132,18 @@ class OwnIsland:
             signals, flops_per_token = Signals(stop), flops_per_step / size.tokens
             metrics = own_metrics(self._host.run.config, self.name, state.devices, flops_per_token)
             self._side = Joined(joining, self._host, size, signals, PayloadSender(signals.fail), metrics)
+            if not self._leased:
+                self._side.reads(RESUMED if loader is not None and config.protocol.snapshot_every else OWN)
+
+    @property
+    def index(self) -> int:
+        """The number of this island's shard of own data, below `count`: the same at every start."""
+        return self._place().index
+
+    @property
+    def count(self) -> int:
+        """The number of shards of own data, `islands.count` of the run's config."""
+        return self._place().count
 
     def state(self) -> dict[str, Any]:
         """Wait for the state of the first step, and return it as {"params", "opt_state"}.
@@ -194,6 +217,8 @@ class OwnIsland:
         if self._leased and not self._asked:
             raise ValueError('next_samples() was not called for this step; call it, or join with data="own"')
         with self._pulse.step():
+            if self.loader is not None:
+                self.loader.stepped()
             self._held.state = self._state.taken(params, opt_state, "after_step()")
             values = scalars(metrics)
             side = self._side
@@ -272,6 +297,8 @@ class OwnIsland:
         if isinstance(side, Joined):
             going = side.begin()
             side.check_end()
+            if going and self.loader is not None:
+                side.resume_loader()
             self._next(side, going)
         else:
             self._follow()
@@ -319,6 +346,7 @@ def join(
     run_dir: str | Path | None = None,
     preemption: str = "",
     coordinator: str = "",
+    loader: Any = None,
 ) -> OwnIsland:
     """Join a run as an island that the caller's own loop steps; docs/join.md explains it with examples.
 
@@ -344,6 +372,8 @@ def join(
         run_dir: Folder of tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else the run's name.
         preemption: "gce", or a file whose appearance is a notice of preemption.
         coordinator: Address given to jax.distributed.initialize. "": DILOCO_COORDINATOR, or this machine's address.
+        loader: Loader of own data whose position is saved and restored, or a function (index, count, incarnation) that
+            returns one; docs/loaders.md lists them. Read its batches from `island.loader`. It needs data="own".
 
     Raises:
         ValueError: An argument is wrong, an array was donated, or the run has another model.
@@ -351,7 +381,7 @@ def join(
     """
     here = look(syncer, name, run_dir, coordinator)
     sizes = {"samples_per_step": samples_per_step, "tokens_per_step": tokens_per_step}
-    _check(sizes, data)
+    _check(sizes, data, loader)
     state = LoopState(params, opt_state, axes)
     del params, opt_state
     own = replace(transport or here.transport, address=here.syncer)
@@ -370,12 +400,16 @@ def join(
     pulse = island_pulse(config, folder, here.name, 0 if hosts is None else hosts.host)
     joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
     size = StepSize(samples_per_step, tokens_per_step, corpus)
-    return OwnIsland(joining, state, stop, size, data, flops_per_step, evaluate)
+    place = cache(partial(find_place, own, config, here.name))
+    batches = loader_of(loader, place, incarnation)
+    return OwnIsland(joining, state, stop, size, data, flops_per_step, evaluate, place, batches)
 
 
-def _check(sizes: Mapping[str, int], data: str) -> None:
+def _check(sizes: Mapping[str, int], data: str, loader: Any) -> None:
     for what, count in sizes.items():
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"{what} is {count!r}; give a whole number from 1")
     if data not in ("leased", "own"):
         raise ValueError(f'data is {data!r}; use "leased" or "own"')
+    if loader is not None and data != "own":
+        raise ValueError('a loader= reads data of its own order: give data="own" with it, or leave it out')
