@@ -119,7 +119,7 @@ class Counted:
 
 
 class Mark(NamedTuple):
-    """A loader's state, and how many batches had been read when it was taken."""
+    """A loader's state, and how many batches had been read when it was taken; negative before batches to skip."""
 
     read: int
     state: bytes
@@ -151,6 +151,8 @@ class Batches:
         self._read = self._trained = 0
         # Whether a batch is being read; the loader's own state is then that of neither batch.
         self._reading = False
+        # Whether the loop reads from here, and not from the loader itself.
+        self._used = False
         # States at batches from the newest trained one on, if the loop reads ahead.
         self._marks: deque[Mark] = deque()
         self._ahead = False
@@ -165,7 +167,7 @@ class Batches:
                 if not self._marks:
                     self._mark()
                 self._iterator = self._iterate()
-            self._reading = True
+            self._reading = self._used = True
         # Without the lock, because a step must not wait for a slow batch that a thread reads ahead.
         batch = next(self._iterator)
         with self._lock:
@@ -186,8 +188,7 @@ class Batches:
     def stepped(self) -> None:
         """Record that a step has trained its batches; ValueError if the loop reads more batches than it trains."""
         with self._lock:
-            # The loop reads from the loader itself.
-            if self._iterator is None:
+            if not self._used:
                 return
             self._trained = min(self._read, self._trained + self._per_step)
             waiting = self._read - self._trained
@@ -203,15 +204,15 @@ class Batches:
     def state(self) -> bytes:
         """Return the position after the batch that was trained last."""
         with self._lock:
-            if self._iterator is None:
-                found, skip = Mark(0, self._source.state()), 0
-            elif self._read == self._trained and not self._reading:
-                self._marks.clear()
-                found, skip = self._mark(), 0
+            if not self._used:
+                found, skip = self._source.state(), 0
             else:
-                found = next(mark for mark in reversed(self._marks) if mark.read <= self._trained)
-                skip = self._trained - found.read
-            return pack({"kind": self._kind, "skip": skip}) + b"\n" + found.state
+                known = any(mark.read == self._trained for mark in self._marks)
+                if not known and self._read == self._trained and not self._reading:
+                    self._mark()
+                newest = next(mark for mark in reversed(self._marks) if mark.read <= self._trained)
+                found, skip = newest.state, self._trained - newest.read
+            return pack({"kind": self._kind, "skip": skip}) + b"\n" + found
 
     def restore(self, state: bytes) -> None:
         """Continue after the batch of this position; ValueError if it is not of such a loader."""
@@ -221,13 +222,15 @@ class Batches:
         if kind != self._kind or not isinstance(skip, int) or skip < 0:
             raise ValueError(f"the state is of a loader with {kind!r}, and this one has {self._kind!r}")
         with self._lock:
-            self._source.restore(state[len(head) + 1 :])
+            found = state[len(head) + 1 :]
+            self._source.restore(found)
+            # Some loaders return their state before their first batch as if nothing had been restored.
+            self._marks = deque([Mark(-skip, found)])
             if skip:
                 self._iterator = self._iterate()
                 for number in range(skip):
                     if next(self._iterator, self) is self:
                         raise ValueError(f"the loader ended after {number} of the {skip} batches to skip")
-                self._mark()
 
 
 def loader(source: Any, *, batches_per_step: int = 1, by_count: bool = False) -> Batches:
