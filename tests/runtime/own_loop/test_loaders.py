@@ -47,7 +47,9 @@ def grain_prefetching() -> Any:
 
 
 def grain_mixed() -> Any:
-    odd, even = (grain.MapDataset.range(at, SAMPLES, 2).shuffle(seed=1).repeat(None).to_iter_dataset() for at in (0, 1))
+    parts = (grain.MapDataset.range(at, SAMPLES, 2).shuffle(seed=1).repeat(None) for at in (0, 1))
+    # One thread for each part, because this machine may have few processors.
+    odd, even = (part.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)) for part in parts)
     return grain.IterDataset.mix([odd, even], weights=[0.3, 0.7]).batch(BATCH)
 
 
