@@ -60,7 +60,7 @@ class StateName(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """What one process saved of itself: its shards, and the state of its loader, None if it had none."""
+    """State of one process: its shards, and the state of its loader, None if it had none."""
 
     leaves: Leaves
     loader: bytes | None = None

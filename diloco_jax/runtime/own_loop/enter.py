@@ -12,9 +12,9 @@ import jax
 from diloco_jax.runtime.island.join import meet
 from diloco_jax.runtime.learner.joined import Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.preemption import check_source, watch
+from diloco_jax.runtime.own_loop.data_shard import find_place
 from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.loaders import loader_of
-from diloco_jax.runtime.own_loop.place import find_place
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
 from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays

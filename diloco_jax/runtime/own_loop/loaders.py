@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from diloco_jax.runtime.island.loader_state import Loader
-from diloco_jax.runtime.own_loop.place import Place
+from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.plain import pack, unpack
 
 # A loop may read so many batches more than it has trained.
@@ -87,7 +87,7 @@ class TensorFlowIterator:
             self._checkpoint().read(f"{folder}/position").assert_consumed()
 
 
-class Counted:
+class CountedBatches:
     """Any iterable that yields the same batches at every start; its state is the number of batches that were read."""
 
     kind = "count"
@@ -118,7 +118,7 @@ class Counted:
                 raise ValueError(f"it ended after {self._count} of the {count} batches to skip") from None
 
 
-class Mark(NamedTuple):
+class Position(NamedTuple):
     """A loader's state, and how many batches had been read when it was taken; negative before batches to skip."""
 
     read: int
@@ -154,7 +154,7 @@ class Batches:
         # Whether the loop reads from here, and not from the loader itself.
         self._used = False
         # States at batches from the newest trained one on, if the loop reads ahead.
-        self._marks: deque[Mark] = deque()
+        self._marks: deque[Position] = deque()
         self._ahead = False
         self._rest_until_s = 0.0
 
@@ -177,9 +177,9 @@ class Batches:
                 self._mark()
         return batch
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> Position:
         began_s = time.monotonic()
-        found = Mark(self._read, self._source.state())
+        found = Position(self._read, self._source.state())
         ended_s = time.monotonic()
         self._rest_until_s = ended_s + STATE_SHARE * (ended_s - began_s)
         self._marks.append(found)
@@ -194,8 +194,8 @@ class Batches:
             waiting = self._read - self._trained
             if waiting > AHEAD_MAX:
                 raise ValueError(
-                    f"the loop has read {waiting} batches more than its steps trained ({self._per_step} per step): give "
-                    "the true number, join(loader=diloco_jax.loader(source, batches_per_step=N))"
+                    f"the loop has read {waiting} batches more than its steps trained ({self._per_step} per step): "
+                    "give the true number: loader=diloco_jax.loader(source, batches_per_step=N)"
                 )
             self._ahead = self._ahead or self._reading or waiting > 0
             while len(self._marks) > 1 and self._marks[1].read <= self._trained:
@@ -216,7 +216,7 @@ class Batches:
 
     def restore(self, state: bytes) -> None:
         """Continue after the batch of this position; ValueError if it is not of such a loader."""
-        head, line, rest = state[:HEAD_BYTES_MAX].partition(b"\n")
+        head, line, _ = state[:HEAD_BYTES_MAX].partition(b"\n")
         about = json.loads(head) if line else {}
         kind, skip = about.get("kind"), about.get("skip")
         if kind != self._kind or not isinstance(skip, int) or skip < 0:
@@ -225,7 +225,7 @@ class Batches:
             found = state[len(head) + 1 :]
             self._source.restore(found)
             # Some loaders return their state before their first batch as if nothing had been restored.
-            self._marks = deque([Mark(-skip, found)])
+            self._marks = deque([Position(-skip, found)])
             if skip:
                 self._iterator = self._iterate()
                 for number in range(skip):
@@ -252,7 +252,7 @@ def loader(source: Any, *, batches_per_step: int = 1, by_count: bool = False) ->
     if isinstance(source, Batches):
         return source
     if by_count:
-        counted = Counted(source)
+        counted = CountedBatches(source)
         return Batches(counted, lambda: counted, counted.kind, batches_per_step)
     known = adapted(source)
     # A dataset of Grain or tf.data has no position; its iterator does.
@@ -269,7 +269,7 @@ def loader(source: Any, *, batches_per_step: int = 1, by_count: bool = False) ->
     return Batches(found, lambda: iter(source), kind, batches_per_step)
 
 
-def loader_of(given: Any, place: Callable[[], Place], incarnation: int) -> Batches | None:
+def loader_of(given: Any, place: Callable[[], DataShard], incarnation: int) -> Batches | None:
     """Return the batches of `join`'s loader, a source or a function (index, count, incarnation) that makes one."""
     if given is None:
         return None

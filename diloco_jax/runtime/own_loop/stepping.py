@@ -28,9 +28,9 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
 from diloco_jax.runtime.learner.metrics import own_metrics
+from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
 from diloco_jax.runtime.own_loop.loaders import Batches
-from diloco_jax.runtime.own_loop.place import Place
 from diloco_jax.runtime.own_loop.trees import LoopArrays
 from diloco_jax.runtime.records.signals import stop_on_sigterm
 
@@ -75,7 +75,7 @@ class SteppedIsland:
         data: str,
         flops_per_step: float,
         evaluate: Callable[[Any], Any] | None,
-        place: Callable[[], Place],
+        place: Callable[[], DataShard],
         loader: Batches | None = None,
     ) -> None:
         self.name, self.incarnation = joining.learner_id, joining.incarnation

@@ -1,4 +1,4 @@
-"""What is known of the data that each learner's loop read: exactly once by lease, resumed by a loader's state, or own.
+"""Guarantees of the data that each learner's loop read: exactly once by lease, resumed by a loader's state, or own.
 
 A loader's position is counted in steps. A life whose loader continued after step s of an earlier life starts s steps
 after that life's start, so the steps that trained a position again follow from the tapes.
@@ -15,7 +15,7 @@ UNKNOWN, OWN, RESUMED, LEASED = GUARANTEES = "unknown", "own", "resumed", "lease
 
 
 class DataOfLife(NamedTuple):
-    """What the tape of one life of a learner shows of its data."""
+    """Data of one life of a learner, as its tape shows it."""
 
     learner_id: str
     incarnation: int

@@ -15,8 +15,8 @@ from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.loader_state import LOADER_BYTES_MAX, bounded, restored
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.own_loop import loaders
+from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.loaders import Batches, loader_of
-from diloco_jax.runtime.own_loop.place import Place
 from diloco_jax.runtime.own_loop.plain import pack, unpack
 
 pytestmark = pytest.mark.timeout(60)
@@ -259,8 +259,8 @@ def test_a_source_without_a_state_is_refused_with_the_remedy(source: Callable[[]
 def test_join_calls_a_function_with_the_islands_place() -> None:
     asked: list[Any] = []
 
-    def place() -> Place:
-        return Place(1, 3)
+    def place() -> DataShard:
+        return DataShard(1, 3)
 
     def make(*given: int) -> Any:
         asked.append(given)

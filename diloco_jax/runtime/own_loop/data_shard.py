@@ -10,14 +10,14 @@ from diloco_jax.transport.link import TransportConfig
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class DataShard(NamedTuple):
     """An island's shard: `index` from 0, the same at every start, of `count` shards."""
 
     index: int
     count: int
 
 
-def find_place(transport: TransportConfig, config: RunConfig, name: str) -> Place:
+def find_place(transport: TransportConfig, config: RunConfig, name: str) -> DataShard:
     """Ask the syncer for the island's place among `islands.count` shards.
 
     Raises:
@@ -38,4 +38,4 @@ def find_place(transport: TransportConfig, config: RunConfig, name: str) -> Plac
             f"{name} is island number {number} of a run with islands.count {count}, so it reads the shard of another "
             "island too; raise islands.count for a shard of its own"
         )
-    return Place((number - 1) % count, count)
+    return DataShard((number - 1) % count, count)
