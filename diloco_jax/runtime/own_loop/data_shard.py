@@ -1,4 +1,4 @@
-"""The place of an island among all islands, for the shards of its own data."""
+"""The place of an island among all islands, for its shard of the data."""
 
 import logging
 from typing import NamedTuple
@@ -30,12 +30,12 @@ def find_place(transport: TransportConfig, config: RunConfig, name: str) -> Data
         if name not in names:
             raise ValueError(
                 f"the syncer at {transport.address} gave {name} no number: it is of an earlier release, or too many "
-                f"names have one. Use the names {names[0]} to {names[-1]}, or shard the data by a number of your own"
+                f"names have one. Use the names {names[0]} to {names[-1]}, or shard the data by your own number"
             )
         number = names.index(name) + 1
     if number > count:
         log.warning(
             f"{name} is island number {number} of a run with islands.count {count}, so it reads the shard of another "
-            "island too; raise islands.count for a shard of its own"
+            "island too; raise islands.count for a separate shard"
         )
     return DataShard((number - 1) % count, count)

@@ -48,7 +48,7 @@ def check_options(options: LoopOptions) -> None:
     if (data := options.get("data", "leased")) not in ("leased", "own"):
         raise ValueError(f'data is {data!r}; use "leased" or "own"')
     if options.get("loader") is not None and data != "own":
-        raise ValueError('a loader= reads data of its own order: give data="own" with it, or leave it out')
+        raise ValueError('a loader= has its own order of the data: give data="own" with it, or leave it out')
 
 
 def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> SteppedIsland:

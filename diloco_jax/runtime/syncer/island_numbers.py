@@ -1,4 +1,4 @@
-"""The numbers of islands, for the shards of their own data: one number per name, the same at every start."""
+"""The numbers of islands, for shards of data: one number per name, the same at every start."""
 
 import json
 import logging
@@ -52,5 +52,5 @@ def _read(path: Path) -> dict[str, int]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        log.warning(f"{path} cannot be read ({error!r}); islands get numbers in the order in which they ask")
+        log.warning(f"{path} cannot be read ({error!r}); islands get numbers in the order of their requests")
         return {}
