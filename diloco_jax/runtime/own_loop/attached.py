@@ -173,7 +173,9 @@ class AttachedIsland:
 
     @property
     def loader(self) -> Batches | None:
-        """Return the batches of the loader, from the restored position on; None without one."""
+        """Return the batches of the loader, at the position that the first access to `training` restores, or None."""
+        if self._island.loader is not None:
+            self._begin()
         return self._island.loader
 
     @property

@@ -69,7 +69,13 @@ class OwnIsland:
 
     @property
     def loader(self) -> Batches | None:
-        """Return the batches of the loader, from the restored position on; None without one."""
+        """Return the batches of the loader, from the restored position on; None without one.
+
+        Raises:
+            ValueError: `state` has not restored the position yet.
+        """
+        if not self._handed and self._island.loader is not None:
+            raise ValueError("island.loader before state(): call state() first, which restores the loader's position")
         return self._island.loader
 
     @property
