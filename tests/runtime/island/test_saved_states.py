@@ -122,7 +122,8 @@ def test_the_position_of_a_loader_is_saved_with_the_shards_of_its_step_or_not_at
     assert save(saves, 24) == ""
     assert saves.save(stage_shards(arrays(48.0)), name(48), 24, position).result() == ""
     # A save of a release without loaders, or of an island without one, has none.
-    assert saves.read(name(24)).loader is None and "loader" not in json.loads((folder / "step_00000024.json").read_text())
+    assert saves.read(name(24)).loader is None
+    assert "loader" not in json.loads((folder / "step_00000024.json").read_text())
     assert saves.read(name(48)).loader == position
     assert_restores(saves, 48, 48.0)
     (folder / "step_00000048.loader").write_bytes(position[:-1])

@@ -16,11 +16,13 @@ import yaml
 from tests.runtime.helpers import ROOT, call, json_lines, kill_processes, merged, notes, start, wait_for
 from tests.runtime.own_loop.test_join import OWN, island_pid
 
-pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 LOOP = HERE / "reading_loop.py"
 EVERY = 20
+# TensorFlow and torchdata, beside the packages of this interpreter.
+OTHERS = Path.home() / ".cache" / "diloco-trainers" / f"loaders-py{sys.version_info.major}{sys.version_info.minor}"
 
 
 @pytest.fixture
@@ -32,8 +34,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     kill_processes(tmp_path)
 
 
-def train(folder: Path, **changes: Any) -> "subprocess.Popen[str]":
-    own = merged(OWN, {"islands": {"command": [sys.executable, str(LOOP)]}, "protocol": {"snapshot_every": EVERY}})
+def train(folder: Path, python: str, **changes: Any) -> "subprocess.Popen[str]":
+    own = merged(OWN, {"islands": {"command": [python, str(LOOP)]}, "protocol": {"snapshot_every": EVERY}})
     path = folder / "own.yaml"
     path.write_text(yaml.safe_dump(merged(own, changes)), encoding="utf-8")
     return start("train", path, "--quiet", "--run-dir", folder / "run", step_s=0.04)
@@ -50,15 +52,15 @@ def reads(folder: Path, name: str, host: int = 0) -> dict[int, list[list[int]]]:
     return found
 
 
-def uninterrupted(index: int, count: int, batches: int) -> list[list[int]]:
+def uninterrupted(python: str, index: int, count: int, batches: int) -> list[list[int]]:
     """The batches of an island's shard, read in one go by a process that knows no island."""
     code = (
         f"import sys, json, itertools; sys.path.insert(0, {str(HERE)!r}); import reading_loop\n"
         f"found = itertools.islice(iter(reading_loop.batches({index}, {count})), {batches})\n"
-        "print(json.dumps([batch.tolist() for batch in found]))"
+        "print(json.dumps([reading_loop.numbers(batch) for batch in found]))"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
@@ -82,37 +84,80 @@ def check_sequence(folder: Path, name: str, want: list[list[int]], host: int = 0
     return at, len(before) - at
 
 
-def test_two_kinds_of_loaders_continue_after_a_kill_where_the_newest_save_was(tmp_path: Path, run_dir: Path) -> None:
-    process = train(tmp_path, train={"steps": 700})
+def kill_once(run_dir: Path, name: str) -> None:
+    """Kill an island that has saved a state, and wait until it makes steps again."""
+    wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.loader")), f"a saved state of {name}")
+    os.kill(island_pid(run_dir, name), signal.SIGKILL)
+    wait_for(lambda: notes(run_dir, "joined", name) == 2, f"the return of {name}")
+
+    def steps_again() -> bool:
+        newest = max((run_dir / "tapes").glob(f"{name}.*"), key=lambda path: path.name)
+        return sum(line[0] == "step" for line in json_lines(newest)) > 5
+
+    wait_for(steps_again, f"steps of {name}")
+
+
+def kill_and_return(tmp_path: Path, python: str) -> None:
+    """Two islands with different loaders: each is killed and returns, and the audit counts what they trained again."""
+    run_dir = tmp_path / "run"
+    process = train(tmp_path, python, train={"steps": 700})
     for name in ("island-1", "island-0"):
-        wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.loader")), f"a saved state of {name}")
-        os.kill(island_pid(run_dir, name), signal.SIGKILL)
-        wait_for(lambda: notes(run_dir, "joined", name) == 2, f"the return of {name}")
-        tape = lambda: max((run_dir / "tapes").glob(f"{name}.*"), key=lambda path: path.name)  # noqa: E731
-        wait_for(lambda: sum(line[0] == "step" for line in json_lines(tape())) > 5, f"steps of {name}")
-    output, _ = process.communicate(timeout=200)
+        kill_once(run_dir, name)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     audit = json.loads(call("audit", run_dir, "--json").stdout)
     text = call("audit", run_dir).stdout
     assert "no loop read what the syncer leased" in text and "every sample has one fate" not in text
     assert audit["violations"] == 0 and sorted(audit["data"]) == ["island-0", "island-1"]
     for index, name in enumerate(audit["data"]):
-        _, overlap = check_sequence(tmp_path, name, uninterrupted(index, 2, 1000))
+        _, overlap = check_sequence(tmp_path, name, uninterrupted(python, index, 2, 1000))
         found = audit["data"][name]
         # A batch may be read, and its step not be finished, when the island is killed.
         assert found["guarantee"] == "resumed" and 0 <= overlap - found["steps_again"] <= 1, (found, overlap)
         assert f"{name}: resumed" in text and f"shard {index} of 2" in (run_dir / "logs" / f"{name}.log").read_text()
 
 
+@pytest.mark.long
+def test_two_kinds_of_loaders_continue_after_a_kill_where_the_newest_save_was(tmp_path: Path, run_dir: Path) -> None:
+    kill_and_return(tmp_path, sys.executable)
+
+
+@pytest.fixture(scope="module")
+def others() -> str:
+    """An interpreter with TensorFlow and torchdata; the other packages are those of this one."""
+    python = OTHERS / "bin" / "python"
+    if not (OTHERS / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", OTHERS], check=True)
+        for words in (["tensorflow-cpu==2.21.0"], ["--no-deps", "torchdata==0.11.0"]):
+            done = subprocess.run([python, "-m", "pip", "install", "-q", *words], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"pip cannot install {words[-1]}: {done.stderr[-300:]}")
+        (OTHERS / "complete").touch()
+    (site,) = (OTHERS / "lib").glob("python*/site-packages")
+    shared = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "shared.pth").write_text("".join(f"{path}\n" for path in shared), encoding="utf-8")
+    return str(python)
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("kinds", ["tensorflow,torchdata", "hugging_face,tensorflow"])
+def test_loaders_of_other_libraries_continue_after_a_kill(
+    kinds: str, tmp_path: Path, run_dir: Path, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_TEST_LOADERS", kinds)
+    kill_and_return(tmp_path, others)
+
+
+@pytest.mark.long
 def test_all_hosts_of_an_island_continue_at_the_same_batch(tmp_path: Path, run_dir: Path) -> None:
     islands = {"count": 1, "hosts": 2, "devices": 4}
-    process = train(tmp_path, islands=islands, train={"steps": 160}, protocol={"sync_every": 3})
+    process = train(tmp_path, sys.executable, islands=islands, train={"steps": 160}, protocol={"sync_every": 3})
     states = run_dir / "states" / "island-0"
     wait_for(lambda: all(any(states.glob(f"host-{host}-of-2/*.loader")) for host in (0, 1)), "states of both hosts")
     wait_for(lambda: len(list(islice(states.glob("host-0-of-2/*.json"), 2))) == 2, "a second state")
     os.kill(island_pid(run_dir, "island-0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output
-    want = uninterrupted(0, 1, 400)
+    want = uninterrupted(sys.executable, 0, 1, 400)
     found = {check_sequence(tmp_path, "island-0", want, host)[0] for host in (0, 1)}
     assert len(found) == 1
