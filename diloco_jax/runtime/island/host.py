@@ -236,12 +236,12 @@ class Host:
         found, self._read_loader = self._read_loader, None
         if self.loader is None:
             return False
-        resumes = name is not None and found is not None and found[0] == name and found[1] is not None
-        if resumes:
-            restored(self.loader, found[1], name.global_step)
+        state = found[1] if name is not None and found is not None and found[0] == name else None
+        if name is not None and state is not None:
+            restored(self.loader, state, name.global_step)
         # A state that cannot be saved is reported before the first step.
         bounded(self.loader)
-        return resumes
+        return state is not None
 
     def forget_saved(self) -> None:
         """Free the state that was read from disk."""

@@ -1,7 +1,7 @@
 """The place of an island among all islands, for its shard of the data."""
 
 import logging
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.greeting import ask_description
@@ -10,7 +10,8 @@ from diloco_jax.transport.link import TransportConfig
 log = logging.getLogger(__name__)
 
 
-class DataShard(NamedTuple):
+@dataclass(frozen=True)
+class DataShard:
     """An island's shard: `index` from 0, the same at every start, of `count` shards."""
 
     index: int

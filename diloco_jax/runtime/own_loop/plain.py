@@ -33,7 +33,7 @@ def _plain(value: Any, path: str, depth: int) -> Any:
     below = depth - 1
     if value is None or isinstance(value, bool | int | float | str):
         # A subclass, such as an enumeration's, would come back as another type.
-        plain = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+        plain: Any = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
         return value if plain is None else plain(value)
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and KIND not in value:
