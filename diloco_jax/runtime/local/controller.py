@@ -24,7 +24,7 @@ import jax
 from diloco_jax.protocol.messages import RUN_COMPLETE
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
-from diloco_jax.runtime.local.pathways import WAITS, Slices, Wait
+from diloco_jax.runtime.local.pathways import WAITS, LentSlices, Wait
 from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, pause_s
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.status import complete, last_state
@@ -101,7 +101,7 @@ class IslandsRun:
     devices: Sequence[jax.Device] | None = None
     kind: type[LearnerRun] = LearnerRun
     # Set on Pathways, which may take slices away.
-    slices: Slices | None = None
+    slices: LentSlices | None = None
 
     def __post_init__(self) -> None:
         self._devices = split_devices(self.config, jax.devices() if self.devices is None else self.devices)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class LentSlices:
     """Slices that Pathways may take away from their islands."""
 
     # The module pathwaysutils.elastic.elastic.
@@ -92,7 +92,7 @@ class Slices:
         return "back" if failed.is_set() or time.monotonic() - began_s > ANSWER_S else "there"
 
 
-def use_pathways() -> Slices:
+def use_pathways() -> LentSlices:
     """Let JAX use the devices of Pathways, before it looks for others.
 
     Raises:
@@ -123,4 +123,4 @@ def use_pathways() -> Slices:
             f"islands.pathways is set, but JAX uses {chosen.platform} first, because JAX_PLATFORMS is {platforms!r}: "
             f"set JAX_PLATFORMS={PROXY}"
         )
-    return Slices(elastic)
+    return LentSlices(elastic)

@@ -27,14 +27,14 @@ NAME = "islands"
 POD_NAME_MAX = 63
 
 
-class Share(NamedTuple):
+class ContainerLimits(NamedTuple):
     """The limits of a container of the head."""
 
     cpus: int
     gb: int
 
 
-MANAGER, PROXY = Share(8, 32), Share(16, 100)
+MANAGER, PROXY = ContainerLimits(8, 32), ContainerLimits(16, 100)
 
 
 def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan:

@@ -22,7 +22,7 @@ from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.local import controller
 from diloco_jax.runtime.local.controller import IslandsRun
 from diloco_jax.runtime.local.machine import need_proxy
-from diloco_jax.runtime.local.pathways import WAITS, Slices, use_pathways
+from diloco_jax.runtime.local.pathways import WAITS, LentSlices, use_pathways
 from diloco_jax.runtime.records.files import ADDRESS_FILE, STATES, SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.liveness import read_phases
 from diloco_jax.settings.text import load
@@ -34,8 +34,8 @@ LOSS = jax.errors.JaxRuntimeError(LOST)
 ELASTIC = elastic()
 
 
-def slices(*answers: Any, recognises: Callable[[Exception], bool] | None = None) -> Slices:
-    """Slices whose test gives these answers in turn, then the last one for ever; an exception is raised."""
+def slices(*answers: Any, recognises: Callable[[Exception], bool] | None = None) -> LentSlices:
+    """Slices whose test gives these answers in turn, then the last one forever; an exception is raised."""
     told = iter(answers)
     last = [answers[-1]]
 
@@ -47,7 +47,7 @@ def slices(*answers: Any, recognises: Callable[[Exception], bool] | None = None)
 
     recognise = recognises or (lambda error, **_: ELASTIC.is_error_due_to_slice_down(error, log_traceback=False))
     module: Any = SimpleNamespace(is_error_due_to_slice_down=recognise, get_active_slice_indices=active)
-    return Slices(module, poll_s=0.0)
+    return LentSlices(module, poll_s=0.0)
 
 
 def raised_from(error: Exception, cause: Exception) -> Exception:
@@ -69,7 +69,7 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_only_the_errors_of_a_lost_slice_are_taken_for_one(error: Exception, lost: bool) -> None:
-    assert Slices(ELASTIC).caused(error) is lost
+    assert LentSlices(ELASTIC).caused(error) is lost
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_a_test_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     hangs = threading.Event()
     module: Any = SimpleNamespace(get_active_slice_indices=lambda _: hangs.wait(20) and {0})
     began_s = time.monotonic()
-    assert Slices(module).wait([], 60.0, lambda: time.monotonic() - began_s > 0.2) == "over"
-    assert Slices(module).wait([], 0.2, lambda: False) == "away"
+    assert LentSlices(module).wait([], 60.0, lambda: time.monotonic() - began_s > 0.2) == "over"
+    assert LentSlices(module).wait([], 0.2, lambda: False) == "away"
     hangs.set()
 
 
 class Fleet:
     """Two scripted islands on slices; `body` makes one life of an island."""
 
-    def __init__(self, folder: Path, body: Callable[[str, int], str], found: Slices, **islands: Any) -> None:
+    def __init__(self, folder: Path, body: Callable[[str, int], str], found: LentSlices, **islands: Any) -> None:
         config = load(write_config(folder, islands={**ONE, "devices": 2, **islands}, protocol={"quorum": 1}))
         self.starts: Counter[str] = Counter()
         self.explained: list[str] = []
@@ -287,8 +287,7 @@ SLOW_STEP_S = 1.0
 class Story:
     """Two islands behind a proxy: the slice of island-1 is taken once the island has saved a state.
 
-    Island-0 merges alone meanwhile. It makes slow steps while island-1 starts or comes back, so that the run does not end
-    before.
+    Island-0 merges alone meanwhile. It makes slow steps while island-1 starts or comes back, so that the run lasts.
     """
 
     ALONE = 5
@@ -355,7 +354,7 @@ def test_a_slice_goes_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.Mo
     run_dir, stop = tmp_path / "run", threading.Event()
     story: Any = Story(proxy, run_dir)
     syncer = start("syncer", path, "--run-dir", run_dir)
-    slices = Slices(ELASTIC, poll_s=0.2)
+    slices = LentSlices(ELASTIC, poll_s=0.2)
     try:
         wait_for((run_dir / ADDRESS_FILE).exists, "the syncer's address")
         address = wait_for(lambda: (run_dir / ADDRESS_FILE).read_text(), "the syncer's address")

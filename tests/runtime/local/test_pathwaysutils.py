@@ -1,4 +1,4 @@
-"""The tests of Pathways with the package pathwaysutils itself, in an environment of its own beside this one."""
+"""The tests of Pathways with the package pathwaysutils itself, in a separate environment."""
 
 import os
 import subprocess
