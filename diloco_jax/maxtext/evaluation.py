@@ -51,4 +51,5 @@ class MaxTextEvaluation:
 
 def with_model(state: nnx.State, model: nnx.State) -> nnx.State:
     """Return MaxText's state with another model, and the same optimizer."""
-    return nnx.State({**dict(state.items()), "model": model})
+    rest = [(keys, leaf) for keys, leaf in nnx.to_flat_state(state) if keys[0] != "model"]
+    return nnx.from_flat_state([*((("model", *keys), leaf) for keys, leaf in nnx.to_flat_state(model)), *rest])
