@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
     from diloco_jax.runtime.learner.run import LearnerRun
     from diloco_jax.runtime.own_loop.island import OwnIsland, join
+    from diloco_jax.runtime.own_loop.loaders import loader
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
@@ -30,6 +31,7 @@ _HOMES = {
     "LearnerRun": "runtime.learner.run",
     "OwnIsland": "runtime.own_loop.island",
     "join": "runtime.own_loop.island",
+    "loader": "runtime.own_loop.loaders",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
     "Island": "training.island",
@@ -52,6 +54,7 @@ __all__ = [
     "dump",
     "join",
     "load",
+    "loader",
 ]
 
 

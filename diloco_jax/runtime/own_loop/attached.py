@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int64
 
 from diloco_jax.runtime.own_loop.enter import LoopOptions, check_options, enter
+from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopTensors, check_moments
 from diloco_jax.settings.run import RunConfig
@@ -169,6 +170,21 @@ class AttachedIsland:
     def local_step(self) -> int:
         """Return the number of steps that this start of the island has finished."""
         return self._island.local_step
+
+    @property
+    def loader(self) -> Batches | None:
+        """Return the batches of the loader, from the restored position on; None without one."""
+        return self._island.loader
+
+    @property
+    def index(self) -> int:
+        """Return the number of this island's shard of own data, below `count`; it is the same at every start."""
+        return self._island.place().index
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards of own data, `islands.count` of the run's config."""
+        return self._island.place().count
 
     @property
     def training(self) -> bool:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -11,7 +12,9 @@ import jax
 from diloco_jax.runtime.island.join import meet
 from diloco_jax.runtime.learner.joined import Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.preemption import check_source, watch
+from diloco_jax.runtime.own_loop.data_shard import find_place
 from diloco_jax.runtime.own_loop.introduce import introduce
+from diloco_jax.runtime.own_loop.loaders import loader_of
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
 from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays
@@ -34,6 +37,7 @@ class LoopOptions(TypedDict):
     run_dir: NotRequired[str | Path | None]
     preemption: NotRequired[str]
     coordinator: NotRequired[str]
+    loader: NotRequired[Any]
 
 
 def check_options(options: LoopOptions) -> None:
@@ -43,6 +47,8 @@ def check_options(options: LoopOptions) -> None:
             raise ValueError(f"{what} is {count!r}; give a whole number from 1")
     if (data := options.get("data", "leased")) not in ("leased", "own"):
         raise ValueError(f'data is {data!r}; use "leased" or "own"')
+    if options.get("loader") is not None and data != "own":
+        raise ValueError('a loader= reads data of its own order: give data="own" with it, or leave it out')
 
 
 def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> SteppedIsland:
@@ -66,7 +72,9 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
     size = StepSize(options["samples_per_step"], options["tokens_per_step"], options.get("corpus", ""))
     flops_per_step = options.get("flops_per_step", 0.0)
-    return SteppedIsland(joining, arrays, stop, size, data, flops_per_step, options.get("evaluate"))
+    place = cache(partial(find_place, own, config, here.name))
+    loader = loader_of(options.get("loader"), place, incarnation)
+    return SteppedIsland(joining, arrays, stop, size, data, flops_per_step, options.get("evaluate"), place, loader)
 
 
 def _sizes(options: LoopOptions) -> Mapping[str, int]:

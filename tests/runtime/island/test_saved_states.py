@@ -45,7 +45,7 @@ def save(saves: SavedStates, global_step: int, kept: int = -1, seed: float = 0.0
 
 
 def assert_restores(saves: SavedStates, global_step: int, seed: float, devices: int = 1) -> None:
-    found, want = saves.read(name(global_step)), arrays(seed)
+    found, want = saves.read(name(global_step)).leaves, arrays(seed)
     check_fits(found, layouts(devices), StateLayout(want).by_name)
     assert found.keys() == want.keys()
     for key, value in want.items():
@@ -136,7 +136,7 @@ def test_shards_of_another_model_or_mesh_do_not_fit() -> None:
     whole, described = arrays(), StateLayout(arrays()).by_name
     saves = SavedStates(["memory://fits"])
     save(saves, 24)
-    leaves = saves.read(name(24))
+    leaves = saves.read(name(24)).leaves
     with pytest.raises(ValueError, match="another model or optimizer, which differs in 'optimizer/count'"):
         check_fits(leaves, layouts(1), described | {"optimizer/count": jnp.zeros(2)})
     staged = stage_shards(arrays(devices=2))
@@ -144,7 +144,7 @@ def test_shards_of_another_model_or_mesh_do_not_fit() -> None:
     kept = staged._replace(shards=[staged.shards[at] for at in half], copies=[staged.copies[at] for at in half])
     saves.save(kept, name(48), 24).result()
     with pytest.raises(ValueError, match="another mesh or other hosts: it lacks a part of 'optimizer/mu/a'"):
-        check_fits(saves.read(name(48)), layouts(1), StateLayout(whole).by_name)
+        check_fits(saves.read(name(48)).leaves, layouts(1), StateLayout(whole).by_name)
     fsspec.filesystem("memory").store.clear()
 
 
