@@ -57,7 +57,7 @@ class HeldArrays:
     def __init__(self, holder: Holder, axes: Mapping[str, LogicalAxes] | None = None) -> None:
         self._holder = holder
         self._tensors = LoopTensors(dict(holder.params), {**holder.axes, **(axes or {})})
-        self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
+        self.forms, self.shapes, self.devices = self._tensors.forms, self._tensors.shapes, self._tensors.devices
         moments = holder.moments()
         check_moments(moments)
         self._moments_tree: Any = jax.tree.structure(moments)
@@ -97,7 +97,7 @@ class HeldArrays:
         return {path: self._tensors.returned(path, leaf) for path, leaf in params.items()}
 
     def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Return host values as parameters by path, in the loop's types and layouts."""
+        """Return canonical host values as parameters by path, in the loop's types and layouts."""
         return {path: self._tensors.placed(path, value) for path, value in values.items()}
 
     def _moments(self) -> Any:

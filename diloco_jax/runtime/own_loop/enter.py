@@ -57,7 +57,7 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     here = look(syncer, options.get("name"), options.get("run_dir"), options.get("coordinator", ""))
     own = replace(options.get("transport") or here.transport, address=here.syncer)
     await_listener(own, here.given_by, log.warning)
-    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.kinds))
+    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms))
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")
     if jax.process_count() > 1:
