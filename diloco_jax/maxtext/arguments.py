@@ -7,11 +7,12 @@ must differ between islands: `data_shuffle_seed` and `run_name`, the folder of M
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 # What an island reads: all data in an order of its own, its part of the data, what the syncer leases, or the same data
 # in the same order as every other island.
 Data = Literal["seed", "shard", "leased", "same"]
+DATA: tuple[Data, ...] = get_args(Data)
 # A seed of NumPy's and of grain's generators.
 SEED_MAX = 2**31 - 1
 # These modes of MaxText train in another way than an island does.

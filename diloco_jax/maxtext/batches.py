@@ -1,9 +1,7 @@
-"""MaxText's data as an island reads it: by lease, in parts, and continued after a failure."""
+"""MaxText's data as an island reads it: by lease, or a shard of its own."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Protocol
 
 import grain.python as grain
@@ -148,32 +146,7 @@ def leased_pipeline(pipeline: Any, leases: Leases) -> Iterator[None]:
         yield
 
 
-class Position:
-    """The position of MaxText's iterator, to be saved with the island's state, and restored after a failure.
-
-    Raises:
-        ValueError: MaxText's iterator has no position.
-    """
-
-    def __init__(self, iterator: Any) -> None:
-        every = iterator if isinstance(iterator, list) else [iterator]
-        self._inner = [getattr(each, "local_iterator", None) for each in every]
-        if not all(hasattr(each, "get_state") and hasattr(each, "set_state") for each in self._inner):
-            raise ValueError(f"{type(every[0]).__name__} of MaxText has no position; use dataset_type=grain or hf")
-
-    def state(self) -> bytes:
-        """Return the position after the batch that was read last."""
-        return json.dumps([_as_text(each.get_state()) for each in self._inner]).encode()
-
-    def restore(self, state: bytes) -> None:
-        """Continue after the batch of this position; ValueError if it is a position of other iterators."""
-        found = json.loads(state)
-        if not isinstance(found, list) or len(found) != len(self._inner):
-            raise ValueError(f"the saved position is of another number of iterators than {len(self._inner)}")
-        for each, part in zip(self._inner, found, strict=True):
-            each.set_state(part["text"].encode() if "text" in part else part["state"])
-
-
-def _as_text(state: Any) -> dict[str, Any]:
-    # Grain's DataLoader has its position as bytes of JSON, its datasets have a dict.
-    return {"text": state.decode()} if isinstance(state, bytes) else {"state": state}
+def position_of(iterator: Any) -> Any:
+    """Return the part of MaxText's iterator whose position an island can save; None if it has none."""
+    inner = getattr(iterator, "local_iterator", None)
+    return inner if hasattr(inner, "get_state") and hasattr(inner, "set_state") else None

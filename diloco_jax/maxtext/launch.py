@@ -1,5 +1,6 @@
 """MaxText's pre-training as an island, from its arguments to its end."""
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import jax
 import maxtext
 from maxtext.input_pipeline import grain_data_processing as pipeline
@@ -16,10 +18,13 @@ from maxtext.utils import train_utils
 from diloco_jax.maxtext.arguments import Data, read_arguments, with_defaults
 from diloco_jax.maxtext.batches import Leases, leased_pipeline, replaced, sharded
 from diloco_jax.maxtext.loop import IslandLoop
+from diloco_jax.runtime.own_loop.data_shard import find_place
 from diloco_jax.runtime.own_loop.surroundings import COORDINATOR_ENV, HOST_ENV, HOSTS_ENV, look
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import ask_description
 from diloco_jax.transport.endpoints.reach import await_listener
+
+log = logging.getLogger(__name__)
 
 
 def run(
@@ -28,7 +33,6 @@ def run(
     *,
     name: str | None = None,
     data: Data = "seed",
-    shard: tuple[int, int] = (0, 1),
     **options: Any,
 ) -> None:
     """Train with MaxText as an island, until the run ends.
@@ -38,7 +42,6 @@ def run(
         syncer: host:port of the syncer. None: DILOCO_SYNCER.
         name: Name of the island. None: DILOCO_ISLAND.
         data: What the island reads; docs/maxtext.md explains the choices.
-        shard: Index and number of parts for `data="shard"`.
         options: More options of `diloco_jax.join`, such as `transport`, `run_dir` and `preemption`.
 
     Raises:
@@ -49,25 +52,29 @@ def run(
     given = read_arguments(words, Path(maxtext.__file__).parent / "configs")
     here = look(syncer, name, options.get("run_dir"), options.get("coordinator", ""))
     transport = replace(options.get("transport") or here.transport, address=here.syncer)
-    await_listener(transport, here.given_by, print)
+    # MaxText's own lines and those of the island, as when MaxText is started by its own command.
+    absl.logging.use_absl_handler()
+    absl.logging.set_verbosity(absl.logging.INFO)
+    await_listener(transport, here.given_by, log.warning)
     config = parse_text(ask_description(transport, here.name).config, f"the config from the syncer at {here.syncer}")
     hosts = int(os.environ.get(HOSTS_ENV) or 1)
-    steps = config.planned_steps
-    arguments = with_defaults(given, run=config.name, island=here.name, steps=steps, hosts=hosts, data=data)
+    arguments = with_defaults(
+        given, run=config.name, island=here.name, steps=config.planned_steps, hosts=hosts, data=data
+    )
     if hosts > 1 and not jax.distributed.is_initialized():
         jax.distributed.initialize(os.environ[COORDINATOR_ENV], hosts, int(os.environ[HOST_ENV]))
     leases = Leases() if data == "leased" else None
+    joining = {**options, "syncer": syncer, "name": name}
     with ExitStack() as stack:
-        loop = IslandLoop(
-            train.training_loop_iteration, stack, leases, "steps" in given.values, {**options, "syncer": syncer, "name": name}
-        )
+        loop = IslandLoop(train.training_loop_iteration, stack, leases, "steps" in given.values, joining)
         stack.enter_context(replaced(train, "training_loop_iteration", loop))
         # The run decides when training ends, also after a checkpoint of MaxText.
         stack.enter_context(replaced(train_utils, "validate_completed_steps", lambda *_: None))
         if leases is not None:
             stack.enter_context(leased_pipeline(pipeline, leases))
         if data == "shard":
-            stack.enter_context(replaced(pipeline, "get_datasets", sharded(pipeline.get_datasets, *shard)))
+            place = find_place(transport, config, here.name)
+            stack.enter_context(replaced(pipeline, "get_datasets", sharded(pipeline.get_datasets, *place)))
         train.main([train.__file__, *arguments.as_words()])
         if loop.trouble:
             raise RuntimeError(f"MaxText ended before the run: {loop.trouble}")

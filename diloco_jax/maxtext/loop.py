@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from maxtext.utils.exceptions import StopTraining
 
-from diloco_jax.maxtext.batches import Leases, Position
+from diloco_jax.maxtext.batches import Leases, position_of
 from diloco_jax.maxtext.clock import ScheduleClock
 from diloco_jax.maxtext.evaluation import MaxTextEvaluation
 from diloco_jax.nnx import attach
@@ -88,6 +88,7 @@ class IslandLoop:
             "data": "own" if self._leases is None else "leased",
             "corpus": "" if self._leases is None else self._leases.corpus,
             "evaluate": MaxTextEvaluation(device, host, fixed) if evaluates else None,
+            "loader": None if self._leases is not None else _loader(host["data_iterator"]),
             "filter": nnx.LoRAParam if config.lora.enable_lora else nnx.Param,
         }
         self._island = self._stack.enter_context(
@@ -113,6 +114,16 @@ class IslandLoop:
         logger = host["metric_logger_instance"]
         schedule = logger.learning_rate_schedule
         logger.learning_rate_schedule = lambda _: schedule(self._island.global_step)
+
+
+def _loader(iterator: Any) -> Any:
+    found = position_of(iterator)
+    if found is None:
+        log.warning(
+            f"{type(iterator).__name__} of MaxText has no position: after a failure this island reads its data from the "
+            "start; use dataset_type=grain or hf"
+        )
+    return found
 
 
 def _flops(host: Vars) -> float:
