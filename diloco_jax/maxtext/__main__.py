@@ -9,8 +9,8 @@ from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 
 if importlib.util.find_spec("maxtext") is None:
     print(
-        "MaxText is not installed here: pip install 'maxtext[tpu]' diloco-jax in an environment of Python 3.12 or newer "
-        "(docs/maxtext.md)",
+        "MaxText is not installed here: pip install 'maxtext[tpu]' diloco-jax in an environment of Python 3.12 or "
+        "newer (docs/maxtext.md)",
         file=sys.stderr,
     )
     raise SystemExit(WRONG_INPUT)

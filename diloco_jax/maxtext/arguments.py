@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-# What an island reads: all data in an order of its own, its part of the data, what the syncer leases, or the same data
-# in the same order as every other island.
+# What an island reads: all data in a separate order, a separate shard of the data, what the syncer leases, or the same
+# data in the same order as every other island.
 Data = Literal["seed", "shard", "leased", "same"]
 DATA: tuple[Data, ...] = get_args(Data)
 # A seed of NumPy's and of grain's generators.
@@ -47,7 +47,9 @@ def read_arguments(words: Sequence[str], configs: Path) -> Arguments:
     files = [word for word in words if "=" not in word]
     wrong = [word for word in files if not word.endswith((".yml", ".yaml"))]
     if wrong or len(files) > 1:
-        raise ValueError(f"{(wrong or files[1:])[0]!r} is not an argument of MaxText; give one config file and key=value")
+        raise ValueError(
+            f"{(wrong or files[1:])[0]!r} is not an argument of MaxText; give one config file and key=value"
+        )
     values = dict(word.split("=", 1) for word in words if "=" in word)
     for key, reason in REFUSED.items():
         if values.get(key, "false").lower() == "true":

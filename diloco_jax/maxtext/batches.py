@@ -1,4 +1,4 @@
-"""MaxText's data as an island reads it: by lease, or a shard of its own."""
+"""MaxText's data as an island reads it: leased records, or a separate shard."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -48,8 +48,8 @@ class Leases:
         """
         if not self._left:
             raise ValueError(
-                "MaxText's pipeline reads more records than the step has samples: with --data leased each sequence must "
-                "be one record (packing=false, no read-ahead)"
+                "MaxText's pipeline reads more records than the step has samples: with --data leased each sequence "
+                "must be one record (packing=false, no read-ahead)"
             )
         return self._left.pop()
 
@@ -62,7 +62,7 @@ class Leases:
             )
 
 
-class LeasedRecords(grain.IterDataset):  # type: ignore[misc]
+class LeasedRecords(grain.IterDataset):
     """A stream of the records at leased positions."""
 
     def __init__(self, source: Source, leases: Leases) -> None:
@@ -74,7 +74,7 @@ class LeasedRecords(grain.IterDataset):  # type: ignore[misc]
         return LeasedIterator(self._source, self._leases)
 
 
-class LeasedIterator(grain.DatasetIterator):  # type: ignore[misc]
+class LeasedIterator(grain.DatasetIterator):
     """Reads the records at leased positions, without an end; its position is the syncer's."""
 
     def __init__(self, source: Source, leases: Leases) -> None:
@@ -110,7 +110,9 @@ def leased_transform(leases: Leases) -> Transform:
 def sharded(get_datasets: Callable[..., Any], index: int, count: int) -> Callable[..., Any]:
     """Return a function in place of MaxText's `get_datasets` whose training data are part `index` of `count` parts."""
 
-    def get(*args: Any, dataloading_host_index: int, dataloading_host_count: int, split: str = TRAIN, **more: Any) -> Any:
+    def get(
+        *args: Any, dataloading_host_index: int, dataloading_host_count: int, split: str = TRAIN, **more: Any
+    ) -> Any:
         if split == TRAIN:
             dataloading_host_index += index * dataloading_host_count
             dataloading_host_count *= count

@@ -20,7 +20,7 @@ Keys = tuple[Any, ...]
 def schedule_counters(optimizer: nnx.State) -> dict[Keys, nnx.Variable[Any]]:
     """Return the counters that the optimizer's schedules read, by the keys of the optimizer's state.
 
-    optax keeps a schedule's counter in a state of its own. Adam in one piece, such as MaxText's adam_pax, has one
+    optax keeps a schedule's counter in a separate state. Adam in one piece, such as MaxText's adam_pax, has one
     counter for both schedule and moments, which is returned only if there is no other one.
     """
     leaves = dict(nnx.to_flat_state(optimizer))

@@ -1,7 +1,7 @@
 """The global model of a run as a checkpoint of parameters that MaxText loads.
 
-    python -m diloco_jax.maxtext.export RUN FOLDER
-    python -m maxtext.trainers.pre_train.train base.yml load_parameters_path=FOLDER/items ...
+python -m diloco_jax.maxtext.export RUN FOLDER
+python -m maxtext.trainers.pre_train.train base.yml load_parameters_path=FOLDER/items ...
 """
 
 import argparse
@@ -37,7 +37,9 @@ def export(run: Path, folder: Path) -> int:
     """
     snapshots = complete(run / "checkpoints")
     if not snapshots:
-        raise ValueError(f"{run} has no snapshot; set protocol.snapshot_every, or give the folder of a run that has one")
+        raise ValueError(
+            f"{run} has no snapshot; set protocol.snapshot_every, or give the folder of a run that has one"
+        )
     parameters, about = load_parameters(snapshots[0])
     # MaxText's trees of weights begin with the name of Flax's collection.
     save_params_to_path(str(folder.absolute()), {"params": nested(parameters)})

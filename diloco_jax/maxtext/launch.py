@@ -1,10 +1,8 @@
 """MaxText's pre-training as an island, from its arguments to its end."""
 
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,10 @@ from diloco_jax.maxtext.arguments import Data, read_arguments, with_defaults
 from diloco_jax.maxtext.batches import Leases, leased_pipeline, replaced, sharded
 from diloco_jax.maxtext.loop import IslandLoop
 from diloco_jax.runtime.own_loop.data_shard import find_place
-from diloco_jax.runtime.own_loop.surroundings import COORDINATOR_ENV, HOST_ENV, HOSTS_ENV, look
+from diloco_jax.runtime.own_loop.enter import reach
+from diloco_jax.runtime.own_loop.surroundings import COORDINATOR_ENV, HOST_ENV, HOSTS_ENV
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import ask_description
-from diloco_jax.transport.endpoints.reach import await_listener
-
-log = logging.getLogger(__name__)
 
 
 def run(
@@ -50,12 +46,11 @@ def run(
         RuntimeError: MaxText ended before the run, for instance because its data ended.
     """
     given = read_arguments(words, Path(maxtext.__file__).parent / "configs")
-    here = look(syncer, name, options.get("run_dir"), options.get("coordinator", ""))
-    transport = replace(options.get("transport") or here.transport, address=here.syncer)
     # MaxText's own lines and those of the island, as when MaxText is started by its own command.
     absl.logging.use_absl_handler()
     absl.logging.set_verbosity(absl.logging.INFO)
-    await_listener(transport, here.given_by, log.warning)
+    joining = {**options, "name": name}
+    here, transport = reach(syncer, joining)
     config = parse_text(ask_description(transport, here.name).config, f"the config from the syncer at {here.syncer}")
     hosts = int(os.environ.get(HOSTS_ENV) or 1)
     arguments = with_defaults(
@@ -64,9 +59,10 @@ def run(
     if hosts > 1 and not jax.distributed.is_initialized():
         jax.distributed.initialize(os.environ[COORDINATOR_ENV], hosts, int(os.environ[HOST_ENV]))
     leases = Leases() if data == "leased" else None
-    joining = {**options, "syncer": syncer, "name": name}
     with ExitStack() as stack:
-        loop = IslandLoop(train.training_loop_iteration, stack, leases, "steps" in given.values, joining)
+        loop = IslandLoop(
+            train.training_loop_iteration, stack, leases, "steps" in given.values, {**joining, "syncer": syncer}
+        )
         stack.enter_context(replaced(train, "training_loop_iteration", loop))
         # The run decides when training ends, also after a checkpoint of MaxText.
         stack.enter_context(replaced(train_utils, "validate_completed_steps", lambda *_: None))

@@ -81,7 +81,7 @@ class IslandLoop:
         config = fixed["config"]
         size = int(config.global_batch_size_to_train_on)
         evaluates = device["p_eval_step"] is not None and host["eval_data_iterator"] is not None
-        options = {
+        options: dict[str, Any] = {
             "samples_per_step": size,
             "tokens_per_step": size * int(config.max_target_length),
             "flops_per_step": _flops(host),
@@ -120,8 +120,8 @@ def _loader(iterator: Any) -> Any:
     found = position_of(iterator)
     if found is None:
         log.warning(
-            f"{type(iterator).__name__} of MaxText has no position: after a failure this island reads its data from the "
-            "start; use dataset_type=grain or hf"
+            f"{type(iterator).__name__} of MaxText has no position: after a failure this island reads its data from "
+            "the start; use dataset_type=grain or hf"
         )
     return found
 

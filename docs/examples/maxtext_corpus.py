@@ -65,7 +65,9 @@ def train_tokenizer(folder: Path, every: Iterable[str]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     special = list(SPECIAL.values())
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=special, initial_alphabet=letters, show_progress=False
+    )
     tokenizer.train_from_iterator(every, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -80,7 +82,9 @@ def main(folder: Path) -> None:
     train_tokenizer(folder / "tokenizer", every[::4])
     held_out = every[::HELD_OUT]
     trained = [text for index, text in enumerate(every) if index % HELD_OUT]
-    counts = {part: write(folder / f"{part}.array_record", some) for part, some in (("train", trained), ("eval", held_out))}
+    counts = {
+        part: write(folder / f"{part}.array_record", some) for part, some in (("train", trained), ("eval", held_out))
+    }
     print(f"{folder}: {counts['train']} records to train, {counts['eval']} held out")
 
 
