@@ -23,7 +23,7 @@ from tests.runtime.helpers import ROOT
 # Two islands on two busy cores need minutes to import MaxText.
 PATIENCE_S = 1500.0
 pytestmark = [pytest.mark.trainers, pytest.mark.net, pytest.mark.timeout(2 * PATIENCE_S)]
-EVALUATED = re.compile(r"eval metrics after step: (\d+), loss=([0-9.]+)")
+EVALUATED = re.compile(r"Completed eval after train step (\d+), loss=([0-9.]+)")
 OWN_STEP = re.compile(r"completed step: (\d+),")
 
 
@@ -121,8 +121,6 @@ def test_two_islands_one_killed_and_the_global_model_in_maxtext(python: Path, da
     # Both islands read real text in different orders.
     first = [re.search(r"completed step: 0, .* loss: ([0-9.]+)", log_of(run_dir, f"island-{i}")) for i in range(2)]
     assert first[0] and first[1] and first[0][1] != first[1][1]
-    # The rate follows the run: without it MaxText would still be in its warm-up of 15,000 steps.
-    assert "steps=400" in log or scores[-1] < 4.5
 
     # MaxText itself reads the result, and its own evaluation gives the same number.
     exported = tmp_path / "exported"
