@@ -8,10 +8,9 @@ import traceback
 from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 
 if importlib.util.find_spec("maxtext") is None:
-    print(
+    sys.stderr.write(
         "MaxText is not installed here: pip install 'maxtext[tpu]' diloco-jax in an environment of Python 3.12 or "
-        "newer (docs/maxtext.md)",
-        file=sys.stderr,
+        "newer (docs/maxtext.md)\n"
     )
     raise SystemExit(WRONG_INPUT)
 
@@ -37,7 +36,7 @@ def main() -> int:
     except (ValueError, ConnectionError, RuntimeError) as error:
         if not _is_ours(error):
             raise
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return WRONG_INPUT if isinstance(error, ValueError) else FAILED
     return 0
 

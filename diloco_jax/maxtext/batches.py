@@ -12,7 +12,7 @@ Transform = Callable[..., Any]
 TRAIN = "train"
 
 
-class Source(Protocol):
+class IndexedRecords(Protocol):
     """An indexed dataset of grain."""
 
     def __len__(self) -> int: ...
@@ -65,7 +65,7 @@ class Leases:
 class LeasedRecords(grain.IterDataset):
     """A stream of the records at leased positions."""
 
-    def __init__(self, source: Source, leases: Leases) -> None:
+    def __init__(self, source: IndexedRecords, leases: Leases) -> None:
         super().__init__()
         self._source = source
         self._leases = leases
@@ -77,7 +77,7 @@ class LeasedRecords(grain.IterDataset):
 class LeasedIterator(grain.DatasetIterator):
     """Reads the records at leased positions, without an end; its position is the syncer's."""
 
-    def __init__(self, source: Source, leases: Leases) -> None:
+    def __init__(self, source: IndexedRecords, leases: Leases) -> None:
         super().__init__()
         self._source = source
         self._leases = leases

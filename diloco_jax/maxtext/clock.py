@@ -33,7 +33,7 @@ def schedule_counters(optimizer: nnx.State) -> dict[Keys, nnx.Variable[Any]]:
     return alone or {keys: leaf for keys, leaf in counters.items() if beside[keys[:-1]] >= MOMENTS}
 
 
-class ScheduleClock:
+class OptimizerClock:
     """Sets the counters of an optimizer's schedules to the run's clock, when they differ from it.
 
     Args:

@@ -15,7 +15,7 @@ from flax import nnx
 from maxtext.utils.exceptions import StopTraining
 
 from diloco_jax.maxtext.batches import Leases, position_of
-from diloco_jax.maxtext.clock import ScheduleClock
+from diloco_jax.maxtext.clock import OptimizerClock
 from diloco_jax.maxtext.evaluation import MaxTextEvaluation
 from diloco_jax.nnx import attach
 
@@ -99,7 +99,7 @@ class IslandLoop:
         # This waits for the run's model, and restores the island's own state.
         if not self._island.training:
             return
-        self._clock = ScheduleClock(device["state"].optimizer)
+        self._clock = OptimizerClock(device["state"].optimizer)
         self._continue(device, host, fixed)
 
     def _continue(self, device: Vars, host: Vars, fixed: Vars) -> None:

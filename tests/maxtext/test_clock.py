@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from diloco_jax.maxtext.clock import ScheduleClock, schedule_counters
+from diloco_jax.maxtext.clock import OptimizerClock, schedule_counters
 from diloco_jax.training.sharding import put_array
 
 
@@ -40,7 +40,7 @@ def test_counters_of_schedules() -> None:
 
 def test_a_step_uses_the_rate_of_the_clock() -> None:
     model, optimizer = state_of(optax.sgd(rate))
-    clock = ScheduleClock(nnx.state(optimizer))
+    clock = OptimizerClock(nnx.state(optimizer))
     gradient, weight = nnx.State({"weight": nnx.Param(jnp.ones(2))}), 0.0
     # The island is away between 2 and 40, and a merge moves the clock from 41 to 41.
     for step in (0, 1, 2, 40, 41, 41, 7):
@@ -59,7 +59,7 @@ def test_nothing_is_written_while_the_clock_agrees(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("diloco_jax.maxtext.clock.put_array", put)
     optimizer = nnx.state(state_of(optax.adamw(rate))[1])
-    clock = ScheduleClock(optimizer)
+    clock = OptimizerClock(optimizer)
     for step in (5, 6, 7, 9, 10):
         clock.set(optimizer, step)
     assert writes == [5, 9]
@@ -70,4 +70,4 @@ def test_nothing_is_written_while_the_clock_agrees(monkeypatch: pytest.MonkeyPat
 
 def test_an_optimizer_without_a_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="no counter that a schedule reads"):
-        ScheduleClock(nnx.state(state_of(optax.sgd(0.1))[1]))
+        OptimizerClock(nnx.state(state_of(optax.sgd(0.1))[1]))

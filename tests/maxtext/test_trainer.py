@@ -54,9 +54,9 @@ def train(
         config[part] = {**config[part], **settings}
     path, run_dir = folder / "config.yaml", folder / "run"
     path.write_text(yaml.safe_dump({"name": "mx", **config}))
-    log = (folder / "train.log").open("w")
     call = [sys.executable, "-m", "diloco_jax", "train", path, "--run-dir", run_dir]
-    process = subprocess.Popen(call, env=clean_environment(), stdout=log, stderr=log, cwd=folder)
+    with (folder / "train.log").open("w") as log:
+        process = subprocess.Popen(call, env=clean_environment(), stdout=log, stderr=log, cwd=folder)
     try:
         meanwhile(run_dir)
         assert process.wait(PATIENCE_S) == 0, (folder / "train.log").read_text()[-4000:]
@@ -125,7 +125,7 @@ def test_two_islands_one_killed_and_the_global_model_in_maxtext(python: Path, da
     # MaxText itself reads the result, and its own evaluation gives the same number.
     exported = tmp_path / "exported"
     here = {"env": clean_environment(), "cwd": tmp_path, "capture_output": True, "text": True, "timeout": PATIENCE_S}
-    made = subprocess.run([python, "-m", "diloco_jax.maxtext.export", run_dir, exported], **here)
+    made = subprocess.run([python, "-m", "diloco_jax.maxtext.export", run_dir, exported, *arguments], **here)
     assert made.returncode == 0, made.stderr[-2000:]
     base = subprocess.run([python, "-c", "import maxtext; print(maxtext.__path__[0])"], **here).stdout.split()[-1]
     alone = [f"{base}/configs/base.yml", *arguments[1:], "steps=1", "enable_checkpointing=false", "run_name=check"]
