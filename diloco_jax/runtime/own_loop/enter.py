@@ -16,7 +16,7 @@ from diloco_jax.runtime.own_loop.data_shard import find_place
 from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.loaders import loader_of
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
-from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
+from diloco_jax.runtime.own_loop.surroundings import Surroundings, look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays
 from diloco_jax.runtime.records.files import SUMMARY_FILE
 from diloco_jax.runtime.records.signals import die_with_parent
@@ -65,9 +65,18 @@ def check_options(options: LoopOptions) -> None:
         raise ValueError('a loader= has its own order of the data: give data="own" with it, or leave it out')
 
 
-def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> SteppedIsland:
-    """Join the run at `syncer` with a loop's arrays; arguments and errors as for `join`."""
-    check_options(options)
+def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings, TransportConfig]:
+    """Wait until the syncer listens; return the place of this process in the run, and the transport to the syncer.
+
+    Args:
+        syncer: host:port of the syncer. None: DILOCO_SYNCER.
+        options: Options of `join`.
+
+    Raises:
+        ValueError: The syncer or the island has no name.
+        ConnectionError: The syncer cannot be reached.
+        RunComplete: The run is complete.
+    """
     here = look(syncer, options.get("name"), options.get("run_dir"), options.get("coordinator", ""))
     own = replace(options.get("transport") or here.transport, address=here.syncer)
     try:
@@ -76,6 +85,16 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
         if here.run_dir is not None and is_over(here.run_dir):
             raise RunComplete(here.name, here.run_dir) from None
         raise
+<<<<<<< HEAD
+=======
+    return here, own
+
+
+def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> SteppedIsland:
+    """Join the run at `syncer` with a loop's arrays; arguments and errors as for `join`."""
+    check_options(options)
+    here, own = reach(syncer, options)
+>>>>>>> maxtext
     config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms))
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")
