@@ -330,11 +330,11 @@ def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) ->
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
     address = _await_syncer(arguments, run_dir, config, stop)
-    from diloco_jax.runtime.local.controller import IslandsRun, use_pathways
+    from diloco_jax.runtime.local.controller import IslandsRun
+    from diloco_jax.runtime.local.pathways import use_pathways
 
-    if config.islands.pathways:
-        use_pathways()
-    run = IslandsRun(config, run_dir, address, stop)
+    slices = use_pathways() if config.islands.pathways else None
+    run = IslandsRun(config, run_dir, address, stop, slices=slices)
     # From now on each island reports its phase.
     tell_phase(run_dir, CONTROLLER, "")
     run.run()

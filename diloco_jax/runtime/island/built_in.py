@@ -11,6 +11,7 @@ import jax
 
 from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
 from diloco_jax.runtime.island.model_evaluation import ModelEvaluation
+from diloco_jax.runtime.island.threads import placed
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder
@@ -34,7 +35,7 @@ class ReadAhead:
     """
 
     def __init__(self, read: Callable[[Key], Sample], ahead: int) -> None:
-        self._read = read
+        self._read = placed(read)
         self._ahead = ahead
         self._thread = ThreadPoolExecutor(1, "read") if ahead else None
         self._coming: dict[Key, Future[Sample]] = {}
