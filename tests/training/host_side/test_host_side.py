@@ -64,7 +64,7 @@ def assert_same_payload(copies: tuple[Any, Any], fragment: Fragment, format: For
         assert ours == theirs, fragment.fragment_id
         return
     differing = np.count_nonzero(np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8))
-    assert differing <= 0.02 * len(ours), f"{differing} of {len(ours)} bytes"
+    assert differing <= 0.05 * len(ours), f"{differing} of {len(ours)} bytes"
     found = [codec.decode(payload, fragment.keys_shapes, format) for payload in (ours, theirs)]
     for key in found[0]:
         scale = np.abs(found[1][key]).max() / (127 if format == "int8" else 7)
