@@ -44,11 +44,19 @@ from diloco_jax.training.whole_state.staging import (
 PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """An optimizer's state that its owner keeps, and returns as a pytree of arrays when a copy of it is due."""
+
+    get: Callable[[], Any]
+
+
 @dataclass(eq=False)
 class ExchangedState:
     """A training state whose parameters are exchanged with other islands."""
 
-    # The state after the newest step.
+    # The state after the newest step. Its parameters are a mutable mapping, which changes in place; its optimizer's
+    # state may be `Deferred`.
     state: TrainState
     # A TrainState with the layout of each leaf of `state` on the devices.
     layouts: Any
@@ -106,8 +114,7 @@ class ExchangedState:
         Raises:
           ValueError: the values have other names or shapes, or `sent` is missing for rebase.
         """
-        updated = self.exchange.adopt(self.state.params, fragment, values, mode, alpha, sent)
-        self.state = self.state._replace(params=self.state.params | updated)
+        self.state.params.update(self.exchange.adopt(self.state.params, fragment, values, mode, alpha, sent))
 
     def stage_state(self) -> StagedState:
         """Queue a copy of parameters, optimizer's state and other state to host memory; return at once."""
@@ -133,12 +140,11 @@ class ExchangedState:
         """Load the whole state exactly, from the shards that an earlier process on the same devices saved."""
         self.load_moments(leaves.__getitem__)
         for path, to in self.layouts.params.items():
-            self.state = self.state._replace(params=self.state.params | {path: put_array(leaves[PARAMS + path], to)})
+            self.state.params[path] = put_array(leaves[PARAMS + path], to)
 
     def overwrite(self, fragment: Fragment, values: HostValues) -> None:
         """Replace a fragment of the parameters; anchor and residual stay as they are."""
-        updated = self.exchange.overwrite(self.state.params, fragment, values)
-        self.state = self.state._replace(params=self.state.params | updated)
+        self.state.params.update(self.exchange.overwrite(self.state.params, fragment, values))
 
     def load_state(
         self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment] | None = None
@@ -173,7 +179,7 @@ class ExchangedState:
 
         This works only on an island of one process.
         """
-        return {path: np.array(value, np.float32) for path, value in jax.device_get(self.state.params).items()}
+        return {path: np.array(value, np.float32) for path, value in jax.device_get(dict(self.state.params)).items()}
 
     def load(self, params: Mapping[str, Float[np.ndarray, "..."]]) -> None:
         """Replace all parameters but not the optimizer's state; ValueError if they do not fit the model."""
@@ -189,7 +195,8 @@ class ExchangedState:
 
 def by_name(state: TrainState) -> dict[str, Any]:
     """Return the leaves of a state by the names that files and other islands use, in the order of the tree."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
+    moments: Any = state.opt_state
+    leaves, _ = jax.tree_util.tree_flatten_with_path(moments.get() if isinstance(moments, Deferred) else moments)
     named = {OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(named) == len(leaves), "two leaves of the optimizer's state have one name"
     other = {OTHER + path: value for path, value in state.other.items()}

@@ -297,6 +297,12 @@ class Learner:
         """Return whether the next inner step may start. Outside lockstep it always may, once every fragment is held."""
         return self.state == TRAINING and not self.examination.holds
 
+    def stages_next(self) -> set[int]:
+        """Return the fragments that the end of the next step will stage, if no message arrives before."""
+        first_round = self.global_step + 1 if self._config.lockstep else self.stager.next_round
+        due = self.stager.due(first_round) if self.contact.connected or self._config.lockstep else ()
+        return {*due, *self.stager.wanted}
+
     def take_batch(self) -> Batch:
         """Take the data of the next step. Once per step; a driver may read one step ahead."""
         return self.allotment.take()

@@ -73,6 +73,10 @@ class Mailbox(Generic[Item]):
         self._waiting.pop(message.fragment_id, None)
         self._waiting[message.fragment_id] = (message, item)
 
+    def fragments(self) -> set[int]:
+        """Return the fragments whose values wait."""
+        return {key for key in self._waiting if key >= 0}
+
     def take(self, now_s: float) -> Given[Item] | None:
         """Give the machine the oldest waiting message; None if there is none. Only between two steps."""
         if self._waiting and not (self._machine.start.adopting or self._machine.examination.running):

@@ -54,9 +54,13 @@ class Stager:
     def __post_init__(self) -> None:
         self.since = [0] * self.config.num_fragments
 
+    def due(self, first_round: int) -> tuple[int, ...]:
+        """Return the fragments that the rounds from `first_round` on will request."""
+        return self.turns.due_within(first_round, self.config.overlap_steps or 1)
+
     def stage_due(self, now: StepReport, first_round: int) -> None:
         """Stage what the rounds from `first_round` on will request, and free the copies of other fragments."""
-        fragments = self.turns.due_within(first_round, self.config.overlap_steps or 1)
+        fragments = self.due(first_round)
         for fragment_id in list(self.staged):
             if fragment_id not in fragments:
                 self._unstage(fragment_id)

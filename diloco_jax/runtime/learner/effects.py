@@ -218,6 +218,10 @@ class LearnerInbox:
         while self._decisions.deliver(self._mailbox.take):
             pass
 
+    def waiting(self) -> set[int]:
+        """Return the fragments that wait to be adopted."""
+        return self._decisions.ask(lambda _: self._mailbox.fragments())
+
     def take(self, message: SyncerMessage, payload: bytes | memoryview) -> None:
         """Handle a message that arrived; the link thread calls it."""
         if isinstance(message, GlobalFragment):

@@ -217,6 +217,10 @@ class Joined:
         """Return the known sample ranges of later steps, for at most `steps` steps."""
         return self._decisions.ask(lambda machine: machine.allotment.upcoming(steps))
 
+    def due(self) -> set[int]:
+        """Return the fragments that the end of the next step will stage or adopt, as far as known now."""
+        return self._decisions.ask(lambda machine: set(machine.stages_next())) | self.inbox.waiting()
+
     def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
         """Report a step that started at the schedule's step `clock`, adopt arrived values, then wait as `ready`."""
         loss = float(metrics["loss"])

@@ -1,12 +1,12 @@
 """The user's arrays, and the same arrays in the form that an island exchanges: by path, on one mesh.
 
-Only the initial parameters are copied. The exchange places every leaf on a separate mesh of the same devices, because
-its programs need a mesh even for one device. Arrays that go back to the loop get the loop's name of their layout;
-otherwise the loop's programs would be compiled again for another name of the same layout.
+The exchange places every leaf on a separate mesh of the same devices, because its programs need a mesh even for one
+device. Arrays that go back to the loop get the loop's name of their layout; otherwise the loop's programs would be
+compiled again for another name of the same layout.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,95 +25,102 @@ from diloco_jax.training.whole_state.layout import StateLayout
 ONE_DEVICE = "device"
 
 
-class LoopState:
-    """Parameters and optimizer state of a user's loop, with their names and layouts at `join`.
+class LoopArrays(Protocol):
+    """The arrays of a user's loop, wherever the loop keeps them."""
+
+    # Shape and kind of every parameter, by path.
+    shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, Kind]
+    # Devices of the island; those of all its processes.
+    devices: list[jax.Device]
+
+    @property
+    def initial(self) -> Mapping[str, Array]:
+        """Return the parameters at `join`, by path; until `exchanged`."""
+
+    @property
+    def has_moments(self) -> bool:
+        """Tell whether the loop gives other state than parameters, which is saved on the island."""
+
+    def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
+        """Return the exchanged state; arguments as for `Island`."""
+
+    def tree(self, params: Mapping[str, Array]) -> Any:
+        """Return parameters by path in the loop's own form."""
+
+    def placed(self, values: Mapping[str, np.ndarray]) -> Any:
+        """Return host values by path in the loop's own form, types and layouts."""
+
+
+class LoopTensors:
+    """Names, kinds, types and layouts of a loop's parameters.
 
     Args:
-        params: Any pytree of JAX arrays; the attribute has the initial values by path, until `exchanged`.
-        opt_state: Any pytree of JAX arrays; None if it stays with the loop.
+        named: Parameters by path.
         axes: Logical names of the axes of parameters, by path, as in a Flax module ("vocab", "layers").
 
     Raises:
         ValueError: A leaf is not an array, was donated or is not a float, or the leaves are on different devices.
     """
 
-    def __init__(self, params: Any, opt_state: Any = None, axes: Mapping[str, LogicalAxes] | None = None) -> None:
-        leaves, treedef = jax.tree.flatten(params)
-        self._treedef: Any = treedef
-        self._paths = _paths(params)
-        named, axes = dict(zip(self._paths, leaves, strict=True)), axes or {}
-        if unknown := sorted(set(axes) - set(self._paths)):
-            raise ValueError(
-                f"axes names {unknown[0]!r}, which is not a parameter; they are {', '.join(self._paths[:8])}"
-            )
+    def __init__(self, named: Mapping[str, Array], axes: Mapping[str, LogicalAxes] | None = None) -> None:
+        axes = axes or {}
+        if unknown := sorted(set(axes) - set(named)):
+            raise ValueError(f"axes names {unknown[0]!r}, which is not a parameter; they are {', '.join([*named][:8])}")
         for path, leaf in named.items():
             _check(f"params[{path!r}]", leaf)
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(f"params[{path!r}] is {leaf.dtype}; only floats can be merged: leave it out of params")
-        if not leaves:
+        if not named:
             raise ValueError("params has no arrays; give the tree that the optimizer updates")
         self.shapes = {path: tuple(leaf.shape) for path, leaf in sorted(named.items())}
         self.kinds: dict[str, Kind] = {path: kind_of(shape, axes.get(path, ())) for path, shape in self.shapes.items()}
-        self._dtypes = {path: leaf.dtype for path, leaf in named.items()}
-        self._opt_tree: Any = jax.tree.structure(opt_state)
-        for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
-            _check(f"opt_state[{path!r}]", leaf)
-        self._layouts = _layouts(named)
-        mesh = next(iter(self._layouts.values())).mesh
+        self.dtypes = {path: leaf.dtype for path, leaf in named.items()}
+        self.layouts = _layouts(named)
+        mesh = next(iter(self.layouts.values())).mesh
         self.devices: list[jax.Device] = list(mesh.devices.flat)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         # The layout of each parameter, under the loop's name.
         self._given: dict[str, Sharding] = {}
-        # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
-        self.params = self._named([jnp.copy(leaf) for leaf in leaves])
-        self._opt_state = jax.tree.map(self._committed, opt_state)
 
-    @property
-    def has_moments(self) -> bool:
-        return self._opt_tree.num_leaves > 0
-
-    def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
-        """Return the exchanged state, and give this object's arrays to it; arguments as for `Island`."""
-        first = TrainState(self.params, self._opt_state)
+    def exchanged(
+        self, params: MutableMapping[str, Array], opt_state: Any, layouts: Any, wire: Any, rebase: bool
+    ) -> ExchangedState:
+        """Return the exchanged state of parameters by path and other state with these layouts."""
         tensors = {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._layouts[path])
-            for path, leaf in self.params.items()
+            path: jax.ShapeDtypeStruct(shape, self.dtypes[path], sharding=self.layouts[path])
+            for path, shape in self.shapes.items()
         }
-        self.params, self._opt_state = {}, None
-        moments: Any = jax.tree.map(lambda leaf: leaf.sharding, first.opt_state)
-        layouts: Any = TrainState(self._layouts, moments)  # type: ignore[arg-type]
-        layout = StateLayout(by_name(first))
-        return ExchangedState(first, layouts, self.kinds, layout, Exchange(tensors, wire, rebase))
+        first: Any = TrainState(params, opt_state)  # type: ignore[arg-type]
+        to: Any = TrainState(self.layouts, layouts)  # type: ignore[arg-type]
+        return ExchangedState(first, to, self.kinds, StateLayout(by_name(first)), Exchange(tensors, wire, rebase))
 
-    def taken(self, params: Any, opt_state: Any, who: str) -> TrainState:
-        """Return a loop's arrays by path; ValueError if the trees have changed, or an array was donated."""
-        leaves, treedef = jax.tree.flatten(params)
-        if treedef != self._treedef:
-            raise ValueError(f"{who} got params of another structure than join() did: {treedef}, not {self._treedef}")
-        if (found := jax.tree.structure(opt_state)) != self._opt_tree:
-            words = "pass opt_state to both, or to none" if opt_state is None else f"{found}, not {self._opt_tree}"
-            raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
-        for path, leaf in zip(self._paths, leaves, strict=True):
-            _check(f"params[{path!r}]", leaf)
-            if (leaf.dtype, leaf.shape) != (self._dtypes[path], self.shapes[path]):
-                raise ValueError(
-                    f"{who} got params[{path!r}] of {leaf.dtype} {leaf.shape}, join() {self._dtypes[path]} "
-                    f"{self.shapes[path]}; a step keeps types and shapes"
-                )
-        return TrainState(self._named(leaves), opt_state)
+    def note(self, path: str, leaf: Array, who: str) -> None:
+        """Check a parameter that the loop gives, and remember the loop's name of its layout."""
+        _check(f"params[{path!r}]", leaf)
+        if (leaf.dtype, leaf.shape) != (self.dtypes[path], self.shapes[path]):
+            raise ValueError(
+                f"{who} got params[{path!r}] of {leaf.dtype} {leaf.shape}, join() {self.dtypes[path]} "
+                f"{self.shapes[path]}; a step keeps types and shapes"
+            )
+        if leaf.sharding is self._given.get(path):
+            return
+        if not leaf.sharding.is_equivalent_to(self.layouts[path], leaf.ndim):
+            raise ValueError(
+                f"params[{path!r}] is laid out as {leaf.sharding} now, but join() got it as {self.layouts[path]}: "
+                "keep its layout (out_shardings of the step)"
+            )
+        self._given[path] = leaf.sharding
 
-    def given_back(self, params: Mapping[str, Array]) -> Any:
-        """Return parameters by path as the loop's tree, in the loop's layouts."""
-        leaves = [_renamed(params[path], self._given[path]) for path in self._paths]
-        return jax.tree.unflatten(self._treedef, leaves)
+    def returned(self, path: str, leaf: Array) -> Array:
+        """Return a parameter in the loop's layout, without a copy."""
+        return _renamed(leaf, self._given[path])
 
-    def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return host values by path as the loop's tree, in the loop's types and layouts."""
-        layouts = self._layouts
-        found = {path: put_array(values[path].astype(self._dtypes[path]), layouts[path]) for path in self._paths}
-        return self.given_back(found)
+    def placed(self, path: str, value: np.ndarray) -> Array:
+        """Return a host value as a parameter, in the loop's type and layout."""
+        return self.returned(path, put_array(value.astype(self.dtypes[path]), self.layouts[path]))
 
-    def _committed(self, leaf: Array) -> Array:
+    def committed(self, leaf: Array) -> Array:
         """Return a leaf bound to the devices of the parameters, as the outputs of a step are.
 
         Otherwise the step would be compiled again for the inputs of the second step.
@@ -123,19 +130,77 @@ class LoopState:
         # The leaf is on the default device, such as a counter.
         return put_array(np.asarray(leaf), self._everywhere)
 
-    def _named(self, leaves: Sequence[Array]) -> dict[str, Array]:
-        """Return leaves by path, and remember the loop's names of their layouts."""
+
+class LoopState:
+    """Parameters and optimizer state that a user's loop passes at every call, with their layouts at `join`.
+
+    Only the initial parameters are copied.
+
+    Args:
+        params: Any pytree of JAX arrays.
+        opt_state: Any pytree of JAX arrays; None if it stays with the loop.
+        axes: Logical names of the axes of parameters, by path.
+
+    Raises:
+        ValueError: As `LoopTensors`.
+    """
+
+    def __init__(self, params: Any, opt_state: Any = None, axes: Mapping[str, LogicalAxes] | None = None) -> None:
+        leaves, treedef = jax.tree.flatten(params)
+        self._treedef: Any = treedef
+        self._paths = _paths(params)
+        self._tensors = LoopTensors(dict(zip(self._paths, leaves, strict=True)), axes)
+        self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
+        self._opt_tree: Any = jax.tree.structure(opt_state)
+        check_moments(opt_state)
+        # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
+        self._params = self._named([jnp.copy(leaf) for leaf in leaves], "join()")
+        self._opt_state = jax.tree.map(self._tensors.committed, opt_state)
+
+    @property
+    def initial(self) -> Mapping[str, Array]:
+        return self._params
+
+    @property
+    def has_moments(self) -> bool:
+        return self._opt_tree.num_leaves > 0
+
+    def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
+        """Return the exchanged state, and give this object's arrays to it; arguments as for `Island`."""
+        params, opt_state, self._params, self._opt_state = self._params, self._opt_state, {}, None
+        layouts = jax.tree.map(lambda leaf: leaf.sharding, opt_state)
+        return self._tensors.exchanged(params, opt_state, layouts, wire, rebase)
+
+    def taken(self, params: Any, opt_state: Any, who: str) -> TrainState:
+        """Return a loop's arrays by path; ValueError if the trees have changed, or an array was donated."""
+        leaves, treedef = jax.tree.flatten(params)
+        if treedef != self._treedef:
+            raise ValueError(f"{who} got params of another structure than join() did: {treedef}, not {self._treedef}")
+        if (found := jax.tree.structure(opt_state)) != self._opt_tree:
+            words = "pass opt_state to both, or to none" if opt_state is None else f"{found}, not {self._opt_tree}"
+            raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
+        return TrainState(self._named(leaves, who), opt_state)
+
+    def tree(self, params: Mapping[str, Array]) -> Any:
+        """Return parameters by path as the loop's tree, in the loop's layouts."""
+        return jax.tree.unflatten(self._treedef, [self._tensors.returned(path, params[path]) for path in self._paths])
+
+    def placed(self, values: Mapping[str, np.ndarray]) -> Any:
+        """Return host values by path as the loop's tree, in the loop's types and layouts."""
+        leaves = [self._tensors.placed(path, values[path]) for path in self._paths]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _named(self, leaves: list[Array], who: str) -> dict[str, Array]:
         named = dict(zip(self._paths, leaves, strict=True))
         for path, leaf in named.items():
-            if leaf.sharding is self._given.get(path):
-                continue
-            if not leaf.sharding.is_equivalent_to(self._layouts[path], leaf.ndim):
-                raise ValueError(
-                    f"params[{path!r}] is laid out as {leaf.sharding} now, but join() got it as {self._layouts[path]}: "
-                    "keep its layout (out_shardings of the step)"
-                )
-            self._given[path] = leaf.sharding
+            self._tensors.note(path, leaf, who)
         return named
+
+
+def check_moments(opt_state: Any) -> None:
+    """Check that all leaves of a state are arrays; ValueError names the first one that is not."""
+    for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
+        _check(f"opt_state[{path!r}]", leaf)
 
 
 def _paths(tree: Any) -> list[str]:

@@ -36,6 +36,8 @@ from diloco_jax.training.sharding import put_array
 AdoptMode = Literal["overwrite", "blend", "rebase"]
 # Float32 arrays by Slice.key.
 HostValues = dict[str, Float[np.ndarray, "..."]]
+# Parameters by path. Only those of a fragment are read, because reading one may cost something.
+TensorsByPath = Mapping[str, Any]
 
 
 class IncomingProgram:
@@ -55,7 +57,7 @@ class IncomingProgram:
         self._shares: dict[float, Float[Array, ""]] = {}
         self.compiled = once(("in", rebase, on.geometry), self._compile)
 
-    def blend(self, params: Params, new: DeviceArrays, sent: DeviceArrays, alpha: float) -> Params:
+    def blend(self, params: TensorsByPath, new: DeviceArrays, sent: DeviceArrays, alpha: float) -> Params:
         """Return the fragment's new tensors; the program consumes those in `params`.
 
         Args:
@@ -162,7 +164,7 @@ class Exchange:
             if self._rebase:
                 yield "rebase", fragment, self._incoming(fragment, True).compiled
 
-    def stage(self, params: Params, fragment: Fragment) -> StagedFragment:
+    def stage(self, params: TensorsByPath, fragment: Fragment) -> StagedFragment:
         """Queue a copy of a fragment's update, from the present parameters, to host memory; return at once.
 
             update = anchor - local + residual
@@ -175,7 +177,7 @@ class Exchange:
 
     def adopt(
         self,
-        params: Params,
+        params: TensorsByPath,
         fragment: Fragment,
         values: HostValues,
         mode: AdoptMode,
@@ -217,11 +219,13 @@ class Exchange:
 
         return self._once("zeros", lambda: jax.jit(zeros, out_shardings=layouts).lower().compile())()
 
-    def overwrite(self, params: Params, fragment: Fragment, values: HostValues) -> Params:
+    def overwrite(self, params: TensorsByPath, fragment: Fragment, values: HostValues) -> Params:
         """Replace a fragment without making the values its anchor; return its new tensors. ValueError as in `adopt`."""
         return self._blend(params, fragment, self._put(fragment, values), (), 0.0)
 
-    def _blend(self, params: Params, fragment: Fragment, new: DeviceArrays, base: DeviceArrays, alpha: float) -> Params:
+    def _blend(
+        self, params: TensorsByPath, fragment: Fragment, new: DeviceArrays, base: DeviceArrays, alpha: float
+    ) -> Params:
         return self._incoming(fragment, bool(base)).blend(params, new, base, alpha)
 
     def _put(self, fragment: Fragment, values: HostValues) -> DeviceArrays:

@@ -33,7 +33,6 @@ from diloco_jax.training.exchange.outgoing_bytes import (
     holder_axes,
 )
 from diloco_jax.training.exchange.windows import Axes, FragmentWindows, floats
-from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
 
 DeviceArrays = Sequence[Shaped[Array, "..."]]
@@ -158,7 +157,7 @@ class OutgoingProgram:
         self._integer = codec.is_integer(format)
         self.compiled = once(("out", on.geometry), self._compile)
 
-    def dispatch(self, params: Params, held: HeldFragment) -> StagedFragment:
+    def dispatch(self, params: Mapping[str, Any], held: HeldFragment) -> StagedFragment:
         """Dispatch the program, and copies of its results to the host; return at once."""
         tensors = [params[path] for path in self._on.paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._on.starts)

@@ -26,6 +26,7 @@ from diloco_jax.runtime.island.evaluation import scalars
 from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
 from diloco_jax.runtime.own_loop import introduce as subject
 from diloco_jax.runtime.own_loop.island import OwnIsland
+from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
@@ -155,7 +156,7 @@ def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
     whole = FragmentConfig().plan(state.shapes, state.kinds, 1).fragments[0]
     values = take({"a/0": np.full(8, 5, np.float32), "b": np.zeros((4, 6), np.float32)}, whole)
     island.adopt(whole, values)
-    back = state.given_back(island.state.params)
+    back = state.tree(island.state.params)
     assert np.array_equal(back["a"][0], np.full(8, 5.0)) and not np.any(back["b"])
     # the loop's own arrays are untouched, the new ones lie as they did, and a counter lies where the parameters do
     assert np.array_equal(given["b"], np.ones((4, 6))) and type(back["b"].sharding) is type(given["b"].sharding)
@@ -313,10 +314,10 @@ class Side:
 
 def own_island(side: Side) -> OwnIsland:
     """An island as its loop sees it between two steps, without a run."""
-    island = OwnIsland.__new__(OwnIsland)
-    island.name, island._side, island._going, island._several = "a", side, True, False  # type: ignore[assignment]
+    island = SteppedIsland.__new__(SteppedIsland)
+    island.name, island._side, island.going, island._several = "a", side, True, False  # type: ignore[assignment]
     island._stop, island._undo = threading.Event(), ExitStack()
-    return island
+    return OwnIsland(island, LoopState({"w": jnp.ones(3)}))
 
 
 def test_the_loss_of_what_after_step_returned_is_named() -> None:
