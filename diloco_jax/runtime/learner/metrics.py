@@ -131,5 +131,7 @@ def metrics_of(config: RunConfig, name: str, island: Island) -> IslandMetrics:
 def own_metrics(config: RunConfig, name: str, devices: Sequence[jax.Device], flops_per_token: float) -> IslandMetrics:
     """Return the metrics of an island whose loop knows its operations per token; ValueError as `metrics_of`."""
     callbacks = find_callbacks(config.callbacks, ("on_step",))
-    each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(devices[0].device_kind, 0.0)
-    return IslandMetrics(name, devices, flops_per_token, len(devices) * each, callbacks)
+    # An island without JAX arrays has no devices that are known here; it counts as one.
+    kind = devices[0].device_kind if devices else ""
+    each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(kind, 0.0)
+    return IslandMetrics(name, devices, flops_per_token, max(1, len(devices)) * each, callbacks)

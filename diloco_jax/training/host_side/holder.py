@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from diloco_jax.core.fragments import Slice
+from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.whole_state.moving import MOMENTS
 from diloco_jax.training.whole_state.staging import HostCopy
 
@@ -29,6 +30,10 @@ class HostHolder(Protocol):
     @property
     def dtypes(self) -> Mapping[str, np.dtype[Any]]:
         """Return the type of every parameter, by path: float32, bfloat16, float16 or float64."""
+
+    @property
+    def axes(self) -> Mapping[str, LogicalAxes]:
+        """Return the known logical axis names of parameters, by path."""
 
     def read(self, pieces: Sequence[Slice]) -> Mapping[str, HostCopy]:
         """Start to copy pieces of the parameters, as they are after the newest step; return the copies by `Slice.key`.
@@ -71,6 +76,7 @@ class NumpyArrays:
         self._moments = dict(moments or {})
         self.shapes = {path: value.shape for path, value in self._params.items()}
         self.dtypes = {path: value.dtype for path, value in self._params.items()}
+        self.axes: dict[str, LogicalAxes] = {}
 
     def read(self, pieces: Sequence[Slice]) -> dict[str, HostArray]:
         """Copy pieces of the parameters."""
