@@ -61,13 +61,12 @@ def attach(
             f"torch.distributed has {_world_size()} processes, and an island of PyTorch has one; start one process for "
             "each island"
         )
-    if not (os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms):
+    if not os.environ.get("JAX_PLATFORMS"):
         # Otherwise JAX, which has nothing to do here, would take the memory of a GPU.
         jax.config.update("jax_platforms", "cpu")
-    optimizers = (
-        () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    )
-    holder = TorchHolder(module, tuple(optimizers), scheduler, names)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = [optimizer]
+    holder = TorchHolder(module, tuple(optimizer or ()), scheduler, names)
     if (function := options.get("evaluate")) is not None:
         options["evaluate"] = _evaluation(holder, function)
     arrays = TorchArrays(holder, axes)

@@ -159,7 +159,7 @@ def _foreseen(
     probe = object.__new__(type(optimizer))
     own = {"state": defaultdict(dict), "param_groups": [{**group, "params": [zeros]}]}
     # Neither the hooks of the user nor those of a scheduler may see this step.
-    hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
+    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
     vars(probe).update({name: value for name, value in vars(optimizer).items() if name != "step"} | own | hooks)
     try:
         probe.step()
@@ -177,8 +177,8 @@ def _slot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, path: str, 
     if not fits:
         what = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(
-            f"the state of {type(optimizer).__name__} for {path!r} has {key!r}, a {what}, which cannot be saved; use an "
-            "optimizer with tensors and numbers, or attach(module, None) and save the optimizer yourself"
+            f"the state of {type(optimizer).__name__} for {path!r} has {key!r}, a {what}, which cannot be saved; use "
+            "an optimizer with tensors and numbers, or attach(module, None) and save the optimizer yourself"
         )
     if not isinstance(value, torch.Tensor):
         return Slot(optimizer, parameter, key, type(value)(0) if key == STEP else value)

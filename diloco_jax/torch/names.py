@@ -1,8 +1,8 @@
 """Names and layouts of a module's parameters in the run.
 
-A parameter `layers.0.weight` is called `layers/0/weight` in the run, unless `names` says otherwise. An island of another
-library may have the same tensor under another name, with its axes in another order: a PyTorch `Linear` has
-[out, in], a Flax `Dense` [in, out].
+A parameter `layers.0.weight` is called `layers/0/weight` in the run, unless `names` says otherwise. An island of
+another library may have the same tensor under another name, with its axes in another order: a PyTorch `Linear` has
+[out, in], a Flax `Linear` [in, out].
 """
 
 from collections.abc import Callable, Mapping
@@ -80,9 +80,8 @@ def placed_parameters(module: nn.Module, names: Names | None = None) -> dict[str
     trained = {plain(name): value for name, value in module.named_parameters() if value.requires_grad}
     if not trained:
         raise ValueError("the module has no parameter with requires_grad; nothing would be trained")
-    if isinstance(names, Mapping) and (
-        unknown := sorted(set(names) - {plain(n) for n, _ in module.named_parameters()})
-    ):
+    known = {plain(name) for name, _ in module.named_parameters()}
+    if isinstance(names, Mapping) and (unknown := sorted(set(names) - known)):
         raise ValueError(f"names has {unknown[0]!r}, which is not a parameter; they are {', '.join([*trained][:8])}")
     found: dict[str, Placed] = {}
     for name, parameter in trained.items():
