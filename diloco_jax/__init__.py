@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.pacing import ProtocolConfig
     from diloco_jax.protocol.syncer.machine import Syncer
     from diloco_jax.runtime.learner.run import LearnerRun
+    from diloco_jax.runtime.own_loop.attached import AttachedIsland, Holder, attach
+    from diloco_jax.runtime.own_loop.enter import RunComplete
     from diloco_jax.runtime.own_loop.island import OwnIsland, join
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
@@ -28,6 +30,10 @@ _HOMES = {
     "ProtocolConfig": "protocol.pacing",
     "Syncer": "protocol.syncer.machine",
     "LearnerRun": "runtime.learner.run",
+    "AttachedIsland": "runtime.own_loop.attached",
+    "Holder": "runtime.own_loop.attached",
+    "attach": "runtime.own_loop.attached",
+    "RunComplete": "runtime.own_loop.enter",
     "OwnIsland": "runtime.own_loop.island",
     "join": "runtime.own_loop.island",
     "SyncerRun": "runtime.syncer.run",
@@ -38,17 +44,21 @@ _HOMES = {
 }
 
 __all__ = [
+    "AttachedIsland",
+    "Holder",
     "Island",
     "Learner",
     "LearnerRun",
     "OwnIsland",
     "ProtocolConfig",
+    "RunComplete",
     "RunConfig",
     "Syncer",
     "SyncerRun",
     "TrainableModel",
     "TransportConfig",
     "__version__",
+    "attach",
     "dump",
     "join",
     "load",

@@ -152,8 +152,8 @@ def syncer(arguments: argparse.Namespace) -> int:
 def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
-    from diloco_jax.runtime.records.signals import give_memory_back
-    from diloco_jax.runtime.syncer.run import SyncerRun
+    from diloco_jax.runtime.records.signals import PARENT_ENV, give_memory_back
+    from diloco_jax.runtime.syncer.run import LATE_S, SyncerRun
 
     give_memory_back()
 
@@ -171,7 +171,9 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
         model = Evaluator(config)
     page = _begin_page(config, run_dir)
     try:
-        summary = SyncerRun(config, run_dir, stop, model, rewind=rewind).run()
+        # A supervisor knows that its run is complete.
+        late_s = 0.0 if PARENT_ENV in os.environ else LATE_S
+        summary = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s).run()
     finally:
         if page is not None:
             page.terminate()

@@ -15,9 +15,23 @@ from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
 from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays
+from diloco_jax.runtime.records.files import SUMMARY_FILE
 from diloco_jax.runtime.records.signals import die_with_parent
+from diloco_jax.runtime.records.status import is_over
 from diloco_jax.transport.endpoints.reach import await_listener
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import TransportConfig, TransportError
+
+
+class RunComplete(SystemExit):
+    """The end of a program that joins a run which is complete; without a handler the process ends with status 0."""
+
+    def __init__(self, name: str, run_dir: Path) -> None:
+        super().__init__(0)
+        self.text = f"the run is complete, so {name} has nothing to do; {run_dir / SUMMARY_FILE} has its result"
+        log.warning(self.text)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class LoopOptions(TypedDict):
@@ -50,7 +64,12 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     check_options(options)
     here = look(syncer, options.get("name"), options.get("run_dir"), options.get("coordinator", ""))
     own = replace(options.get("transport") or here.transport, address=here.syncer)
-    await_listener(own, here.given_by, log.warning)
+    try:
+        await_listener(own, here.given_by, log.warning)
+    except TransportError:
+        if here.run_dir is not None and is_over(here.run_dir):
+            raise RunComplete(here.name, here.run_dir) from None
+        raise
     config = unless_typed(introduce(own, here.name, arrays.initial, arrays.kinds))
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")

@@ -16,7 +16,7 @@ class LaggingMetrics:
 
     Args:
         waits: Whether reports wait for their own step. Emulated devices need this: several unfinished programs exhaust
-            the thread pool in which the devices meet, and the process aborts.
+            the thread pool where the devices meet, and the process aborts.
     """
 
     def __init__(self, waits: bool) -> None:

@@ -1,4 +1,4 @@
-"""What all islands in users' loops share: the state of the run, the samples, the reports and the end.
+"""The part of an island that every user's loop shares: the state of the run, the samples, the reports and the end.
 
 The loop steps; everything else of a learner is shared with the built-in loop (runtime/learner/joined.py). On an island
 of several processes, every process calls the same methods in the same order: the first one leads, the others follow.

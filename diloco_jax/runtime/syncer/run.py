@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,9 @@ BACKLOG_MAX = 10_000
 FAREWELL_S = 5.0
 # A learner whose link broke within this time may reconnect. Only this process can tell it that the run is over.
 ADRIFT_S = 60.0
+# A syncer without a supervisor waits this long at the end for learners whose link broke: a process that starts them
+# again does not know that the run is over.
+LATE_S = 60.0
 
 _NOTHING_SENT: tuple[Any, bytes] = (None, b"")
 
@@ -112,16 +116,27 @@ class SyncerDriver:
                         break
                 self._execute(self._taped.on_tick(self._now_s()))
 
-    def bid_farewell(self, *, lingers: bool) -> None:
-        """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`)."""
+    def bid_farewell(self, *, lingers: bool, late_s: float = 0.0) -> None:
+        """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`).
+
+        Args:
+            late_s: Seconds to wait at the end of a complete run for learners that left without a goodbye at any time.
+        """
         # After a stop from outside, learners would train without a syncer.
         if not self._finished:
             stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
             self._execute([effects.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
         self.watch.tell()
-        ends_s = self._now_s() + FAREWELL_S
         lately_s = self._now_s() - ADRIFT_S
-        while self._now_s() < ends_s:
+        late = bool(late_s) and self._machine.over and (lingers or bool(self._adrift))
+        if late:
+            names = ", ".join(sorted(self._adrift)[:8]) or "islands"
+            log.info(
+                f"the run is complete; waiting up to {late_s:g} s for {names} to return and learn it (Ctrl-C ends)"
+            )
+            lately_s = -inf
+        ends_s = self._now_s() + (late_s if late else FAREWELL_S)
+        while self._now_s() < ends_s and not (late and self.context.stop.is_set()):
             adrift = any(lost_s > lately_s for lost_s in self._adrift.values())
             if not (lingers or adrift or self._machine.membership.connected()):
                 return
@@ -258,6 +273,7 @@ class SyncerRun:
     Args:
         model: the run's model: `Evaluator(config)`, or the model that an island brought.
         rewind: no learner is alive; resume from the newest snapshot, so that later rounds are void.
+        late_s: seconds to wait at the end of a complete run for learners that may return.
     """
 
     def __init__(
@@ -268,7 +284,9 @@ class SyncerRun:
         model: Evaluator | OfferedModel,
         *,
         rewind: bool = False,
+        late_s: float = 0.0,
     ) -> None:
+        self._late_s = late_s
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("drawing the initial model")
         resolved = resolve(config, model.shapes, model.kinds)
@@ -333,7 +351,7 @@ class SyncerRun:
             driver = SyncerDriver(context, listener, self._results, merges, writer, watch)
             driver.serve(requests)
             ended_s = clock.now_s()
-            driver.bid_farewell(lingers=lingers)
+            driver.bid_farewell(lingers=lingers, late_s=self._late_s)
         except TapeStopped as error:
             log.warning(str(error))
             ended_s = ended_s or clock.now_s()

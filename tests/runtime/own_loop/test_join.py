@@ -345,6 +345,17 @@ def test_the_syncer_hears_that_a_loop_failed(error: BaseException, reason: str) 
     assert side.reason == reason and not getattr(caught.value, "__notes__", ())
 
 
+def test_a_late_island_of_a_complete_run_ends_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one: dict[str, Any] = {"params": {"w": jnp.ones(3)}, "samples_per_step": 1, "tokens_per_step": 1, "name": "a"}
+    nobody = TransportConfig(connect_timeout_s=0.2)
+    for summary in ({"complete": False}, {"complete": True}):
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        with pytest.raises(SystemExit if summary["complete"] else ConnectionError) as caught:
+            diloco_jax.join("127.0.0.1:1", transport=nobody, run_dir=tmp_path, **one)
+    assert isinstance(caught.value, diloco_jax.RunComplete) and caught.value.code == 0
+    assert "the run is complete, so a has nothing to do" in caplog.text
+
+
 def test_an_address_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     one: dict[str, Any] = {"params": {"w": jnp.ones(3)}, "samples_per_step": 1, "tokens_per_step": 1, "name": "a"}
     nobody = TransportConfig(connect_timeout_s=0.2)
