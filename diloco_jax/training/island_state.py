@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.host_bytes import Buffer
@@ -14,6 +14,7 @@ from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import PartialLeaf, StagedShards, StagedState
 
 
+@runtime_checkable
 class StagedUpdate(Protocol):
     """A fragment's update as it was after a step, on its way to host memory; any thread may call the methods."""
 
@@ -21,6 +22,7 @@ class StagedUpdate(Protocol):
         """Wait for the copy, and return its payload; NotFinite if the format cannot represent the values."""
 
 
+@runtime_checkable
 class IslandState(Protocol):
     """Fragments and whole states leave and enter an island between two steps, all from the thread that steps."""
 

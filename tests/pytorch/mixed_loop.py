@@ -76,7 +76,12 @@ def in_jax() -> tuple[str, list[float], float, dict[str, np.ndarray]]:
             params = island.after_step(params, loss, opt_state=moments)
             losses.append(float(loss))
         found = island.global_params()
-        return island.name, losses, float(loss_of(found, windows(HELD_OUT))), {p: np.asarray(v) for p, v in found.items()}
+        return (
+            island.name,
+            losses,
+            float(loss_of(found, windows(HELD_OUT))),
+            {p: np.asarray(v) for p, v in found.items()},
+        )
 
 
 def in_torch() -> tuple[str, list[float], float, dict[str, np.ndarray]]:
@@ -123,7 +128,9 @@ def in_torch() -> tuple[str, list[float], float, dict[str, np.ndarray]]:
         found = island.global_params()
         model.load_state_dict(found)
         values = {
-            names[name] if isinstance(names[name], str) else names[name][0]: v.numpy() if isinstance(names[name], str) else v.T.numpy()
+            names[name] if isinstance(names[name], str) else names[name][0]: v.numpy()
+            if isinstance(names[name], str)
+            else v.T.numpy()
             for name, v in found.items()
         }
         return island.name, losses, float(loss_of(model, windows(HELD_OUT))), values
