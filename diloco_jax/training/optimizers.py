@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
@@ -150,14 +151,24 @@ def make_inner(
             for path, kind in known.items()
         }
         muon = optax.contrib.muon(
-            1.0,
-            beta=config.muon_beta,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_learning_rate=config.adam_learning_rate / config.learning_rate,
-            muon_weight_dimension_numbers=dims,
+            1.0, beta=config.muon_beta, adam_b1=config.b1, adam_b2=config.b2, muon_weight_dimension_numbers=dims
         )
+        others = {path for path, numbers in dims.items() if numbers is None}
+        muon = _scaled(muon, others, config.adam_learning_rate / config.learning_rate)
         # Decay is added here, because Muon's own decay would skip kernels with three axes, which it leaves to adam.
         update = optax.chain(muon, optax.add_decayed_weights(-config.weight_decay, matrices))
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
     return optax.chain(clip, update)
+
+
+def _scaled(transformation: optax.GradientTransformation, paths: set[str], factor: float) -> optax.GradientTransformation:
+    """Multiply the updates of these paths by a factor; the state is that of `transformation`.
+
+    It is for Adam's rate in Muon, because optax 0.2.6 has one rate for both.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        found, state = transformation.update(updates, state, params)
+        return {path: jnp.array(factor, u.dtype) * u if path in paths else u for path, u in found.items()}, state
+
+    return optax.GradientTransformation(transformation.init, update)

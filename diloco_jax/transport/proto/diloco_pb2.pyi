@@ -47,7 +47,7 @@ class DrainReply(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ok: bool
     message: str
-    def __init__(self, ok: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, ok: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -61,7 +61,7 @@ class DescribeReply(_message.Message):
     config: str
     layout: str
     coming: bool
-    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ..., coming: _Optional[bool] = ...) -> None: ...
+    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ..., coming: bool = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("learner_id", "layout", "digest", "values")
@@ -81,7 +81,7 @@ class OfferReply(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     taken: bool
     message: str
-    def __init__(self, taken: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, taken: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("kind", "probe", "seconds", "noise")
@@ -287,7 +287,7 @@ class Chunk(_message.Message):
     message: int
     key: int
     resumed: bool
-    def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., message: _Optional[int] = ..., key: _Optional[int] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., message: _Optional[int] = ..., key: _Optional[int] = ..., resumed: bool = ...) -> None: ...
 
 class Holdings(_message.Message):
     __slots__ = ("partials",)
@@ -339,7 +339,7 @@ class Hello(_message.Message):
     granted: int
     evaluates: bool
     speaks: int
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: _Optional[bool] = ..., speaks: _Optional[int] = ...) -> None: ...
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted", "arrived_fragment_id", "arrived_version", "arrived_ago_s")
@@ -789,7 +789,7 @@ class HostEvaluate(_message.Message):
     number: int
     global_step: int
     final: bool
-    def __init__(self, number: _Optional[int] = ..., global_step: _Optional[int] = ..., final: _Optional[bool] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., global_step: _Optional[int] = ..., final: bool = ...) -> None: ...
 
 class HostLoadState(_message.Message):
     __slots__ = ("number",)
