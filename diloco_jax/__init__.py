@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
+    from diloco_jax.training.host_side.holder import HostHolder, NumpyArrays
     from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
     from diloco_jax.transport.link import TransportConfig
@@ -38,6 +39,8 @@ _HOMES = {
     "join": "runtime.own_loop.island",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
+    "HostHolder": "training.host_side.holder",
+    "NumpyArrays": "training.host_side.holder",
     "Island": "training.island",
     "TrainableModel": "training.models.protocol",
     "TransportConfig": "transport.link",
@@ -46,9 +49,11 @@ _HOMES = {
 __all__ = [
     "AttachedIsland",
     "Holder",
+    "HostHolder",
     "Island",
     "Learner",
     "LearnerRun",
+    "NumpyArrays",
     "OwnIsland",
     "ProtocolConfig",
     "RunComplete",

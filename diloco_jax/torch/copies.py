@@ -34,7 +34,7 @@ class TensorCopy:
 
     Args:
         tensor: The copy on the CPU, contiguous.
-        arrived: Event after which the copy is complete; None if it is.
+        arrived: Event at the end of the copy; None if the copy is complete.
     """
 
     def __init__(self, tensor: torch.Tensor, arrived: Any = None) -> None:

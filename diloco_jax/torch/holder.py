@@ -76,7 +76,7 @@ class TorchHolder:
         return {plain(name): by_parameter[id(value)] for name, value in named if id(value) in by_parameter}
 
     def evaluate(self, function: Callable[[nn.Module], Any], values: Mapping[str, HostArray]) -> Any:
-        """Call a function of the module, in evaluation mode, with these parameters in place of its own."""
+        """Call a function of the module, in evaluation mode, with these parameters for the time of the call."""
         parts = {path: whole(path) for path in self._placed}
         # Clones on the same device, because the way to the host is long.
         before = {path: placed.parameter.detach().clone() for path, placed in self._placed.items()}

@@ -109,12 +109,18 @@ def in_torch() -> tuple[str, list[float], float, dict[str, np.ndarray]]:
         pairs = torch.from_numpy(tokens)
         return functional.cross_entropy(model(pairs[:, :-1]).flatten(0, 1), pairs[:, 1:].flatten())
 
-    model, names = Bytes(), diloco_jax.torch.like_flax(Bytes())
+    model = Bytes()
+    names = diloco_jax.torch.like_flax(model)
+    path_of = {name: target if isinstance(target, str) else target[0] for name, target in names.items()}
+
+    def in_order(name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a kernel transposed, as its target says."""
+        target = names[name]
+        return value if isinstance(target, str) else value.permute(target[1])
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            path, order = (names[name], None) if isinstance(names[name], str) else names[name]
-            value = torch.from_numpy(initial()[path])
-            parameter.copy_(value if order is None else value.T)
+            in_order(name, parameter).copy_(torch.from_numpy(initial()[path_of[name]]))
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     losses = []
     with diloco_jax.torch.attach(model, optimizer, names=names, **SIZES) as island:
@@ -127,12 +133,7 @@ def in_torch() -> tuple[str, list[float], float, dict[str, np.ndarray]]:
             losses.append(float(loss))
         found = island.global_params()
         model.load_state_dict(found)
-        values = {
-            names[name] if isinstance(names[name], str) else names[name][0]: v.numpy()
-            if isinstance(names[name], str)
-            else v.T.numpy()
-            for name, v in found.items()
-        }
+        values = {path_of[name]: in_order(name, value).numpy() for name, value in found.items()}
         return island.name, losses, float(loss_of(model, windows(HELD_OUT))), values
 
 

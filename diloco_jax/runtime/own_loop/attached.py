@@ -235,13 +235,13 @@ class AttachedIsland:
         """
         self._island.report(lambda: None, self._arrays.metrics(metrics))
 
-    def global_params(self) -> dict[str, Array]:
+    def global_params(self) -> dict[str, Any]:
         """Return the newest global model that this island holds, by path, for an evaluation or a file.
 
         Raises:
             ValueError: The island holds none yet.
         """
-        found: dict[str, Array] = self._island.global_values()
+        found: dict[str, Any] = self._island.global_values()
         return found
 
     def leave(self) -> None:
@@ -277,7 +277,7 @@ def attach(
     """Join a run as an island whose loop keeps its arrays in `holder`; the loop trains them in place.
 
     Args:
-        holder: The arrays: JAX arrays, of which each is copied once, or a `HostHolder` of NumPy arrays.
+        holder: The arrays: JAX arrays, each copied once, or a `HostHolder`, such as `NumpyArrays`.
         syncer: host:port of the syncer. None: DILOCO_SYNCER.
         axes: Logical axis names of parameters by path, in place of those of the holder.
         options: As for `diloco_jax.join`; `evaluate` gets parameters by path.
