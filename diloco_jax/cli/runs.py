@@ -266,6 +266,7 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     from diloco_jax.runtime.learner.preemption import check_source, watch
     from diloco_jax.runtime.learner.run import LearnerRun, follow
     from diloco_jax.runtime.local.run import next_incarnation
+    from diloco_jax.training.data.corpus import load_source
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
     if arguments.standby:
@@ -289,7 +290,11 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         watch(check_source(arguments.preemption), stop)
     if config.island(arguments.island).hosts > 1:
         arguments.leave = leave
-    hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator)
+
+    def corpus() -> str:
+        return load_source(config.data, config.train.seq_len).corpus
+
+    hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator, corpus)
     incarnation = incarnation if hosts is None else hosts.incarnation
     pulse = island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
     joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
@@ -325,11 +330,11 @@ def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) ->
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
     address = _await_syncer(arguments, run_dir, config, stop)
-    from diloco_jax.runtime.local.controller import IslandsRun, use_pathways
+    from diloco_jax.runtime.local.controller import IslandsRun
+    from diloco_jax.runtime.local.pathways import use_pathways
 
-    if config.islands.pathways:
-        use_pathways()
-    run = IslandsRun(config, run_dir, address, stop)
+    slices = use_pathways() if config.islands.pathways else None
+    run = IslandsRun(config, run_dir, address, stop, slices=slices)
     # From now on each island reports its phase.
     tell_phase(run_dir, CONTROLLER, "")
     run.run()

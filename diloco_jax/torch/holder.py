@@ -70,7 +70,7 @@ class TorchHolder:
         """Return values by path as tensors on the CPU, by the module's names and in its layouts; shared ones twice."""
         by_parameter = {}
         for path, placed in self._placed.items():
-            own = placed.own(as_tensor(np.array(values[path], np.float32))).to(placed.parameter.dtype)
+            own = placed.own(as_tensor(np.array(values[path]))).to(placed.parameter.dtype)
             by_parameter[id(placed.parameter)] = own
         named = self._module.named_parameters(remove_duplicate=False)
         return {plain(name): by_parameter[id(value)] for name, value in named if id(value) in by_parameter}
@@ -100,7 +100,8 @@ class TorchArrays:
     def __init__(self, holder: TorchHolder, axes: Mapping[str, LogicalAxes] | None = None) -> None:
         self._holder = holder
         self._arrays = HostArrays(holder, axes)
-        self.shapes, self.kinds, self.has_moments = self._arrays.shapes, self._arrays.kinds, self._arrays.has_moments
+        self.forms, self.shapes, self.kinds = self._arrays.forms, self._arrays.shapes, self._arrays.kinds
+        self.has_moments = self._arrays.has_moments
         self.devices: list[jax.Device] = []
 
     @property
@@ -127,4 +128,4 @@ class TorchArrays:
 
     def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Return parameters by the module's names."""
-        return self._holder.tensors(values)
+        return self._holder.tensors(self._arrays.placed(values))

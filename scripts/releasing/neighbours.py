@@ -98,7 +98,9 @@ def refused(text: str) -> set[tuple[str, str]]:
 def main() -> int:
     """Write the table, or compare it with the page; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="print the table, and fail if a trainer no longer resolves")
+    parser.add_argument(
+        "--check", action="store_true", help="only print the table; fail if a trainer no longer resolves"
+    )
     check = parser.parse_args().check
     lines = list(table_of([row_of(requirement) for requirement in NEIGHBOURS], f"{datetime.date.today():%Y-%m-%d}"))
     page, table = PAGE.read_text(encoding="utf-8"), "\n".join(lines)

@@ -168,6 +168,18 @@ def test_axes_come_from_the_metadata_of_variables() -> None:
         assert dict(VariableHolder(found).axes) == expected
 
 
+def test_a_stack_of_layers_is_named_where_vmap_has_put_it() -> None:
+    named = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, "mlp"), eager_sharding=False)
+    for place, expected in ((0, ("layers", None, "mlp")), (1, (None, "layers", "mlp"))):
+
+        @nnx.vmap(in_axes=0, out_axes=place, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stack(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(3, 4, kernel_init=named, rngs=rngs)
+
+        holder = VariableHolder(stack(nnx.Rngs(0).split(2)))
+        assert holder.axes == {"kernel": expected}
+
+
 def test_what_cannot_be_held_is_refused_with_its_remedy() -> None:
     model, optimizer = made()
     with pytest.raises(ValueError, match="got a dict; give an"):

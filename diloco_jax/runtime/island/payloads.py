@@ -17,6 +17,7 @@ from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StateChunk
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.runtime.island.spare_time import SpareTime
+from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.training.island_state import StagedUpdate
 from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
@@ -45,7 +46,7 @@ class PayloadSender:
         self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._closed = False
-        threading.Thread(target=self._work, name="payload", daemon=True).start()
+        start_thread(self._work, "payload", daemon=True)
 
     def value(self, link: Link, message: FragmentValue, staged: StagedUpdate) -> None:
         """Encode and send a fragment's value for a round."""

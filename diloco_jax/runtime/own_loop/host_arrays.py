@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from diloco_jax.core.fragments import whole
-from diloco_jax.core.kinds import kind_of
+from diloco_jax.core.kinds import canonical_forms
+from diloco_jax.runtime.own_loop.trees import NAME_THE_AXES
 from diloco_jax.training.host_side.holder import FLOATS, HostArray, HostHolder
 from diloco_jax.training.host_side.state import HostState
 from diloco_jax.training.island_state import IslandState
@@ -28,18 +29,20 @@ class HostArrays:
 
     def __init__(self, holder: HostHolder, axes: Mapping[str, LogicalAxes] | None = None) -> None:
         self._holder = holder
-        self.shapes = {path: tuple(shape) for path, shape in sorted(holder.shapes.items())}
-        if not self.shapes:
+        stored = {path: tuple(shape) for path, shape in sorted(holder.shapes.items())}
+        if not stored:
             raise ValueError("there are no parameters; give the arrays that the optimizer updates")
-        if unknown := sorted(set(axes or {}) - set(self.shapes)):
+        if unknown := sorted(set(axes or {}) - set(stored)):
             raise ValueError(
-                f"axes names {unknown[0]!r}, which is not a parameter; they are {', '.join([*self.shapes][:8])}"
+                f"axes names {unknown[0]!r}, which is not a parameter; they are {', '.join([*stored][:8])}"
             )
         for path, dtype in holder.dtypes.items():
             if dtype.name not in FLOATS:
                 raise ValueError(f"parameter {path!r} is {dtype}; it must be one of {', '.join(FLOATS)}")
         named = {**holder.axes, **(axes or {})}
-        self.kinds = {path: kind_of(shape, named.get(path, ())) for path, shape in self.shapes.items()}
+        self.forms = canonical_forms(stored, named, NAME_THE_AXES)
+        self.shapes = {path: form.shape for path, form in self.forms.items()}
+        self.kinds = {path: form.kind for path, form in self.forms.items()}
         self.devices: list[jax.Device] = []
         self.has_moments = bool(holder.moments())
 
@@ -50,7 +53,7 @@ class HostArrays:
 
     def exchanged(self, wire: Any, rebase: bool) -> IslandState:
         """Return the exchanged state, which reads from the holder and writes to it; arguments as for `Island`."""
-        return HostState(self._holder, self.kinds, wire, rebase)
+        return HostState(self._holder, self.forms, wire, rebase)
 
     def take_loaded(self, held: IslandState) -> None:
         """Do nothing: the holder has what was loaded."""
@@ -64,5 +67,6 @@ class HostArrays:
         return dict(params)
 
     def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, HostArray]:
-        """Return parameters by path, in the types of the holder."""
-        return {path: value.astype(self._holder.dtypes[path]) for path, value in values.items()}
+        """Return canonical values as parameters by path, in the types and layouts of the holder."""
+        dtypes = self._holder.dtypes
+        return {path: self.forms[path].stored(value).astype(dtypes[path]) for path, value in values.items()}

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import Fragment, Slice
+from diloco_jax.core.fragments import WHOLE, Fragment, Slice
+from diloco_jax.core.kinds import Order, inverse, with_order
 from diloco_jax.training.exchange.exchange import AdoptMode, HostValues
 from diloco_jax.training.host_side.holder import HostArray, HostHolder
 from diloco_jax.training.host_side.rounding import DType, as_float32, as_held, blended, rebased, rounded
@@ -40,21 +41,22 @@ class CopiedFragment:
         dtypes: Mapping[str, DType],
         format: codec.Format,
         held: Anchored,
-        copies: Mapping[str, HostCopy],
+        copies: "PieceCopies",
         keep_local: bool,
     ) -> None:
         self._fragment = fragment
         self._dtypes = dtypes
         self._format = format
         self._held: Anchored | None = held
-        self._copies = copies
+        self._copies: PieceCopies | None = copies
         self._keep_local = keep_local
         self._lock = threading.Lock()
         self._encoded: tuple[bytes, Residuals] | codec.NotFinite | None = None
 
     def local(self, key: str) -> Float32[np.ndarray, "..."]:
         """Wait for the copy of a piece, and return it as float32."""
-        return as_float32(np.asarray(self._copies[key]))
+        assert self._copies is not None, "only rebase needs the copies of an encoded fragment"
+        return as_float32(self._copies.array(key))
 
     def encode(self) -> bytes:
         """Wait for the copies, and return the payload: `codec.encode` of anchor - local + residual.
@@ -80,7 +82,7 @@ class CopiedFragment:
                     self._encoded = error
                 # This frees the anchor once a newer one is adopted, and the copies unless `adopt` needs them.
                 self._held = None
-                self._copies = self._copies if self._keep_local else {}
+                self._copies = self._copies if self._keep_local else None
             if isinstance(self._encoded, codec.NotFinite):
                 raise self._encoded
             return self._encoded
@@ -103,19 +105,65 @@ class CopiedFragment:
         return b"".join(piece for key in sorted(pieces) for piece in pieces[key]), after
 
 
+class PieceCopies:
+    """Copies of a fragment's pieces in host memory, or on their way there.
+
+    Args:
+      copies: the copies as they are stored, by the key of the canonical piece.
+      orders: the stored axes in canonical order, by the same keys.
+    """
+
+    def __init__(self, copies: Mapping[str, HostCopy], orders: Mapping[str, Order]) -> None:
+        self._copies = copies
+        self._orders = orders
+
+    def array(self, key: str) -> HostArray:
+        """Wait for the copy of a piece, and return it with canonical axes."""
+        return with_order(np.asarray(self._copies[key]), self._orders[key])
+
+
+class CanonicalPieces:
+    """The pieces of a holder's parameters with the axes of canonical tensors."""
+
+    def __init__(self, holder: HostHolder, orders: Mapping[str, Order]) -> None:
+        self._holder = holder
+        self._orders = orders
+
+    def read(self, fragment: Fragment) -> PieceCopies:
+        """Start to copy a fragment's pieces; return at once."""
+        stored = {part.key: self._stored(part) for part in fragment.slices}
+        copies = self._holder.read([*stored.values()])
+        orders = {part.key: self._orders[part.path] for part in fragment.slices}
+        return PieceCopies({key: copies[part.key] for key, part in stored.items()}, orders)
+
+    def write(self, values: Mapping[Slice, HostArray]) -> None:
+        """Replace pieces of the parameters."""
+        self._holder.write(
+            {self._stored(part): with_order(value, inverse(self._orders[part.path])) for part, value in values.items()}
+        )
+
+    def _stored(self, part: Slice) -> Slice:
+        """Return the same piece in the stored tensor."""
+        return part if part.axis == WHOLE else part._replace(axis=self._orders[part.path][part.axis])
+
+
 class HostExchange:
     """The anchors and residuals of an island's fragments, in host memory.
 
     Args:
       holder: the owner of the parameters.
+      orders: the stored axes of every parameter in canonical order, by path (core/kinds.py); fragments have canonical
+        axes, and the holder's pieces have stored ones.
       format: format of the updates that the island sends.
       rebase: whether `adopt` may be called with mode "rebase".
     """
 
-    def __init__(self, holder: HostHolder, format: codec.Format, rebase: bool) -> None:
+    def __init__(self, holder: HostHolder, orders: Mapping[str, Order], format: codec.Format, rebase: bool) -> None:
         # By fragment_id, from the first adoption on.
         self.held: dict[int, Anchored] = {}
-        self._holder = holder
+        self._pieces = CanonicalPieces(holder, orders)
+        self._orders = orders
+        self._shapes = dict(holder.shapes)
         self._dtypes = dict(holder.dtypes)
         self._format: codec.Format = format
         self._rebase = rebase
@@ -123,7 +171,7 @@ class HostExchange:
     def stage(self, fragment: Fragment) -> CopiedFragment:
         """Start to copy a fragment's parameters as they are after the newest step; return at once."""
         assert fragment.fragment_id in self.held, f"fragment {fragment.fragment_id} was never adopted"
-        held, copies = self.held[fragment.fragment_id], self._holder.read(fragment.slices)
+        held, copies = self.held[fragment.fragment_id], self._pieces.read(fragment)
         return CopiedFragment(fragment, self._dtypes, self._format, held, copies, self._rebase)
 
     def adopt(
@@ -136,10 +184,10 @@ class HostExchange:
         if mode == "overwrite" or (mode == "blend" and alpha == 0):
             self.overwrite(fragment, values)
         else:
-            local = self._holder.read(fragment.slices)
+            local = self._pieces.read(fragment)
             base = sent if mode == "rebase" else None
-            self._holder.write(
-                {part: self._met(part, np.asarray(local[part.key]), values, alpha, base) for part in fragment.slices}
+            self._pieces.write(
+                {part: self._met(part, local.array(part.key), values, alpha, base) for part in fragment.slices}
             )
         residual = sent.residual() if sent is not None else None
         if residual is None:
@@ -150,14 +198,15 @@ class HostExchange:
     def overwrite(self, fragment: Fragment, values: HostValues) -> None:
         """Replace a fragment without making the values its anchor; ValueError as in `adopt`."""
         fragment.check(values)
-        self._holder.write({part: self._in_type(part, values[part.key]) for part in fragment.slices})
+        self._pieces.write({part: self._in_type(part, values[part.key]) for part in fragment.slices})
 
     def anchors(self, fragments: Iterable[Fragment]) -> dict[str, HostArray]:
         """Return the global model: the parameters that adopting all fragments right now would give, by path."""
-        found = {path: np.zeros(shape, self._dtypes[path]) for path, shape in self._holder.shapes.items()}
+        found = {path: np.zeros(shape, self._dtypes[path]) for path, shape in self._shapes.items()}
+        canonical = {path: with_order(array, self._orders[path]) for path, array in found.items()}
         for fragment in fragments:
             for part in fragment.slices:
-                found[part.path][part.at] = self._in_type(part, self.held[fragment.fragment_id].values[part.key])
+                canonical[part.path][part.at] = self._in_type(part, self.held[fragment.fragment_id].values[part.key])
         return found
 
     def _in_type(self, part: Slice, value: Float32[np.ndarray, "..."]) -> HostArray:

@@ -7,7 +7,7 @@ import numpy as np
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, whole
-from diloco_jax.core.kinds import Kind
+from diloco_jax.core.kinds import Canonical
 from diloco_jax.training.exchange.exchange import AdoptMode, HostValues
 from diloco_jax.training.host_side.exchange import CopiedFragment, HostExchange
 from diloco_jax.training.host_side.holder import HostArray, HostCopy, HostHolder
@@ -21,20 +21,22 @@ class HostState:
 
     Args:
       holder: the owner of the parameters.
-      kinds: the kind of every parameter, by path.
+      forms: the canonical form of every parameter, by path.
       format: format of the updates that the island sends.
       rebase: whether `adopt` may be called with mode "rebase".
     """
 
-    def __init__(self, holder: HostHolder, kinds: Mapping[str, Kind], format: Format, rebase: bool) -> None:
-        self.shapes = dict(holder.shapes)
-        self.kinds = kinds
-        self.exchange = HostExchange(holder, format, rebase)
+    def __init__(self, holder: HostHolder, forms: Mapping[str, Canonical], format: Format, rebase: bool) -> None:
+        # Fragments have the axes of canonical tensors; whole states have those of the holder.
+        self.shapes = {path: form.shape for path, form in forms.items()}
+        self.kinds = {path: form.kind for path, form in forms.items()}
+        orders = {path: form.order for path, form in forms.items()}
+        self.exchange = HostExchange(holder, orders, format, rebase)
         self._holder = holder
         self._pieces = {path: whole(path) for path in self.shapes}
         params = {
             PARAMETERS + path: np.broadcast_to(np.zeros((), holder.dtypes[path]), shape)
-            for path, shape in self.shapes.items()
+            for path, shape in holder.shapes.items()
         }
         self.state_layout = StateLayout(params | dict(holder.moments()))
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, plan_fragments, put, take
-from diloco_jax.core.kinds import kind_of
+from diloco_jax.core.kinds import canonical_of
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
 from diloco_jax.training.host_side.holder import NumpyArrays
 from diloco_jax.training.host_side.rounding import blended
@@ -24,12 +24,18 @@ from tests.training.islands import assert_same
 FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
 MODES: tuple[tuple[AdoptMode, float], ...] = (("overwrite", 0.0), ("blend", 0.3), ("rebase", 0.0))
 SHAPES = {"big": (96, 40), "deep": (3, 5, 70), "flat": (300,), "one": ()}
-PLAN = plan_fragments(SHAPES, 5, split_axis={"big": 0, "deep": 2})
+# The layers of `deep` are stored in the middle, and travel in front.
+FORMS = {path: canonical_of(shape, {"deep": (None, "layers", None)}.get(path, ())) for path, shape in SHAPES.items()}
+PLAN = plan_fragments({path: form.shape for path, form in FORMS.items()}, 5, split_axis={"big": 0, "deep": 0})
 
 
 def drawn(seed: int, dtype: Any = np.float32, scale: float = 1.0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {path: np.array(scale * rng.standard_normal(shape)).astype(dtype) for path, shape in SHAPES.items()}
+
+
+def canonical(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {path: FORMS[path].view(value) for path, value in values.items()}
 
 
 class OnJax:
@@ -39,7 +45,7 @@ class OnJax:
         layout = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("device",)), PartitionSpec())
         self.params = {path: jax.device_put(jnp.array(value), layout) for path, value in params.items()}
         described = {p: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=layout) for p, v in self.params.items()}
-        self.exchange = Exchange(described, format, rebase)
+        self.exchange = Exchange(described, format, rebase, {path: form.order for path, form in FORMS.items()})
 
     def adopt(
         self, fragment: Fragment, values: dict[str, np.ndarray], mode: AdoptMode, alpha: float, sent: Any
@@ -52,8 +58,7 @@ class OnJax:
 
 
 def on_host(params: dict[str, np.ndarray], format: Format, rebase: bool, **moments: np.ndarray) -> HostState:
-    kinds = {path: kind_of(shape) for path, shape in SHAPES.items()}
-    return HostState(NumpyArrays(params, moments), kinds, format, rebase)
+    return HostState(NumpyArrays(params, moments), FORMS, format, rebase)
 
 
 def assert_same_payload(copies: tuple[Any, Any], fragment: Fragment, format: Format, exact: bool) -> None:
@@ -84,7 +89,7 @@ def test_an_island_of_numpy_stages_and_adopts_the_bits_of_one_of_jax(format: For
     sent: dict[int, Any] = dict.fromkeys(range(len(PLAN.fragments)), (None, None))
     for turn in range(2 * len(modes)):
         mode, alpha = modes[turn % len(modes)] if turn else MODES[0]
-        anchor = drawn(10 + turn)
+        anchor = canonical(drawn(10 + turn))
         for fragment in PLAN.fragments:
             ours, theirs = sent[fragment.fragment_id]
             values = take(anchor, fragment)
@@ -97,7 +102,7 @@ def test_an_island_of_numpy_stages_and_adopts_the_bits_of_one_of_jax(format: For
             {path: np.asarray(value) for path, value in jaxes.exchange.anchors(PLAN.fragments).items()},
         )
         # A few steps of training, of another size than the anchors.
-        moved = {p: v.astype(np.float32) + drawn(20 + turn, scale=1e-2)[p] for p, v in arrays.items()}
+        moved = canonical({p: v.astype(np.float32) + drawn(20 + turn, scale=1e-2)[p] for p, v in arrays.items()})
         for fragment in PLAN.fragments:
             numpy.overwrite(fragment, take(moved, fragment))
         jaxes.overwrite(moved)
@@ -111,17 +116,17 @@ def test_an_island_of_numpy_stages_and_adopts_the_bits_of_one_of_jax(format: For
 
 def test_a_copy_is_of_its_step_whatever_the_next_one_changes() -> None:
     arrays = drawn(0)
-    state, zeros = on_host(arrays, "float32", rebase=False), {path: 0 * value for path, value in arrays.items()}
+    state, zeros = on_host(arrays, "float32", rebase=False), canonical({path: 0 * v for path, v in arrays.items()})
     for fragment in PLAN.fragments:
         state.adopt(fragment, take(zeros, fragment))
-        state.overwrite(fragment, take(drawn(1), fragment))
+        state.overwrite(fragment, take(canonical(drawn(1)), fragment))
     staged = [state.stage(fragment) for fragment in PLAN.fragments]
     for value in arrays.values():
         value += 1
     with ThreadPoolExecutor(1) as thread:
         for fragment, payload in zip(PLAN.fragments, thread.map(lambda copy: copy.encode(), staged), strict=True):
             found = codec.decode(payload, fragment.keys_shapes, "float32")
-            assert_same(found, {key: 0 - value for key, value in take(drawn(1), fragment).items()})
+            assert_same(found, {key: 0 - value for key, value in take(canonical(drawn(1)), fragment).items()})
 
 
 def test_what_is_not_finite_is_not_sent_and_an_adoption_heals_it() -> None:
@@ -129,18 +134,18 @@ def test_what_is_not_finite_is_not_sent_and_an_adoption_heals_it() -> None:
     state = on_host(arrays, "int4", rebase=False)
     fragment = PLAN.fragments[0]
     key = fragment.slices[0].key
-    state.adopt(fragment, take(drawn(1), fragment))
+    state.adopt(fragment, take(canonical(drawn(1)), fragment))
     arrays[fragment.slices[0].path][...] = np.nan
     staged = state.stage(fragment)
     with pytest.raises(codec.NotFinite, match=f"'{fragment.slices[0].path}.* holds NaN"):
         staged.encode()
     assert staged.residual() is None
-    state.adopt(fragment, take(drawn(2), fragment), mode="blend", alpha=0.0, sent=staged)
-    assert np.isfinite(take(arrays, fragment)[key]).all()
+    state.adopt(fragment, take(canonical(drawn(2)), fragment), mode="blend", alpha=0.0, sent=staged)
+    assert np.isfinite(take(canonical(arrays), fragment)[key]).all()
     with pytest.raises(ValueError, match=r"has shape None, expected"):
         state.adopt(fragment, {})
     with pytest.raises(ValueError, match="rebase=True"):
-        state.adopt(fragment, take(drawn(2), fragment), mode="rebase", sent=staged)
+        state.adopt(fragment, take(canonical(drawn(2)), fragment), mode="rebase", sent=staged)
 
 
 def test_blends_round_towards_the_global_value_in_16_bits() -> None:
@@ -179,10 +184,12 @@ def test_the_global_model_is_put_together_from_the_anchors() -> None:
     arrays = drawn(0, np.float64)
     state = on_host(arrays, "int4", rebase=False)
     for fragment in PLAN.fragments:
-        state.adopt(fragment, take(drawn(3), fragment))
-        state.overwrite(fragment, take(drawn(4), fragment))
-    zeros = {path: np.zeros(shape, np.float32) for path, shape in SHAPES.items()}
-    want = zeros
+        state.adopt(fragment, take(canonical(drawn(3)), fragment))
+        state.overwrite(fragment, take(canonical(drawn(4)), fragment))
+    want = canonical({path: np.zeros(shape, np.float32) for path, shape in SHAPES.items()})
     for fragment in PLAN.fragments:
-        want = put(want, fragment, take(drawn(3), fragment))
-    assert_same(state.anchors(PLAN.fragments), {path: value.astype(np.float64) for path, value in want.items()})
+        want = put(want, fragment, take(canonical(drawn(3)), fragment))
+    assert_same(
+        state.anchors(PLAN.fragments),
+        {path: FORMS[path].stored(value).astype(np.float64) for path, value in want.items()},
+    )
