@@ -42,8 +42,8 @@ def main() -> None:
     )
     sys.stdout.write(
         f"step time with attach x {value} of {1000 * result['step_s']:.1f} ms, {result['runs']} pairs, "
-        f"{result['adopted_per_step']:.2f} fragments adopted per step, {result['parameters']} parameters; the process's "
-        f"processor time x {cpu}; the loop's thread {100 * result['thread_value']:.2f}% of a step more\n"
+        f"{result['adopted_per_step']:.2f} fragments adopted per step, {result['parameters']} parameters; the "
+        f"process's processor time x {cpu}; the loop's thread {100 * result['thread_value']:.2f}% of a step more\n"
     )
 
 
