@@ -75,9 +75,9 @@ def test_a_killed_pytorch_island_returns_with_its_moments_and_running_statistics
     assert summary["eval_loss"] < 0.6
     log = (run_dir / "logs" / "island-1.log").read_text()
     starts = [[*map(int, found)] for found in re.findall(r"starts after (\d+) steps, (\d+) batches, (\d+) epochs", log)]
-    assert starts[0] == [0, 0, 0] and len(starts) == 2, log
-    # All of a state are of one step.
-    assert starts[1][0] > 0 and len({*starts[1]}) == 1, starts
+    assert len(starts) == 2 and starts[1][0] > 0, log
+    # All parts of a state are of one step; the first start may have the state of the other island.
+    assert all(len({*found}) == 1 for found in starts), starts
 
 
 def pid_of(run_dir: Path, name: str) -> int:
