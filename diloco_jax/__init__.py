@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
+    from diloco_jax.training.host_side.holder import HostHolder, NumpyArrays
     from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
     from diloco_jax.transport.link import TransportConfig
@@ -40,6 +41,8 @@ _HOMES = {
     "loader": "runtime.own_loop.loaders",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
+    "HostHolder": "training.host_side.holder",
+    "NumpyArrays": "training.host_side.holder",
     "Island": "training.island",
     "TrainableModel": "training.models.protocol",
     "TransportConfig": "transport.link",
@@ -48,9 +51,11 @@ _HOMES = {
 __all__ = [
     "AttachedIsland",
     "Holder",
+    "HostHolder",
     "Island",
     "Learner",
     "LearnerRun",
+    "NumpyArrays",
     "OwnIsland",
     "ProtocolConfig",
     "RunComplete",

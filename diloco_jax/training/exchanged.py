@@ -29,6 +29,7 @@ from diloco_jax.core.fragments import Fragment, Slice, take
 from diloco_jax.core.kinds import Kind, with_order
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange, HostValues
 from diloco_jax.training.exchange.outgoing import StagedFragment
+from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -74,6 +75,24 @@ class ExchangedState:
         """Return the shape of every canonical parameter, by path."""
         params = self.state.params
         return {path: tuple(params[path].shape[axis] for axis in self.exchange.orders[path]) for path in params}
+
+    def count_programs(self, fragments: Iterable[Fragment]) -> int:
+        """Return the number of programs that fragments need; a shared program counts once."""
+        return self.exchange.count(fragments)
+
+    def warm_up_exchange(
+        self, fragments: Iterable[Fragment], told: Callable[[int], object] = lambda done: None
+    ) -> None:
+        """Compile the programs of fragments; any thread may call this at any time."""
+        self.exchange.warm_up(fragments, told)
+
+    def stage(self, fragment: Fragment) -> StagedFragment:
+        """Queue a copy of a fragment's update, as it is after the newest step; return at once."""
+        return self.exchange.stage(self.state.params, fragment)
+
+    def anchors(self, fragments: Iterable[Fragment]) -> Params:
+        """Return the global model on the devices, in the parameters' own types; `fragments` are all of the model."""
+        return self.exchange.anchors(fragments)
 
     def adopt(
         self,

@@ -41,6 +41,7 @@ LOOPS = {
     "equinox_loop": ("equinox", 1, 74_112),
     "haiku_loop": ("haiku", 1, 74_112),
     "lora_loop": ("flax", 2, 7_424),
+    "torch_loop": ("torch", 2, 74_112),
     "keras_fit": ("keras", 1, 74_112),
     "grain_loop": ("grain", 2, 74_112),
 }

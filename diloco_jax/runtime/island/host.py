@@ -18,8 +18,7 @@ from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
-from diloco_jax.training.exchange.outgoing import StagedFragment
-from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.island_state import IslandState, StagedUpdate
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport import commands
@@ -51,7 +50,7 @@ class Host:
     def __init__(
         self,
         run: ResolvedRun,
-        island: ExchangedState,
+        island: IslandState,
         compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
         saves: SavedStates | None = None,
@@ -93,8 +92,8 @@ class Host:
 
     def warm_up(self, told: Told = lambda words: None) -> None:
         """Compile the island's programs, and report the progress; any thread."""
-        exchange, steps = self.island.exchange, int(self._compile_step is not None)
-        total = exchange.count(self.fragments) + steps
+        island, steps = self.island, int(self._compile_step is not None)
+        total = island.count_programs(self.fragments) + steps
 
         def tell(done: int) -> None:
             told(f"compiling or loading programs, {done} of {total} are ready")
@@ -102,7 +101,7 @@ class Host:
         tell(0)
         if self._compile_step is not None:
             self._compile_step()
-        exchange.warm_up(self.fragments, lambda done: tell(done + steps))
+        island.warm_up_exchange(self.fragments, lambda done: tell(done + steps))
 
     def warm_up_evaluation(self) -> None:
         """Compile the evaluation of the global model; if that fails, the first evaluation reports the error."""
@@ -127,7 +126,7 @@ class Host:
     def stage(self, fragment_id: int, local_step: int) -> None:
         """Queue a copy of a fragment's update, as it is after the newest step."""
         self.tell(commands.HostStage(fragment_id, local_step))
-        staged = self.island.exchange.stage(self.island.state.params, self.fragments[fragment_id])
+        staged = self.island.stage(self.fragments[fragment_id])
         self._adoptions.staged[fragment_id, local_step] = staged
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
@@ -136,7 +135,7 @@ class Host:
         # Ctrl-C may have ended the island between the machine's decision and the copy.
         self._adoptions.staged.pop((fragment_id, local_step), None)
 
-    def take_for_round(self, message: FragmentValue) -> StagedFragment:
+    def take_for_round(self, message: FragmentValue) -> StagedUpdate:
         """Mark a staged copy as used by the message's round, and return it; the caller encodes and sends it."""
         return self._adoptions.take_for_round(message.fragment_id, message.global_step, message.local_step)
 
@@ -161,7 +160,7 @@ class Host:
         began_s = time.monotonic()
         assert self._evaluate is not None, "nobody here can evaluate"
         try:
-            score = self._evaluate(self.island.exchange.anchors(self.fragments), global_step, final)
+            score = self._evaluate(self.island.anchors(self.fragments), global_step, final)
         except Exception as error:
             score = failed_score(error)
         return score._replace(took_s=time.monotonic() - began_s)

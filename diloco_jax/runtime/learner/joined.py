@@ -38,7 +38,7 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.island_state import IslandState
 from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
@@ -75,7 +75,7 @@ class Joining(NamedTuple):
 
     def host(
         self,
-        island: ExchangedState,
+        island: IslandState,
         compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
         stop: threading.Event,

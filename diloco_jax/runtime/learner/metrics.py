@@ -126,5 +126,7 @@ def own_metrics(config: RunConfig, name: str, devices: Sequence[jax.Device], flo
         ValueError: A callback cannot be loaded.
     """
     callbacks = find_callbacks(config.callbacks, ("on_step",))
-    each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(devices[0].device_kind, 0.0)
-    return IslandMetrics(name, devices, flops_per_token, len(devices) * each, callbacks)
+    # An island without JAX arrays has no devices that are known here; it counts as one.
+    kind = devices[0].device_kind if devices else ""
+    each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(kind, 0.0)
+    return IslandMetrics(name, devices, flops_per_token, max(1, len(devices)) * each, callbacks)

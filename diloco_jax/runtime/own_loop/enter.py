@@ -96,6 +96,8 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")
     if jax.process_count() > 1:
+        if not arrays.devices:
+            raise ValueError("an island of several JAX processes needs JAX arrays; start one process for this island")
         same = {"data": data, **{what: str(count) for what, count in _sizes(options).items()}}
         hosts = meet(config, here.name, incarnation, here.coordinator, same)
         incarnation = hosts.incarnation

@@ -4,11 +4,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array
 
 from diloco_jax.core.kinds import Canonical
 from diloco_jax.runtime.model.layout_text import layout_of, read_layout
@@ -24,7 +24,7 @@ BEGINS_S = 300.0
 
 
 def introduce(
-    transport: TransportConfig, learner_id: str, params: Mapping[str, Array], forms: Mapping[str, Canonical]
+    transport: TransportConfig, learner_id: str, params: Mapping[str, Any], forms: Mapping[str, Canonical]
 ) -> RunConfig:
     """Return the config of the run at `transport.address`, after comparing its model, or sending one if it has none.
 
@@ -107,12 +107,12 @@ def _any_host(here: bool) -> bool:
     return bool(np.asarray(multihost_utils.broadcast_one_to_all(np.array(here))))
 
 
-def _whole(params: Mapping[str, Array], forms: Mapping[str, Canonical]) -> dict[str, np.ndarray]:
+def _whole(params: Mapping[str, Any], forms: Mapping[str, Canonical]) -> dict[str, np.ndarray]:
     """Return all canonical values on this host, as float32."""
     found = {}
     for path in sorted(params):
         value = params[path]
-        if not value.is_fully_addressable:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
         found[path] = forms[path].view(np.asarray(jax.device_get(value)).astype("<f4", copy=False))
     return found

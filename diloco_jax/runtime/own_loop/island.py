@@ -22,6 +22,7 @@ from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.state import TrainState
 from diloco_jax.transport.link import TransportConfig
@@ -102,7 +103,7 @@ class OwnIsland:
         if self._handed:
             raise ValueError("call state() once, before the first step; after_step() returns the later parameters")
         self._island.begin()
-        self._handed, found = True, self._island.held.state
+        self._handed, found = True, self._held.state
         given: dict[str, Any] = {"params": self._state.tree(found.params)}
         if found.opt_state is not None:
             given["opt_state"] = found.opt_state
@@ -113,7 +114,7 @@ class OwnIsland:
         """Tell whether the loop shall make another step."""
         if not self._handed:
             raise ValueError("start with the result of state(): the arguments of join() need not be the run's model")
-        self._island.held.state = NOTHING
+        self._held.state = NOTHING
         return self._island.may_step()
 
     @property
@@ -151,13 +152,19 @@ class OwnIsland:
         Raises:
             ValueError: The tree differs, an array was donated, there is no loss, or the loop did not request its batch.
         """
-        held = self._island.held
+        held = self._held
 
         def take() -> None:
             held.state = self._state.taken(params, opt_state, "after_step()")
 
         self._island.report(take, metrics)
         return self._state.tree(held.state.params)
+
+    @property
+    def _held(self) -> ExchangedState:
+        held = self._island.held
+        assert isinstance(held, ExchangedState), "LoopState makes one"
+        return held
 
     def global_params(self) -> Any:
         """Return the newest global model that this island holds, as the loop's tree, for an evaluation.

@@ -33,6 +33,7 @@ from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
 from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.trees import LoopArrays
 from diloco_jax.runtime.records.signals import stop_on_sigterm
+from diloco_jax.training.island_state import IslandState
 
 # A loop may read the samples of this many steps ahead.
 COMING_STEPS = 8
@@ -91,7 +92,7 @@ class SteppedIsland:
             log.warning(
                 "protocol.snapshot_every is 0: opt_state is not saved, and is lost once all islands have stopped"
             )
-        self.held = arrays.exchanged(config.wire.up, config.adopt.mode == "rebase")
+        self.held: IslandState = arrays.exchanged(config.wire.up, config.adopt.mode == "rebase")
         emulated = sum(device.platform == "cpu" for device in arrays.devices) > 1
         self._metrics = LaggingMetrics(waits=emulated)
         self._batch = Batch((), 0)

@@ -17,6 +17,7 @@ from jaxtyping import Array
 from diloco_jax.core.kinds import Canonical, Kind, canonical_forms
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
+from diloco_jax.training.island_state import IslandState
 from diloco_jax.training.sharding import LogicalAxes, put_array
 from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -38,17 +39,17 @@ class LoopArrays(Protocol):
     devices: list[jax.Device]
 
     @property
-    def initial(self) -> Mapping[str, Array]:
+    def initial(self) -> Mapping[str, Any]:
         """Return the parameters at `join` as the loop stores them, by path; until `exchanged`."""
 
     @property
     def has_moments(self) -> bool:
         """Tell whether the loop gives other state than parameters, which is saved on the island."""
 
-    def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
+    def exchanged(self, wire: Any, rebase: bool) -> IslandState:
         """Return the exchanged state; arguments as for `Island`."""
 
-    def tree(self, params: Mapping[str, Array]) -> Any:
+    def tree(self, params: Mapping[str, Any]) -> Any:
         """Return parameters by path in the loop's own form."""
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:

@@ -243,13 +243,7 @@ class Exchange:
         return self._incoming(fragment, bool(base)).blend(params, new, base, alpha)
 
     def _put(self, fragment: Fragment, values: HostValues) -> DeviceArrays:
-        for part, shape in zip(fragment.slices, fragment.shapes, strict=True):
-            got = values[part.key].shape if part.key in values else None
-            if got != tuple(shape):
-                raise ValueError(
-                    f"fragment {fragment.fragment_id}: '{part.key}' has shape {got}, expected {tuple(shape)}; "
-                    "do both sides use the same model and fragment plan?"
-                )
+        fragment.check(values)
         windows = self._windows_of(fragment).windows
         return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
 
