@@ -56,8 +56,8 @@ def run(
     arguments = with_defaults(
         given, run=config.name, island=here.name, steps=config.planned_steps, hosts=hosts, data=data
     )
-    if hosts > 1 and not jax.distributed.is_initialized():
-        jax.distributed.initialize(os.environ[COORDINATOR_ENV], hosts, int(os.environ[HOST_ENV]))
+    if hosts > 1:
+        _meet_processes(hosts)
     leases = Leases() if data == "leased" else None
     with ExitStack() as stack:
         loop = IslandLoop(
@@ -76,3 +76,17 @@ def run(
         train.main([train.__file__, *arguments.as_words()])
         if loop.trouble:
             raise RuntimeError(f"MaxText ended before the run: {loop.trouble}")
+
+
+def _meet_processes(hosts: int) -> None:
+    """Start JAX's runtime with the other processes of the island, before MaxText uses a device."""
+    if jax.distributed.is_initialized():
+        return
+    coordinator, host = os.environ.get(COORDINATOR_ENV, ""), os.environ.get(HOST_ENV, "")
+    if not coordinator or not host.isdigit():
+        raise ValueError(
+            f"{HOSTS_ENV} is {hosts}, so each process of this island needs {COORDINATOR_ENV} (host:port) and "
+            f"{HOST_ENV} (its number from 0); they are {coordinator!r} and {host!r}"
+        )
+    # By default the coordinator would listen on all interfaces.
+    jax.distributed.initialize(coordinator, hosts, int(host), coordinator_bind_address=coordinator)
