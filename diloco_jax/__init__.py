@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.own_loop.attached import AttachedIsland, Holder, attach
     from diloco_jax.runtime.own_loop.enter import RunComplete
     from diloco_jax.runtime.own_loop.island import OwnIsland, join
+    from diloco_jax.runtime.own_loop.loaders import loader
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
@@ -36,6 +37,7 @@ _HOMES = {
     "RunComplete": "runtime.own_loop.enter",
     "OwnIsland": "runtime.own_loop.island",
     "join": "runtime.own_loop.island",
+    "loader": "runtime.own_loop.loaders",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
     "Island": "training.island",
@@ -62,6 +64,7 @@ __all__ = [
     "dump",
     "join",
     "load",
+    "loader",
 ]
 
 

@@ -42,6 +42,7 @@ LOOPS = {
     "haiku_loop": ("haiku", 1, 74_112),
     "lora_loop": ("flax", 2, 7_424),
     "keras_fit": ("keras", 1, 74_112),
+    "grain_loop": ("grain", 2, 74_112),
 }
 
 

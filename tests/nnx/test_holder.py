@@ -176,7 +176,7 @@ def test_a_stack_of_layers_is_named_where_vmap_has_put_it() -> None:
         def stack(rngs: nnx.Rngs) -> nnx.Linear:
             return nnx.Linear(3, 4, kernel_init=named, rngs=rngs)
 
-        holder = VariableHolder(stack(nnx.Rngs(0).fork(split=2)))
+        holder = VariableHolder(stack(nnx.Rngs(0).split(2)))
         assert holder.axes == {"kernel": expected}
 
 

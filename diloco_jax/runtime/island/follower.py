@@ -151,6 +151,8 @@ class Follower:
             case commands.HostRestore(number, fragments):
                 self.host.restore(fragments)
                 self._answer(number)
+            case commands.HostLoader(state):
+                host.resume_loader(StateName.parse(json.loads(state)) if state else None)
             case commands.HostEnd(status):
                 self.status = status
             case _:

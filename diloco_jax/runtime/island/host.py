@@ -15,6 +15,7 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
+from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
@@ -74,6 +75,10 @@ class Host:
         self._complete = -1
         # The leaves that were read from disk, until they are restored or not needed.
         self._read: Leaves = {}
+        # The loader of this process's own data, if it has one; its state is saved with the shards.
+        self.loader: Loader | None = None
+        # The loader's state that was read with the leaves, and the name of that state.
+        self._read_loader: tuple[StateName, bytes | None] | None = None
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -191,11 +196,12 @@ class Host:
         """Read this process's shards of a saved state; return why they cannot be used, "" if they can; any thread."""
         assert self._saves is not None, "nothing is saved"
         try:
-            self._read = self._saves.read(name)
+            self._read, loader = self._saves.read(name)
             self.island.check_shards(self._read)
         except ValueError as error:
             self._read = {}
             return str(error)
+        self._read_loader = (name, loader)
         return ""
 
     def find_saved(self) -> StateName | None:
@@ -221,6 +227,22 @@ class Host:
         for fragment_id in sorted(self.anchors.keys() - set(fragments)):
             self.island.overwrite(self.fragments[fragment_id], self.anchors[fragment_id])
 
+    def resume_loader(self, name: StateName | None) -> bool:
+        """Continue the loader from the state with this name, which was read; return False without such a state.
+
+        Raises:
+            ValueError: the loader refuses its state, or has none that can be saved.
+        """
+        found, self._read_loader = self._read_loader, None
+        if self.loader is None:
+            return False
+        state = found[1] if name is not None and found is not None and found[0] == name else None
+        if name is not None and state is not None:
+            restored(self.loader, state, name.global_step)
+        # A state that cannot be saved is reported before the first step.
+        bounded(self.loader)
+        return state is not None
+
     def forget_saved(self) -> None:
         """Free the state that was read from disk."""
         self._read = {}
@@ -245,7 +267,16 @@ class Host:
     def save_own(self, name: StateName, kept: int) -> Future[str]:
         """Start to write this process's shards; the future holds the error, "" if they were written."""
         assert self._saves is not None, "nothing is saved"
-        return self._saves.save(self.island.stage_shards(), name, kept)
+        try:
+            loader = None if self.loader is None else bounded(self.loader)
+        # Libraries of loaders raise many kinds of errors.
+        except Exception as error:
+            reason = f"the loader has no state to save: {error!r}"
+            log.warning(f"the state of global step {name.global_step} was not saved: {reason}; training continues")
+            failed: Future[str] = Future()
+            failed.set_result(reason)
+            return failed
+        return self._saves.save(self.island.stage_shards(), name, kept, loader)
 
     def close(self) -> None:
         """Wait until the last state is written to disk."""

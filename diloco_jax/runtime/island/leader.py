@@ -198,6 +198,10 @@ class LeadingHost(Host):
         super().restore(chosen)
         others.payloads()
 
+    def resume_loader(self, name: StateName | None) -> bool:
+        self.tell(commands.HostLoader("" if name is None else name.to_text()))
+        return super().resume_loader(name)
+
     def _save_all(self, name: StateName, kept: int) -> SaveResult:
         others = self._questions.ask(lambda n: commands.HostSave(n, name.to_text(), kept))
         own = super()._save_all(name, kept)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def placed(body: Callable[P, T]) -> Callable[P, T]:
     """Let a function that another thread calls use the default device of this thread; JAX has one for each thread."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
 
     @wraps(body)
     def call(*values: P.args, **named: P.kwargs) -> T:

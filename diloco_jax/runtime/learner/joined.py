@@ -119,7 +119,10 @@ class Joined:
         payloads: PayloadSender,
         metrics: IslandMetrics,
     ) -> None:
-        run, saved = host.run, host.find_saved()
+        run, self._saved = host.run, host.find_saved()
+        saved = self._saved
+        # The island whose moments were loaded: "" for none yet.
+        self._moments_of = ""
         wire = run.config.wire
         self.machine = machine = Learner(
             joining.learner_id,
@@ -209,6 +212,26 @@ class Joined:
         self._decisions.forget_saved()
         self._pulse.beat()
         return not self._over()
+
+    def reads(self, guarantee: str) -> None:
+        """Record on the tape that the loop reads its own data, and what is known of it: "resumed" or "own"."""
+        self._tape.note("data", guarantee)
+
+    def resume_loader(self) -> None:
+        """Continue the loader of own data from this island's newest save, whichever moments were loaded.
+
+        Raises:
+            ValueError: the loader refuses its state, or has none that can be saved.
+        """
+        saved, moments = self._saved, self._moments_of or "none"
+        if self._host.resume_loader(saved) and saved is not None:
+            self._tape.note("loader", saved.incarnation, saved.local_step)
+            log.info(
+                f"the loader continues after step {saved.local_step} of this island's incarnation "
+                f"{saved.incarnation} (saved at global step {saved.global_step}); moments: {moments}"
+            )
+        else:
+            log.info(f"the loader starts at its beginning: this island has no saved state of it; moments: {moments}")
 
     def take_batch(self) -> Batch:
         """Return the samples of the next step, at most one step ahead."""
@@ -307,6 +330,7 @@ class Joined:
             self._decisions.apply(lambda machine, now_s: machine.on_state_adopted(False, now_s))
             return
         log.info(f"loaded the state of {whose} at its step {local_step}")
+        self._moments_of = f"those of {whose}"
 
         def adopted(machine: Learner, now_s: float) -> list[Effect]:
             self._tape.state(effect, incarnation, local_step)

@@ -107,7 +107,7 @@ def use_pathways() -> LentSlices:
             f"islands.pathways is set, but the package {PACKAGE} is not installed: install diloco-jax[pathways] where "
             "`diloco islands` runs, or set islands.pathways to false"
         ) from None
-    platforms = jax.config.jax_platforms or ""
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     need_proxy(platforms)
     module.initialize()
     try:

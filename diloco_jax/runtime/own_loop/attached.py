@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int64
 
 from diloco_jax.runtime.own_loop.enter import LoopOptions, check_options, enter
+from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopTensors, check_moments
 from diloco_jax.settings.run import RunConfig
@@ -57,6 +58,7 @@ class HeldArrays:
         self._holder = holder
         self._tensors = LoopTensors(dict(holder.params), {**holder.axes, **(axes or {})})
         self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
+        self.forms = self._tensors.forms
         moments = holder.moments()
         check_moments(moments)
         self._moments_tree: Any = jax.tree.structure(moments)
@@ -96,7 +98,7 @@ class HeldArrays:
         return {path: self._tensors.returned(path, leaf) for path, leaf in params.items()}
 
     def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Return host values as parameters by path, in the loop's types and layouts."""
+        """Return canonical host values as parameters by path, in the loop's types and layouts."""
         return {path: self._tensors.placed(path, value) for path, value in values.items()}
 
     def _moments(self) -> Any:
@@ -169,6 +171,23 @@ class AttachedIsland:
     def local_step(self) -> int:
         """Return the number of steps that this start of the island has finished."""
         return self._island.local_step
+
+    @property
+    def loader(self) -> Batches | None:
+        """Return the batches of the loader, at the position that the first access to `training` restores, or None."""
+        if self._island.loader is not None:
+            self._begin()
+        return self._island.loader
+
+    @property
+    def index(self) -> int:
+        """Return the number of this island's shard of own data, below `count`; it is the same at every start."""
+        return self._island.place().index
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards of own data, `islands.count` of the run's config."""
+        return self._island.place().count
 
     @property
     def training(self) -> bool:

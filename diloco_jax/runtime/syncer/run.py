@@ -32,7 +32,7 @@ from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run
-from diloco_jax.runtime.records.files import CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CONFIG_FILE, ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -41,6 +41,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, RunClock, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
+from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Listener, control_of, open_listener
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
@@ -346,7 +347,8 @@ class SyncerRun:
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
-            life = Life(mode, machine.epoch, stop, self._fingerprint, self._description)
+            numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
+            life = Life(mode, machine.epoch, stop, self._fingerprint, self._description, numbers.number_of)
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(context, listener, self._results, merges, writer, watch)
