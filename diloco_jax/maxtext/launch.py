@@ -70,7 +70,9 @@ def run(
             stack.enter_context(leased_pipeline(pipeline, leases))
         if data == "shard":
             place = find_place(transport, config, here.name)
-            stack.enter_context(replaced(pipeline, "get_datasets", sharded(pipeline.get_datasets, *place)))
+            stack.enter_context(
+                replaced(pipeline, "get_datasets", sharded(pipeline.get_datasets, place.index, place.count))
+            )
         train.main([train.__file__, *arguments.as_words()])
         if loop.trouble:
             raise RuntimeError(f"MaxText ended before the run: {loop.trouble}")

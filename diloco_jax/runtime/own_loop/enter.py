@@ -85,8 +85,6 @@ def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings,
         if here.run_dir is not None and is_over(here.run_dir):
             raise RunComplete(here.name, here.run_dir) from None
         raise
-<<<<<<< HEAD
-=======
     return here, own
 
 
@@ -94,7 +92,6 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     """Join the run at `syncer` with a loop's arrays; arguments and errors as for `join`."""
     check_options(options)
     here, own = reach(syncer, options)
->>>>>>> maxtext
     config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms))
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")

@@ -274,7 +274,7 @@ def loader_of(given: Any, place: Callable[[], DataShard], incarnation: int) -> B
     if given is None:
         return None
     if callable(given) and not hasattr(given, "__iter__") and adapted(given) is None:
-        given = given(*place(), incarnation)
+        given = given(place().index, place().count, incarnation)
     return loader(given)
 
 
