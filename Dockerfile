@@ -13,10 +13,12 @@ COPY constraints-py311.txt ./
 ARG JAX="jax[tpu]"
 RUN pip install -c constraints-py311.txt "$JAX"
 
+# EXTRAS=gs,pathways makes an image for `diloco launch pathways`.
+ARG EXTRAS=gs
 # The other dependencies, before the sources, whose changes must not install them anew.
 COPY pyproject.toml LICENSE README.md ./
 RUN mkdir configs diloco_jax && touch diloco_jax/__init__.py \
-    && pip install -c constraints-py311.txt ".[gs]" \
+    && pip install -c constraints-py311.txt ".[$EXTRAS]" \
     && pip uninstall --yes diloco-jax
 
 COPY configs ./configs

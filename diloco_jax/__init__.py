@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.pacing import ProtocolConfig
     from diloco_jax.protocol.syncer.machine import Syncer
     from diloco_jax.runtime.learner.run import LearnerRun
+    from diloco_jax.runtime.own_loop.attached import AttachedIsland, Holder, attach
+    from diloco_jax.runtime.own_loop.enter import RunComplete
     from diloco_jax.runtime.own_loop.island import OwnIsland, join
+    from diloco_jax.runtime.own_loop.loaders import loader
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
+    from diloco_jax.training.host_side.holder import HostHolder, NumpyArrays
     from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
     from diloco_jax.transport.link import TransportConfig
@@ -28,30 +32,44 @@ _HOMES = {
     "ProtocolConfig": "protocol.pacing",
     "Syncer": "protocol.syncer.machine",
     "LearnerRun": "runtime.learner.run",
+    "AttachedIsland": "runtime.own_loop.attached",
+    "Holder": "runtime.own_loop.attached",
+    "attach": "runtime.own_loop.attached",
+    "RunComplete": "runtime.own_loop.enter",
     "OwnIsland": "runtime.own_loop.island",
     "join": "runtime.own_loop.island",
+    "loader": "runtime.own_loop.loaders",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
+    "HostHolder": "training.host_side.holder",
+    "NumpyArrays": "training.host_side.holder",
     "Island": "training.island",
     "TrainableModel": "training.models.protocol",
     "TransportConfig": "transport.link",
 }
 
 __all__ = [
+    "AttachedIsland",
+    "Holder",
+    "HostHolder",
     "Island",
     "Learner",
     "LearnerRun",
+    "NumpyArrays",
     "OwnIsland",
     "ProtocolConfig",
+    "RunComplete",
     "RunConfig",
     "Syncer",
     "SyncerRun",
     "TrainableModel",
     "TransportConfig",
     "__version__",
+    "attach",
     "dump",
     "join",
     "load",
+    "loader",
 ]
 
 

@@ -152,8 +152,8 @@ def syncer(arguments: argparse.Namespace) -> int:
 def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
-    from diloco_jax.runtime.records.signals import give_memory_back
-    from diloco_jax.runtime.syncer.run import SyncerRun
+    from diloco_jax.runtime.records.signals import PARENT_ENV, give_memory_back
+    from diloco_jax.runtime.syncer.run import LATE_S, SyncerRun
 
     give_memory_back()
 
@@ -171,7 +171,9 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
         model = Evaluator(config)
     page = _begin_page(config, run_dir)
     try:
-        summary = SyncerRun(config, run_dir, stop, model, rewind=rewind).run()
+        # A supervisor knows that its run is complete.
+        late_s = 0.0 if PARENT_ENV in os.environ else LATE_S
+        summary = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s).run()
     finally:
         if page is not None:
             page.terminate()
@@ -264,6 +266,7 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     from diloco_jax.runtime.learner.preemption import check_source, watch
     from diloco_jax.runtime.learner.run import LearnerRun, follow
     from diloco_jax.runtime.local.run import next_incarnation
+    from diloco_jax.training.data.corpus import load_source
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
     if arguments.standby:
@@ -287,7 +290,11 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         watch(check_source(arguments.preemption), stop)
     if config.island(arguments.island).hosts > 1:
         arguments.leave = leave
-    hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator)
+
+    def corpus() -> str:
+        return load_source(config.data, config.train.seq_len).corpus
+
+    hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator, corpus)
     incarnation = incarnation if hosts is None else hosts.incarnation
     pulse = island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
     joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
@@ -323,11 +330,11 @@ def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) ->
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
     address = _await_syncer(arguments, run_dir, config, stop)
-    from diloco_jax.runtime.local.controller import IslandsRun, use_pathways
+    from diloco_jax.runtime.local.controller import IslandsRun
+    from diloco_jax.runtime.local.pathways import use_pathways
 
-    if config.islands.pathways:
-        use_pathways()
-    run = IslandsRun(config, run_dir, address, stop)
+    slices = use_pathways() if config.islands.pathways else None
+    run = IslandsRun(config, run_dir, address, stop, slices=slices)
     # From now on each island reports its phase.
     tell_phase(run_dir, CONTROLLER, "")
     run.run()

@@ -102,6 +102,16 @@ class Fragment:
         """Return (key, shape) of each slice in order, the layout that `codec.decode` takes."""
         return tuple((piece.key, shape) for piece, shape in zip(self.slices, self.shapes, strict=True))
 
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Check that values have an array of the right shape for each slice; ValueError names one that differs."""
+        for key, shape in self.keys_shapes:
+            got = values[key].shape if key in values else None
+            if got != tuple(shape):
+                raise ValueError(
+                    f"fragment {self.fragment_id}: '{key}' has shape {got}, expected {tuple(shape)}; "
+                    "do both sides use the same model and fragment plan?"
+                )
+
 
 @dataclass(frozen=True)
 class FragmentPlan:

@@ -18,8 +18,11 @@ from diloco_jax.nnx.holder import KEPT, VariableHolder
 from diloco_jax.nnx.variables import VariableArrays, by_path, variables_of
 from diloco_jax.runtime.own_loop.attached import AttachedIsland, HeldArrays
 from diloco_jax.runtime.own_loop.enter import LoopOptions, check_options, enter
-from diloco_jax.runtime.own_loop.stepping import SteppedIsland
+from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
 from diloco_jax.training.sharding import LogicalAxes
+
+# Formats that keep the sign of a variance which is small beside others.
+PRECISE = {"float32", "bfloat16"}
 
 
 class NnxIsland(AttachedIsland):
@@ -69,8 +72,8 @@ def attach(
 
     Args:
         model: nnx.Module, or nnx.State with the parameters; a function that returns it, if the loop replaces it.
-        optimizer: nnx.Optimizer, or its nnx.State, or a function that returns it. None: a returning island starts with
-            fresh moments.
+        optimizer: nnx.Optimizer, or its nnx.State, or a tuple of it and other objects that return with the island, or
+            a function that returns it. None: a returning island starts with fresh moments.
         syncer: host:port of the syncer. None: DILOCO_SYNCER.
         filter: nnx filter of the trained parameters, such as nnx.LoRAParam; the same as the optimizer's `wrt`.
         average: nnx filter of Variables that are merged with the parameters, such as nnx.BatchStat.
@@ -87,7 +90,14 @@ def attach(
     if (evaluate := options.get("evaluate")) is not None:
         options["evaluate"] = _of_model(evaluate, holder)
     arrays = HeldArrays(holder, axes)
-    return NnxIsland(enter(syncer, arrays, options), arrays, holder)
+    island = enter(syncer, arrays, options)
+    wire = island.config.wire
+    if holder.averages_statistics and not {wire.up, wire.down} <= PRECISE:
+        log.warning(
+            f"batch statistics are averaged over wire.up {wire.up} and wire.down {wire.down}: their rounding can make "
+            "a small variance negative, and then an evaluation is NaN; use bfloat16 or float32 if that happens"
+        )
+    return NnxIsland(island, arrays, holder)
 
 
 def filled(model: Any, params: Mapping[str, Array]) -> Any:

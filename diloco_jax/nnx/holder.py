@@ -26,7 +26,8 @@ class VariableHolder:
     Args:
         model: Module or split state with the parameters. A function that returns it, if the loop replaces it
             (`state = train_step(state, batch)`).
-        optimizer: nnx.Optimizer, or the state of one, or a function that returns it. None: it stays with the loop.
+        optimizer: nnx.Optimizer, or the state of one, or a tuple of it and other objects that return with the island,
+            such as an nnx.EMA and metrics; or a function that returns it. None: it stays with the loop.
         filter: nnx filter of trained parameters, which are exchanged and merged.
         average: nnx filter of Variables that are exchanged and merged with the parameters, such as nnx.BatchStat.
         keep: nnx filter of the other Variables of the model that are saved with the optimizer.
@@ -53,6 +54,8 @@ class VariableHolder:
             raise ValueError(
                 f"no Variable of the model fits filter={filter}; give the filter that the optimizer trains"
             )
+        # Whether batch statistics are merged with the parameters.
+        self.averages_statistics = any(isinstance(leaf, nnx.BatchStat) for leaf in found.values())
         paths = by_path(found)
         # Steps without a change, until the first change.
         self._unchanged: int | None = 0

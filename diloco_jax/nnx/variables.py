@@ -20,11 +20,14 @@ Keys = tuple[Any, ...]
 
 
 def variables_of(root: Any) -> dict[Keys, nnx.Variable[Any]]:
-    """Return the Variables of a module, an optimizer or a state, without copies.
+    """Return the Variables of a module, an optimizer or a state, or of a tuple of them, without copies.
 
     Raises:
         ValueError: `root` is another object.
     """
+    if isinstance(root, tuple):
+        parts = enumerate(map(variables_of, root))
+        return {(place, *keys): leaf for place, part in parts for keys, leaf in part.items()}
     if not isinstance(root, nnx.State | nnx.Pytree):
         raise ValueError(
             f"got a {type(root).__name__}; give an nnx.Module, an nnx.Optimizer, an nnx.State, or a function that "

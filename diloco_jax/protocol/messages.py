@@ -246,6 +246,8 @@ class Heartbeat(NamedTuple):
 
 # Reasons of a Leave that an operator caused.
 DRAINED, STOPPED_OUTSIDE = ON_PURPOSE = "drained", "stopped from outside"
+# The reason of Stop at the end of a run.
+RUN_COMPLETE = "run complete"
 
 
 class Leave(NamedTuple):

@@ -15,7 +15,7 @@ AUTO = "auto"
 # These settings become arguments in scripts and manifests.
 PLAIN = (
     "project", "image", "network", "subnetwork", "service_account", "tpu_image_family", "bucket", "reservation",
-    "queue", "priority_class", "nat", "syncer_zone", "syncer_machine_type",
+    "queue", "priority_class", "nat", "syncer_zone", "syncer_machine_type", "head_machine_type", "pathways_version",
 )  # fmt: skip
 NAMES = {"env": r"[A-Za-z_][A-Za-z0-9_]*", "xla_flags": r"xla_[a-z0-9_]+"}
 
@@ -66,6 +66,11 @@ class CloudConfig:
     """Zone of the syncer; empty: the zone of the first island."""
     syncer_machine_type: str = AUTO
     """Machine type of the syncer's host; auto: the smallest listed type with enough memory."""
+    head_machine_type: str = AUTO
+    """Machine type of the host with Pathways' resource manager and proxy and the one process of all islands; auto: the
+    smallest listed type with enough memory; for pathways."""
+    pathways_version: str = "latest"
+    """Tag of Pathways' images; for pathways. Choose the one for the image's release of JAX."""
     syncer_disk_gb: int = 500
     """Size in GB of the disk with the run's folder, which is kept when the syncer's machine is deleted. It must hold
     the snapshots."""

@@ -12,6 +12,7 @@ Devices = int | Literal["auto"]
 
 AUTO: Literal["auto"] = "auto"
 DEVICES_MAX = 64
+GS = "gs://"
 ISLANDS_MAX = 1024
 # A slice of 6144 v5p chips has 1536 hosts.
 HOSTS_MAX = 2048
@@ -87,7 +88,15 @@ class IslandsConfig:
     separate devices; for a controller that sees several slices, such as Pathways. If that process fails, all islands
     restart."""
     pathways: bool = False
-    """Let the one process of controller single see its devices through Pathways; it needs the package pathwaysutils."""
+    """Let the one process of controller single see its devices through Pathways; it needs the package pathwaysutils
+    and JAX_PLATFORMS=proxy."""
+    slice_wait_s: float = 86400.0
+    """Seconds that an island waits for its slice after Pathways took it away; the wait does not count for restarts_max.
+    After that the island is given up. Low: a slice that returns late stays unused. High: a run that lost too many
+    slices waits for long."""
+    profiles: str = ""
+    """Folder for the results of `diloco profile` on Pathways, whose profiler writes to Cloud Storage only, such as
+    gs://bucket/profiles."""
     command: tuple[str, ...] = ()
     """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
     [python, my_loop.py]; python is the interpreter that runs diloco. The program sees islands.devices, and finds its
@@ -123,6 +132,12 @@ class IslandsConfig:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
             told = f"islands.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s}"
             raise ValueError(f"{told} must be at least 0")
+        if self.profiles and not self.profiles.startswith(GS):
+            raise ValueError(
+                f"islands.profiles is {self.profiles!r}; write a folder of Cloud Storage, {GS}BUCKET/FOLDER"
+            )
+        if not 0 < self.slice_wait_s < inf:
+            raise ValueError(f"islands.slice_wait_s is {self.slice_wait_s}; use seconds, more than 0")
         several = any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))
         if self.standby and (self.command or self.controller == "single" or several):
             raise ValueError(

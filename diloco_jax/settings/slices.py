@@ -51,6 +51,8 @@ class Generation:
     """First part of accelerator types in the Cloud TPU API; empty: the generation's name."""
     gke_accelerator: str = ""
     """Value of the node label cloud.google.com/gke-tpu-accelerator."""
+    pathways: str = ""
+    """Name in the instance types of Pathways; empty: Pathways does not offer this generation."""
     gke_policy: bool = False
     """GKE places the hosts of a slice by a workload policy instead of a pool's topology."""
     machine_family: str = ""

@@ -6,7 +6,7 @@ of a slice can be compiled without the slice.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -17,22 +17,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.core.kinds import LAYER_AXES, Canonical, Kind, Order, canonical_forms
 from diloco_jax.training.data.sample import Sample, Shapes, batch_size, count_predicted
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.protocol import (
-    Batch,
-    GraphDef,
-    Metrics,
-    Params,
-    join_model,
-    load_model,
-    logical_axes,
-    split_model,
-)
-from diloco_jax.training.models.variables import Draw, Streams, Variables, draw_of, other_variables
+from diloco_jax.training.models.protocol import GraphDef, join_model, load_model, logical_axes, split_model
+from diloco_jax.training.models.variables import Draw, Streams, draw_of, other_variables
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import (
     LogicalAxes,
@@ -43,10 +34,16 @@ from diloco_jax.training.sharding import (
     put_array,
     use_layout,
 )
-from diloco_jax.training.train_step import WEIGHT, TrainState, make_train_step, model_loss
+from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
+from diloco_jax.training.train_step import WEIGHT, make_train_step, model_loss
 from diloco_jax.training.whole_state.layout import StateLayout
 
 T = TypeVar("T")
+# What to do about a parameter without axis names in a stack of layers.
+NAME_THE_AXES = (
+    "give all parameters of a layer axis names, such as nnx.with_partitioning(init, (None,)), and this one any name if "
+    "it is not a stack"
+)
 
 
 class Blueprint:
@@ -73,15 +70,14 @@ class Blueprint:
         self.mesh = planned_mesh(mesh, devices) if isinstance(devices, int) else make_mesh(mesh, devices)
         self.layout = MeshLayout(self.mesh, mesh.all_rules())
         described = _describe_model(model, seed)
-        self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
-        self.kinds = described.kinds
-        # Parameters whose first axis counts layers.
-        self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
+        self._forms = described.forms
+        # Parameters whose first canonical axis counts layers.
+        self.stacked = frozenset(path for path, names in described.axes.items() if not {*names}.isdisjoint(LAYER_AXES))
         self._shardings = {
-            path: self.layout.sharding(self.shapes[path], names) for path, names in described.axes.items()
+            path: self.layout.sharding(value.shape, described.axes[path]) for path, value in described.params.items()
         }
         self.tensors = {path: describe(value, self._shardings[path]) for path, value in described.params.items()}
-        tx = make_inner(optimizer, described.params, kinds=self.kinds)
+        tx = make_inner(optimizer, described.params, kinds=self.kinds, orders=self.orders)
         opt_state = jax.eval_shape(tx.init, described.params)
         self.state_shapes = TrainState(described.params, opt_state, described.other)  # type: ignore[arg-type]
         self.state_shardings = self._place(self.state_shapes, described.other_axes)
@@ -122,6 +118,21 @@ class Blueprint:
         self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
         # (parameters, other state, batch, draw) -> other state, after a forward pass in training mode
         self.settle = jax.jit(self._traced(settle), out_shardings=self.state_shardings.other)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every canonical parameter (core/kinds.py), by path."""
+        return {path: form.shape for path, form in self._forms.items()}
+
+    @cached_property
+    def kinds(self) -> dict[str, Kind]:
+        """Return the kind of every parameter, by path."""
+        return {path: form.kind for path, form in self._forms.items()}
+
+    @cached_property
+    def orders(self) -> dict[str, Order]:
+        """Return the stored axes of every parameter in canonical order, by path."""
+        return {path: form.order for path, form in self._forms.items()}
 
     def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the layout of an array in a training batch; ValueError if the mesh does not divide the samples."""
@@ -209,7 +220,7 @@ class Blueprint:
 
     def exchange(self, wire: Format, rebase: bool) -> Exchange:
         """Return the programs that take fragments out of the island and bring them in (`Exchange`)."""
-        return Exchange(self.tensors, wire, rebase)
+        return Exchange(self.tensors, wire, rebase, self.orders)
 
     def _traced(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return the function, traced with this island's layout in use, which `constrain` reads."""
@@ -229,8 +240,8 @@ class Blueprint:
         """
 
         def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in self.shapes]
-            same = bool(names) and self.shapes[names[-1]] == tuple(leaf.shape)
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in self.tensors]
+            same = bool(names) and self.tensors[names[-1]].shape == tuple(leaf.shape)
             return self._shardings[names[-1]] if same else self.layout.replicated
 
         opt_state = jax.tree_util.tree_map_with_path(place, state.opt_state)
@@ -252,7 +263,7 @@ class _Description(NamedTuple):
     streams: dict[str, jax.ShapeDtypeStruct]
     axes: dict[str, LogicalAxes]
     other_axes: dict[str, LogicalAxes]
-    kinds: dict[str, Kind]
+    forms: dict[str, Canonical]
 
 
 def _describe_model(config: ModelConfig, seed: int) -> _Description:
@@ -274,24 +285,6 @@ def _describe_model(config: ModelConfig, seed: int) -> _Description:
     params, other = dict(sorted(params.items())), dict(sorted(other.items()))
     axes = {path: all_axes[path] for path in params}
     other_axes = {path: all_axes[path] for path in other}
-    _check_stacks({path: tuple(value.shape) for path, value in params.items()}, axes)
-    kinds = {path: kind_of(value.shape, axes[path]) for path, value in params.items()}
-    return _Description(graphdef, params, other, streams, axes, other_axes, kinds)
-
-
-def _check_stacks(shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, LogicalAxes]) -> None:
-    """Refuse a stack of vectors without axis names, because it would be merged as a matrix.
-
-    A scan over layers names the axis of a stack only for parameters that have other axis names.
-    """
-    stacks = {path: shapes[path][0] for path, names in axes.items() if names[:1] == ("layers",)}
-    for path, shape in shapes.items():
-        if not shape or any(axes[path]):
-            continue
-        for other, layers in stacks.items():
-            if other.split("/")[0] == path.split("/")[0] and "/" in path and layers == shape[0]:
-                raise ValueError(
-                    f"parameter '{path}' of shape {shape} names no axes, but '{other}' beside it is a stack of "
-                    f"{layers} layers, and only axis names mark a stack; give all parameters of a layer axis names, "
-                    "such as nnx.with_partitioning(init, (None,)), and this one any name if it is not a stack"
-                )
+    shapes = {path: tuple(value.shape) for path, value in params.items()}
+    forms = canonical_forms(shapes, {path: names for path, names in axes.items() if any(names)}, NAME_THE_AXES)
+    return _Description(graphdef, params, other, streams, axes, other_axes, forms)

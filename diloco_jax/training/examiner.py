@@ -19,8 +19,7 @@ from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.data.order import SampleOrder, eval_batches
 from diloco_jax.training.data.sample import Sample, batch_shapes, described
-from diloco_jax.training.models.protocol import Batch, Params
-from diloco_jax.training.models.variables import Variables
+from diloco_jax.training.state import Batch, Params, Variables
 
 MEASURED = ("loss", "bits_per_byte", "tokens")
 

@@ -9,6 +9,9 @@ The built-in `Island`, or a training loop that the user writes, stores the resul
 must be called from one thread, except `warm_up` and the methods of staged objects. Parameters are a flat dict
 {path: array}, because a step with a tree of modules costs ten times as much time on the host. Every program runs under
 a transfer guard, so only the functions of this module move data between host and devices.
+
+Fragments, `shapes`, `parameters` and `load` have the axes of canonical tensors (core/kinds.py). `state` and whole
+states have the axes of the loop's own tensors.
 """
 
 import math
@@ -23,11 +26,12 @@ from jaxtyping import Float, Shaped
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, Slice, take
-from diloco_jax.core.kinds import Kind
+from diloco_jax.core.kinds import Kind, with_order
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange, HostValues
 from diloco_jax.training.exchange.outgoing import StagedFragment
+from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
-from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import MOMENTS, PARAMETERS
 from diloco_jax.training.whole_state.staging import (
@@ -68,8 +72,27 @@ class ExchangedState:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter, by path."""
-        return {path: tuple(value.shape) for path, value in self.state.params.items()}
+        """Return the shape of every canonical parameter, by path."""
+        params = self.state.params
+        return {path: tuple(params[path].shape[axis] for axis in self.exchange.orders[path]) for path in params}
+
+    def count_programs(self, fragments: Iterable[Fragment]) -> int:
+        """Return the number of programs that fragments need; a shared program counts once."""
+        return self.exchange.count(fragments)
+
+    def warm_up_exchange(
+        self, fragments: Iterable[Fragment], told: Callable[[int], object] = lambda done: None
+    ) -> None:
+        """Compile the programs of fragments; any thread may call this at any time."""
+        self.exchange.warm_up(fragments, told)
+
+    def stage(self, fragment: Fragment) -> StagedFragment:
+        """Queue a copy of a fragment's update, as it is after the newest step; return at once."""
+        return self.exchange.stage(self.state.params, fragment)
+
+    def anchors(self, fragments: Iterable[Fragment]) -> Params:
+        """Return the global model on the devices, in the parameters' own types; `fragments` are all of the model."""
+        return self.exchange.anchors(fragments)
 
     def adopt(
         self,
@@ -142,7 +165,8 @@ class ExchangedState:
         leaves = self.state_layout.read(state)
         self.load_moments(leaves.__getitem__)
         for fragment in [self._whole()] if fragments is None else fragments:
-            params = {part.path: leaves[PARAMS + part.path] for part in fragment.slices}
+            paths, orders = {part.path for part in fragment.slices}, self.exchange.orders
+            params = {path: with_order(leaves[PARAMS + path], orders[path]) for path in paths}
             self.overwrite(fragment, take(params, fragment))
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:
@@ -156,14 +180,15 @@ class ExchangedState:
         self.state = self.state._replace(opt_state=opt_state, other=other)
 
     def parameters(self) -> HostValues:
-        """Return host copies of all parameters {path: float32 array}; block until the running step is done.
+        """Return host copies of all canonical parameters {path: float32 array}; block until the running step is done.
 
         This works only on an island of one process.
         """
-        return {path: np.array(value, np.float32) for path, value in jax.device_get(dict(self.state.params)).items()}
+        orders, stored = self.exchange.orders, jax.device_get(dict(self.state.params))
+        return {path: np.array(with_order(stored[path], orders[path]), np.float32, order="C") for path in stored}
 
     def load(self, params: Mapping[str, Float[np.ndarray, "..."]]) -> None:
-        """Replace all parameters but not the optimizer's state; ValueError if they do not fit the model."""
+        """Replace all parameters by canonical ones, but not the optimizer's state; ValueError if they do not fit."""
         if unknown := sorted(set(params) - set(self.shapes)):
             raise ValueError(f"parameters {unknown[:3]} are not in the model; were they saved from another one?")
         self.overwrite(self._whole(), dict(params))

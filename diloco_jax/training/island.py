@@ -17,9 +17,9 @@ from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.sample import Sample, Shapes
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.protocol import Batch, Metrics
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, put_array, put_rows, rows_here
+from diloco_jax.training.state import Batch, Metrics
 
 
 class StepHandle(NamedTuple):

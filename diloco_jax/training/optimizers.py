@@ -13,10 +13,11 @@ from fnmatch import fnmatch
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.core.kinds import Kind, Order, kind_of
 from diloco_jax.training.named import check_choices, check_setting, make_transformation
 
 OptimizerName = Literal["adamw", "muon"]
@@ -119,6 +120,7 @@ def make_inner(
     params: Mapping[str, Array | jax.ShapeDtypeStruct],
     *,
     kinds: Mapping[str, Kind] | None = None,
+    orders: Mapping[str, Order] | None = None,
 ) -> optax.GradientTransformation:
     """Build the inner optimizer for learning rate 1; the train step multiplies its update by the rate.
 
@@ -129,6 +131,7 @@ def make_inner(
     Args:
       params: {path: array}; only paths and shapes are read.
       kinds: {path: kind}; for paths that are not listed, the kind that follows from the shape alone.
+      orders: {path: stored axes in canonical order}; for paths that are not listed, the axes as they are stored.
 
     Raises:
       ValueError: the user's own function fails, or its transformation cannot train these parameters.
@@ -144,20 +147,39 @@ def make_inner(
         update = optax.adamw(1.0, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
     else:
         dims = {
-            path: optax.contrib.MuonDimensionNumbers(reduction_axis=kind.stack, output_axis=kind.stack + 1)
-            if matrices[path] and len(params[path].shape) == kind.stack + 2
-            else None
-            for path, kind in known.items()
+            path: optax.contrib.MuonDimensionNumbers(*axes) if matrices[path] and len(axes) == 2 else None
+            for path, axes in _axes_in_stacks(params, known, orders or {}).items()
         }
         muon = optax.contrib.muon(
-            1.0,
-            beta=config.muon_beta,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_learning_rate=config.adam_learning_rate / config.learning_rate,
-            muon_weight_dimension_numbers=dims,
+            1.0, beta=config.muon_beta, adam_b1=config.b1, adam_b2=config.b2, muon_weight_dimension_numbers=dims
         )
+        others = {path for path, numbers in dims.items() if numbers is None}
+        muon = _scaled(muon, others, config.adam_learning_rate / config.learning_rate)
         # Decay is added here, because Muon's own decay would skip kernels with three axes, which it leaves to adam.
         update = optax.chain(muon, optax.add_decayed_weights(-config.weight_decay, matrices))
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
     return optax.chain(clip, update)
+
+
+def _axes_in_stacks(
+    params: Mapping[str, Array | jax.ShapeDtypeStruct], kinds: Mapping[str, Kind], orders: Mapping[str, Order]
+) -> dict[str, Order]:
+    """Return the stored axes that each tensor of a stack has, in canonical order, by path."""
+    return {
+        path: orders.get(path, tuple(range(len(value.shape))))[kinds[path].stack :] for path, value in params.items()
+    }
+
+
+def _scaled(
+    transformation: optax.GradientTransformation, paths: set[str], factor: float
+) -> optax.GradientTransformation:
+    """Multiply the updates of these paths by a factor; the state is that of `transformation`.
+
+    It is for Adam's rate in Muon, because optax 0.2.6 has one rate for both.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        found, state = transformation.update(updates, state, params)
+        return {path: jnp.array(factor, u.dtype) * u if path in paths else u for path, u in found.items()}, state
+
+    return optax.GradientTransformation(transformation.init, update)

@@ -7,7 +7,6 @@ The loss also takes the model's random streams, and takes and returns its other 
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +14,16 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped
 
-from diloco_jax.training.models.protocol import Batch, GraphDef, Metrics, Params, TrainableModel, join_model
-from diloco_jax.training.models.variables import Draw, Streams, Variables, state_after
+from diloco_jax.training.models.protocol import GraphDef, TrainableModel, join_model
+from diloco_jax.training.models.variables import Draw, Streams, state_after
 from diloco_jax.training.sharding import constrain, current_layout
+from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
 
 # Loss, metrics and gradient of a batch.
 Found = tuple[Float[Array, ""], Metrics, Params]
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 # The metric with the number of predictions in a batch; means over batches are weighted by it.
 WEIGHT = "weight"
-
-
-class TrainState(NamedTuple):
-    """Everything an inner step changes."""
-
-    # The parameters, which are trained and exchanged with other islands.
-    params: Params
-    # The inner optimizer's state.
-    opt_state: optax.OptState
-    # The model's state beside the parameters, by path.
-    other: Variables = {}
 
 
 def model_loss(

@@ -171,6 +171,12 @@ class HostRestore(NamedTuple):
     fragments: tuple[int, ...]
 
 
+class HostLoader(NamedTuple):
+    """Request to continue this host's loader from the state with this name that was read; "": from its start."""
+
+    state: str  # a StateName
+
+
 class HostEnd(NamedTuple):
     """Last command: every host ends with this exit status."""
 
@@ -198,7 +204,7 @@ OfStart: TypeAlias = HostMeet | HostVerdict | HostWarmUp | HostConnect
 OfSteps: TypeAlias = HostPutBatch | HostStep | HostEvaluate
 OfFragments: TypeAlias = HostStage | HostUnstage | HostSend | HostArrival | HostSupersede | HostAdopt
 OfMoments: TypeAlias = HostStageState | HostUnstageState | HostLeaf | HostLoadState | HostHave
-OfSavedStates: TypeAlias = HostSave | HostSaved | HostRead | HostRestore
+OfSavedStates: TypeAlias = HostSave | HostSaved | HostRead | HostRestore | HostLoader
 Command: TypeAlias = OfStart | OfSteps | OfFragments | OfMoments | OfSavedStates | HostEnd
 Reply: TypeAlias = HostVerdict | HostAnswer | HostWant | HostStop
 COMMANDS: tuple[type, ...] = get_args(Command)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-import diloco_jax  # island
+from diloco_jax.nnx import attach  # island
 
 BATCH, LENGTH, CONTEXT = 16, 64, 8
 TEXT = np.frombuffer(b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py"))), np.uint8)
@@ -63,17 +63,11 @@ def train() -> None:
     """Train until the run is over."""
     model = Bytes(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
-    params, moments = nnx.state(model, nnx.Param), nnx.state(optimizer)  # island
-    with diloco_jax.join(params=params, opt_state=moments, **sizes) as island:  # island
-        params, moments = island.state().values()  # island
-        nnx.update(model, params)  # island
-        nnx.update(optimizer, moments)  # island
+    with attach(model, optimizer, samples_per_step=BATCH, tokens_per_step=BATCH * LENGTH) as island:  # island
         while island.training:  # island
             tokens = load(island.next_samples())  # island
             loss = train_step(model, optimizer, tokens)
-            params, moments = nnx.state(model, nnx.Param), nnx.state(optimizer)  # island
-            nnx.update(model, island.after_step(params, {"loss": loss}, opt_state=moments))  # island
+            island.after_step(loss)  # island
 
 
 if __name__ == "__main__":

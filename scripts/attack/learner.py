@@ -19,8 +19,7 @@ from diloco_jax.protocol import effects
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
-from diloco_jax.runtime.model.model_share import make_shares
-from diloco_jax.runtime.model.offered import read_layout
+from diloco_jax.runtime.model.layout_text import read_layout
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import ask_description
@@ -65,7 +64,7 @@ class Way(NamedTuple):
             run_id=config.name,
             learner_id=name,
             incarnation=incarnation,
-            shares=make_shares(self.run),
+            shares=self.run.shares(),
             up=config.wire.up,
             down=config.wire.down,
         )

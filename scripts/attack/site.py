@@ -18,7 +18,7 @@ import yaml
 from attack.learner import StubLearner, Way, find_way
 from diloco_jax.core.kinds import kind_of
 from diloco_jax.runtime.local.processes import free_address
-from diloco_jax.runtime.model.offered import layout_of
+from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import OFFERED, STATUS_FILE, TAPE_FILE
 from diloco_jax.transport.link import TransportConfig

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diloco_jax.training.models.protocol import GraphDef, Params
-from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
+from diloco_jax.training.models.protocol import GraphDef
+from diloco_jax.training.state import Params, TrainState
+from diloco_jax.training.train_step import make_train_step, model_loss
 
 # Shorter vectors have no direction.
 TINY = 1e-30

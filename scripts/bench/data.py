@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 from jobs import ROOT
 
-from diloco_jax.runtime.island.built_in import DATA_WAIT, BuiltInLoop
+from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.host import DATA_WAIT
 from diloco_jax.settings.text import load
 
 # The pause before each sample.

@@ -1,6 +1,7 @@
 """Measure the slowdown of a user's training loop by `diloco_jax.join`.
 
-The bare loop makes a batch, runs a jitted step that consumes its state, and waits for the loss. Blocks of steps with
+The loop makes a batch, runs a jitted step that consumes its state, and waits for the loss; with --ahead it waits for
+the loss of the step before, as loops do that dispatch a step ahead. Blocks of steps with
 calls of `after_step` alternate with bare blocks, and no round ends during a bare block. The syncer is a real process on
 loopback with the lowest priority, because it shares this machine. Per step, one fragment returns and two are staged.
 Each number of devices has a separate process and syncer.
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="emulated devices, in turn")
     parser.add_argument("--wire", default="int4", help="format of the island's updates")
     parser.add_argument("--nice", type=int, default=19, help="niceness of the syncer; 19 is the lowest priority")
+    parser.add_argument("--ahead", action="store_true", help="the loop dispatches each step while the last one runs")
     blocks.add_options(parser, batch_size=8, pairs=9, steps=24)
     parser.set_defaults(accelerator=False)
     arguments = parser.parse_args()
@@ -139,18 +141,19 @@ class Loop:
         """Make a block of steps as an island or bare, and one more step, because a step ends with the next one."""
         import jax
 
-        began, size = [], self._arguments.batch_size
+        began, size, before = [], self._arguments.batch_size, None
         for number in range(self._arguments.steps + 1):
             began.append(blocks.clocks())
             first = number * size if island is None else int(island.next_samples()[0])
             batch = self._put_batch(self._order.batch([(first, first + size)]))
             self._state, metrics = self._program(self._state, batch, self._rate, None)
-            if island is None:
-                jax.device_get(metrics)
-            else:
+            jax.device_get(before if self._arguments.ahead else metrics)
+            before = metrics
+            if island is not None:
                 params = island.after_step(self._state.params, metrics, opt_state=self._state.opt_state)
                 self._state = self._state._replace(params=params)
                 assert island.training, "the run has ended"
+        jax.block_until_ready(self._state)
         return blocks.costs_of_steps(began)
 
 

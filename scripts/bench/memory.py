@@ -35,7 +35,6 @@ from diloco_jax.core.layout import value_digest, whole
 from diloco_jax.protocol.effects import Finish, Send
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, FragmentValue, GlobalFragment
-from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS
 from diloco_jax.runtime.records.signals import give_memory_back
@@ -244,7 +243,7 @@ class Bench:
         first = self._start()
         self._until(first, lambda: (self._run_dir / ADDRESS_FILE).exists())
         address = (self._run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
-        transport, shares = replace(config.transport, address=address), make_shares(self._resolved)
+        transport, shares = replace(config.transport, address=address), self._resolved.shares()
         stubs = []
         for name in config.islands.names:
             dialler = Dialler(

@@ -34,8 +34,9 @@ from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import SampleOrder, eval_batches
 from diloco_jax.training.models.config import DECODER
-from diloco_jax.training.models.protocol import GraphDef, Params, load_model, split_model
+from diloco_jax.training.models.protocol import GraphDef, load_model, split_model
 from diloco_jax.training.optimizers import OptimizerConfig, learning_rate, make_inner
+from diloco_jax.training.state import Params
 
 CLASSES = {"mlp": ("gate/kernel", "up/kernel", "down/kernel"), "attention": ("q/kernel", "k/kernel", "v/kernel",
            "out/kernel"), "embed": ("embedding",), "norm": ("scale",)}  # fmt: skip

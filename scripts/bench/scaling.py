@@ -38,7 +38,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model
 from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.model.model_share import make_setup, make_shares
+from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.syncer.context import Results
 from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
 from diloco_jax.settings.resolved import ResolvedRun
@@ -284,7 +284,7 @@ def learn(case: Case, address: str, elements: int) -> None:
 
 def answer(case: Case, name: str, address: str, elements: int, payloads: list[memoryview]) -> None:
     config = config_of(case)
-    shares = make_shares(ResolvedRun(config, plan_of(elements)))
+    shares = ResolvedRun(config, plan_of(elements)).shares()
     transport = replace(config.transport, address=address)
     wire = config.wire
     dialler = Dialler(

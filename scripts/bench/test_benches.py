@@ -45,6 +45,7 @@ QUICK = [
     Bench("methods", "M=1 H=4,tau=2,adopt=rebase --steps 8 --dim 32 --layers 1 --held-out 64 --json", results=2),
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
     Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
+    Bench("pytorch", f"{ISLAND} --nice 0 --json"),
     Bench("saving", f"{ISLAND} --json"),
     Bench("scaling", "--learners 4 --shards 2 --elements 65536 --rounds 1 --runs 1 --json", results=7),
     Bench("scaling", "--control 2 --seconds 1 --step-s 0.2 --runs 1 --json", results=5),

@@ -36,11 +36,14 @@ OWN: dict[str, Any] = {
 LOOPS = {
     "optax_loop": ("optax", 1, 74_112),
     "nnx_loop": ("flax", 1, 74_112),
+    "nnx_tutorial": ("flax", 2, 9_850),
     "linen_loop": ("flax", 2, 74_112),
     "equinox_loop": ("equinox", 1, 74_112),
     "haiku_loop": ("haiku", 1, 74_112),
     "lora_loop": ("flax", 2, 7_424),
+    "torch_loop": ("torch", 2, 74_112),
     "keras_fit": ("keras", 1, 74_112),
+    "grain_loop": ("grain", 2, 74_112),
 }
 
 
@@ -97,12 +100,17 @@ def play(folder: Path, config: dict[str, Any], words: list[str], patience_s: flo
     return summary
 
 
+def counted_lines(example: str) -> int:
+    """The number of lines of an example that make its loop an island."""
+    return (EXAMPLES / f"{example}.py").read_text().count("  # island\n")
+
+
 def test_the_readme_counts_the_lines_that_make_an_island() -> None:
     table = re.findall(r"^\| \[(\w+)\.(?:py|diff)\].* (\d+) \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
-    counted = {example: (EXAMPLES / f"{example}.py").read_text().count("  # island\n") for example in LOOPS}
+    counted = {example: counted_lines(example) for example in LOOPS}
     counted["levanter"] = len(re.findall(r"^\+(?!\+\+)", (EXAMPLES / "levanter.diff").read_text(), re.MULTILINE))
     assert {example: int(lines) for example, lines in table} == counted
-    assert counted["levanter"] <= 20
+    assert counted["levanter"] <= 20 and counted["nnx_tutorial"] <= 5
 
 
 def public_model(folder: Path) -> Path:
@@ -120,11 +128,18 @@ def test_an_example_is_an_island(example: str, tmp_path: Path) -> None:
     library, count, parameters = LOOPS[example]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed; the extra 'examples' has it")
-    alike = {"islands": {"count": count, "devices": 1}, "protocol": OWN["protocol"] | {"quorum": count}}
+    alike: dict[str, Any] = {"islands": {"count": count, "devices": 1}}
+    alike["protocol"] = OWN["protocol"] | {"quorum": count}
+    # The tutorial reports mean losses since a reset, which fall later, and an evaluation.
+    if example == "nnx_tutorial":
+        alike["train"] = {"steps": 80, "eval_every": 40}
     words = [str(public_model(tmp_path))] if example == "lora_loop" else []
     summary = play(tmp_path, OWN | alike, [str(EXAMPLES / f"{example}.py"), *words])
     assert summary["num_parameters"] == parameters
-    assert summary["contributors_per_round"] == count
+    # Over many rounds with steps of a millisecond, an island misses a few.
+    assert summary["contributors_per_round"] >= (0.9 * count if example == "nnx_tutorial" else count)
+    if example == "nnx_tutorial":
+        assert summary["eval_scores"]["accuracy"] > 0.3
 
 
 def test_optax_is_an_island_and_agrees_with_the_built_in_learner_bit_for_bit(tmp_path: Path) -> None:
@@ -146,7 +161,10 @@ def test_optax_is_an_island_and_agrees_with_the_built_in_learner_bit_for_bit(tmp
         assert newest.name == "step_00000080"
         found.append((load_parameters(newest)[0], losses(folder / "run", "island-0")))
     (own_values, own_losses), (values, built_in_losses) = found
-    assert own_losses[:80] == built_in_losses[:80]
+    assert own_losses[0] == built_in_losses[0]
+    # A report has the loss of its step, or of the step before if the devices still compute.
+    for step in range(1, 80):
+        assert own_losses[step] in built_in_losses[step - 1 : step + 1], step
     assert own_values.keys() == values.keys()
     for path, value in values.items():
         np.testing.assert_array_equal(own_values[path].view(np.uint32), value.view(np.uint32), err_msg=path)

@@ -286,6 +286,7 @@ COMMANDS = (
     c.HostLoadState(9),
     c.HostSave(10, "[1, 2, 3, [4]]", -1),
     c.HostRestore(11, (0, 1)),
+    c.HostLoader("[1, 2, 3, [4]]"),
     c.HostAnswer(9, "no"),
     c.HostStop(),
 )

@@ -160,12 +160,27 @@ def test_axes_come_from_the_metadata_of_variables() -> None:
             self.table = nnx.Param(jnp.zeros((7, 2)), out_sharding=("vocab", None), **named)
             self.stack = nnx.Param(jnp.zeros((2, 3, 4)), out_sharding=jax.sharding.PartitionSpec("layers"), **named)
             self.split = nnx.Param(jnp.zeros((3, 4)), out_sharding=(("fsdp", "tensor"), "mlp"), **named)
+            rows = jax.sharding.NamedSharding(jax.make_mesh((1,), ("fsdp",)), jax.sharding.PartitionSpec("fsdp"))
+            self.placed = nnx.Param(jnp.zeros((3, 4)), out_sharding=rows, **named)
             self.plain = nnx.Param(jnp.zeros((3, 4)))
 
     model = Named()
     expected = {"table": ("vocab", None), "stack": ("layers", None, None), "split": (None, "mlp")}
+    expected["placed"] = ("fsdp", None)
     for found in (model, nnx.state(model)):
         assert dict(VariableHolder(found).axes) == expected
+
+
+def test_a_stack_of_layers_is_named_where_vmap_has_put_it() -> None:
+    named = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, "mlp"), eager_sharding=False)
+    for place, expected in ((0, ("layers", None, "mlp")), (1, (None, "layers", "mlp"))):
+
+        @nnx.vmap(in_axes=0, out_axes=place, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stack(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(3, 4, kernel_init=named, rngs=rngs)
+
+        holder = VariableHolder(stack(nnx.Rngs(0).split(2)))
+        assert holder.axes == {"kernel": expected}
 
 
 def test_what_cannot_be_held_is_refused_with_its_remedy() -> None:

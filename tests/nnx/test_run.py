@@ -49,10 +49,10 @@ def test_a_module_and_a_split_state_are_killed_and_return_with_moments_and_stati
     (tmp_path / "nnx.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     process = start("train", tmp_path / "nnx.yaml", "--quiet", "--run-dir", run_dir, step_s=0.04)
     for name in ("island-1", "island-0"):
-        wait_for(lambda name=name: notes(run_dir, "merged", name) > 3, f"merges of {name}")  # type: ignore[misc]
-        wait_for(lambda name=name: any((run_dir / "states" / name).rglob("step_*.json")), "a save")  # type: ignore[misc]
+        wait_for(lambda: notes(run_dir, "merged", name) > 3, f"merges of {name}")  # noqa: B023
+        wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.json")), f"a save of {name}")  # noqa: B023
         os.kill(island_pid(run_dir, name), signal.SIGKILL)
-        wait_for(lambda name=name: len(starts(run_dir, name)) == 2, f"the return of {name}")  # type: ignore[misc]
+        wait_for(lambda: len(starts(run_dir, name)) == 2, f"the return of {name}")  # noqa: B023
     output, _ = process.communicate(timeout=200)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert process.returncode == 0 and summary["complete"], output

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.decoder import Decoder
-from diloco_jax.training.models.protocol import Batch, Metrics
+from diloco_jax.training.state import Batch, Metrics
 
 STEP_S_ENV = "DILOCO_TEST_STEP_S"
 HANG_ENV = "DILOCO_TEST_HANG"

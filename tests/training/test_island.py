@@ -22,10 +22,11 @@ from diloco_jax.core.host_bytes import join_host_bytes
 from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.protocol import GraphDef, Params, load_model, split_model
+from diloco_jax.training.models.protocol import GraphDef, load_model, split_model
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
+from diloco_jax.training.state import Params, TrainState
+from diloco_jax.training.train_step import make_train_step, model_loss
 from tests.sockets import free_port
 from tests.training.islands import MakeIsland, assert_same, part, pointers, train
 from tests.training.one_host import CASES, Alone, exercise

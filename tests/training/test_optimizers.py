@@ -7,8 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.core.kinds import Kind
-from diloco_jax.training.optimizers import OptimizerConfig, learning_rate, make_inner
+from diloco_jax.core.kinds import Kind, canonical_of
+from diloco_jax.training.optimizers import OptimizerConfig, OptimizerName, learning_rate, make_inner
 
 
 def test_wsd_warms_up_stays_and_decays() -> None:
@@ -113,3 +113,29 @@ def test_impossible_settings_are_named(name: str, value: float | str, rule: str)
     object.__setattr__(config, name, value)
     with pytest.raises(ValueError, match=f"optimizer.{name} is '?{value}'?; (it )?{rule}"):
         config.__post_init__()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_layers_at_axis_1_are_updated_as_layers_at_axis_0(name: OptimizerName) -> None:
+    rng = np.random.default_rng(3)
+    names = {
+        "b/kernel": ("embed", "layers", "mlp"),
+        "b/scale": ("embed", "layers"),
+        "b/out": ("mlp", "embed", "layers"),
+    }
+    shapes = {"b/kernel": (4, 3, 6), "b/scale": (4, 3), "b/out": (6, 4, 3)}
+    forms = {path: canonical_of(shapes[path], names[path]) for path in names}
+    kinds = {path: form.kind for path, form in forms.items()}
+    stored = {path: jnp.asarray(rng.normal(size=shape), jnp.float32) for path, shape in shapes.items()}
+    front = {path: forms[path].view(value) for path, value in stored.items()}
+    found = []
+    for params, orders in ((stored, {path: form.order for path, form in forms.items()}), (front, None)):
+        tx = make_inner(OptimizerConfig(name=name, weight_decay=0.5), params, kinds=kinds, orders=orders)
+        zeros = {path: jnp.zeros_like(value) for path, value in params.items()}
+        decayed, _ = tx.update(zeros, tx.init(params), params)
+        # Decay alone: of the matrices of each layer, not of the scales.
+        np.testing.assert_allclose(decayed["b/kernel"], -0.5 * params["b/kernel"], rtol=1e-6)
+        assert not decayed["b/scale"].any()
+        found.append(tx.update(params, tx.init(params), params)[0])
+    for path, form in forms.items():
+        np.testing.assert_allclose(form.view(found[0][path]), found[1][path], rtol=1e-5, atol=1e-6)

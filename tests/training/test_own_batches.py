@@ -19,10 +19,11 @@ from diloco_jax.training.data.own import open_own
 from diloco_jax.training.data.sample import batch_shapes, count_predicted, stack
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.protocol import Batch, split_model
+from diloco_jax.training.models.protocol import split_model
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.training.train_step import TrainState, make_train_step
+from diloco_jax.training.state import Batch, TrainState
+from diloco_jax.training.train_step import make_train_step
 
 HERE = "tests.training.test_own_batches"
 GIVEN: list[Any] = []  # what Samples gives

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol.effects import Drop, Effects, Evaluated, Finish, Send
 from diloco_jax.protocol.member import ACTIVE, Member
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import SCORE_LENGTH_MAX, SCORES_MAX, Evaluate, Score, Stop
+from diloco_jax.protocol.messages import RUN_COMPLETE, SCORE_LENGTH_MAX, SCORES_MAX, Evaluate, Score, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
 
@@ -90,7 +90,7 @@ class Evaluations:
 
     def conclude(self, now_s: float) -> None:
         """Have the final model evaluated after the last round, if any learner can, and stop all other learners."""
-        self.effects.append(self.progress.note("finished", -1, (), "run complete"))
+        self.effects.append(self.progress.note("finished", -1, (), RUN_COMPLETE))
         busy = [self.asked] if self.open else []
         self._open()
         if not (self.plan.wait_s and any(m.evaluates for m in self.membership.members.values())):
@@ -108,7 +108,7 @@ class Evaluations:
     def stop(self, learner_id: str) -> None:
         """Send a learner Stop, because the run is complete, unless it is to evaluate the final model."""
         if learner_id != self.asked:
-            self.effects.append(Send(learner_id, Stop(self.progress.global_step, "run complete")))
+            self.effects.append(Send(learner_id, Stop(self.progress.global_step, RUN_COMPLETE)))
 
     def on_hello(self, member: Member, now_s: float) -> None:
         """Answer a learner that greets after the last round: it may be the one that evaluates."""
@@ -227,7 +227,7 @@ class Evaluations:
         """Send every learner Stop, and end the run."""
         for member in self.membership.connected():
             self.stop(member.learner_id)
-        self.effects.append(Finish("run complete"))
+        self.effects.append(Finish(RUN_COMPLETE))
 
     def state(self) -> list[Any]:
         times_s = [None if time_s == inf else time_s for time_s in (self.until_s, self.resend_s)]

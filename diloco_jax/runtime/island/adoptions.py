@@ -10,8 +10,7 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
 from diloco_jax.settings.run import AdoptConfig
-from diloco_jax.training.exchange.outgoing import StagedFragment
-from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.island_state import IslandState, StagedUpdate
 
 Values = dict[str, np.ndarray]
 # A small part, so that a fragment's value never waits long behind one.
@@ -60,21 +59,21 @@ class Adoptions:
     contains the part that was too large.
     """
 
-    def __init__(self, island: ExchangedState, fragments: Sequence[Fragment], how: AdoptConfig) -> None:
+    def __init__(self, island: IslandState, fragments: Sequence[Fragment], how: AdoptConfig) -> None:
         self._island = island
         self._fragments = fragments
         self._how = how
         self._held: set[int] = set()
         # fragment -> (round, what was sent)
-        self._sent: dict[int, tuple[int, StagedFragment]] = {}
+        self._sent: dict[int, tuple[int, StagedUpdate]] = {}
         # (fragment, local step) -> its update; the owner stages
-        self.staged: dict[tuple[int, int], StagedFragment] = {}
+        self.staged: dict[tuple[int, int], StagedUpdate] = {}
 
     def unstage_all(self, fragment_id: int) -> None:
         """Forget all copies of a fragment."""
         self.staged = {key: staged for key, staged in self.staged.items() if key[0] != fragment_id}
 
-    def take_for_round(self, fragment_id: int, global_step: int, local_step: int) -> StagedFragment:
+    def take_for_round(self, fragment_id: int, global_step: int, local_step: int) -> StagedUpdate:
         """Mark a staged copy as used by this round, and return it."""
         staged = self.staged[fragment_id, local_step]
         self._sent[fragment_id] = (global_step, staged)

@@ -9,19 +9,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
-from diloco_jax.runtime.island.evaluation import ModelEvaluation
-from diloco_jax.runtime.island.host import Ranges
+from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
+from diloco_jax.runtime.island.model_evaluation import ModelEvaluation
+from diloco_jax.runtime.island.threads import placed
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import Sample, batch_shapes
 from diloco_jax.training.island import Island, StepHandle
-from diloco_jax.training.models.protocol import Batch
 from diloco_jax.training.optimizers import learning_rate
+from diloco_jax.training.state import Batch
 
 LOADING = "loading the data and building the model"  # a phase
-# A step reports under this name how long it waited for samples.
-DATA_WAIT = "data_wait_s"
 # Limit of the samples that one process reads ahead.
 AHEAD_BYTES = 1 << 30
 # The ranges of a batch.
@@ -36,7 +35,7 @@ class ReadAhead:
     """
 
     def __init__(self, read: Callable[[Key], Sample], ahead: int) -> None:
-        self._read = read
+        self._read = placed(read)
         self._ahead = ahead
         self._thread = ThreadPoolExecutor(1, "read") if ahead else None
         self._coming: dict[Key, Future[Sample]] = {}

@@ -26,6 +26,7 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
+from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.transport import commands
 from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import GroupMember
@@ -151,6 +152,8 @@ class Follower:
             case commands.HostRestore(number, fragments):
                 self.host.restore(fragments)
                 self._answer(number)
+            case commands.HostLoader(state):
+                host.resume_loader(StateName.parse(json.loads(state)) if state else None)
             case commands.HostEnd(status):
                 self.status = status
             case _:
@@ -164,6 +167,7 @@ class Follower:
     def _send(self, number: int, value: FragmentValue) -> None:
         staged = self.host.take_for_round(value)
         if number:
+            assert isinstance(staged, StagedFragment), "several hosts share an island of JAX arrays"
             self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose()))
         if self._link is not None:
             self._payloads.value(self._link, value, staged)

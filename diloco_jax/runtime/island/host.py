@@ -15,15 +15,17 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
+from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
-from diloco_jax.training.exchange.outgoing import StagedFragment
-from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.island_state import IslandState, StagedUpdate
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport import commands
 
 Ranges = Sequence[tuple[int, int]]
+# A built-in step reports under this name how long it waited for samples.
+DATA_WAIT = "data_wait_s"
 # Gets progress in words for people.
 Told = Callable[[str], object]
 # Returns None while a state is being written, then "" if it was saved, else the error.
@@ -48,7 +50,7 @@ class Host:
     def __init__(
         self,
         run: ResolvedRun,
-        island: ExchangedState,
+        island: IslandState,
         compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
         saves: SavedStates | None = None,
@@ -72,6 +74,10 @@ class Host:
         self._complete = -1
         # The leaves that were read from disk, until they are restored or not needed.
         self._read: Leaves = {}
+        # The loader of this process's own data, if it has one; its state is saved with the shards.
+        self.loader: Loader | None = None
+        # The loader's state that was read with the leaves, and the name of that state.
+        self._read_loader: tuple[StateName, bytes | None] | None = None
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -86,8 +92,8 @@ class Host:
 
     def warm_up(self, told: Told = lambda words: None) -> None:
         """Compile the island's programs, and report the progress; any thread."""
-        exchange, steps = self.island.exchange, int(self._compile_step is not None)
-        total = exchange.count(self.fragments) + steps
+        island, steps = self.island, int(self._compile_step is not None)
+        total = island.count_programs(self.fragments) + steps
 
         def tell(done: int) -> None:
             told(f"compiling or loading programs, {done} of {total} are ready")
@@ -95,7 +101,7 @@ class Host:
         tell(0)
         if self._compile_step is not None:
             self._compile_step()
-        exchange.warm_up(self.fragments, lambda done: tell(done + steps))
+        island.warm_up_exchange(self.fragments, lambda done: tell(done + steps))
 
     def warm_up_evaluation(self) -> None:
         """Compile the evaluation of the global model; if that fails, the first evaluation reports the error."""
@@ -120,7 +126,7 @@ class Host:
     def stage(self, fragment_id: int, local_step: int) -> None:
         """Queue a copy of a fragment's update, as it is after the newest step."""
         self.tell(commands.HostStage(fragment_id, local_step))
-        staged = self.island.exchange.stage(self.island.state.params, self.fragments[fragment_id])
+        staged = self.island.stage(self.fragments[fragment_id])
         self._adoptions.staged[fragment_id, local_step] = staged
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
@@ -129,7 +135,7 @@ class Host:
         # Ctrl-C may have ended the island between the machine's decision and the copy.
         self._adoptions.staged.pop((fragment_id, local_step), None)
 
-    def take_for_round(self, message: FragmentValue) -> StagedFragment:
+    def take_for_round(self, message: FragmentValue) -> StagedUpdate:
         """Mark a staged copy as used by the message's round, and return it; the caller encodes and sends it."""
         return self._adoptions.take_for_round(message.fragment_id, message.global_step, message.local_step)
 
@@ -154,7 +160,7 @@ class Host:
         began_s = time.monotonic()
         assert self._evaluate is not None, "nobody here can evaluate"
         try:
-            score = self._evaluate(self.island.exchange.anchors(self.fragments), global_step, final)
+            score = self._evaluate(self.island.anchors(self.fragments), global_step, final)
         except Exception as error:
             score = failed_score(error)
         return score._replace(took_s=time.monotonic() - began_s)
@@ -189,11 +195,12 @@ class Host:
         """Read this process's shards of a saved state; return why they cannot be used, "" if they can; any thread."""
         assert self._saves is not None, "nothing is saved"
         try:
-            self._read = self._saves.read(name)
+            self._read, loader = self._saves.read(name)
             self.island.check_shards(self._read)
         except ValueError as error:
             self._read = {}
             return str(error)
+        self._read_loader = (name, loader)
         return ""
 
     def find_saved(self) -> StateName | None:
@@ -219,6 +226,22 @@ class Host:
         for fragment_id in sorted(self.anchors.keys() - set(fragments)):
             self.island.overwrite(self.fragments[fragment_id], self.anchors[fragment_id])
 
+    def resume_loader(self, name: StateName | None) -> bool:
+        """Continue the loader from the state with this name, which was read; return False without such a state.
+
+        Raises:
+            ValueError: the loader refuses its state, or has none that can be saved.
+        """
+        found, self._read_loader = self._read_loader, None
+        if self.loader is None:
+            return False
+        state = found[1] if name is not None and found is not None and found[0] == name else None
+        if name is not None and state is not None:
+            restored(self.loader, state, name.global_step)
+        # A state that cannot be saved is reported before the first step.
+        bounded(self.loader)
+        return state is not None
+
     def forget_saved(self) -> None:
         """Free the state that was read from disk."""
         self._read = {}
@@ -243,7 +266,16 @@ class Host:
     def save_own(self, name: StateName, kept: int) -> Future[str]:
         """Start to write this process's shards; the future holds the error, "" if they were written."""
         assert self._saves is not None, "nothing is saved"
-        return self._saves.save(self.island.stage_shards(), name, kept)
+        try:
+            loader = None if self.loader is None else bounded(self.loader)
+        # Libraries of loaders raise many kinds of errors.
+        except Exception as error:
+            reason = f"the loader has no state to save: {error!r}"
+            log.warning(f"the state of global step {name.global_step} was not saved: {reason}; training continues")
+            failed: Future[str] = Future()
+            failed.set_result(reason)
+            return failed
+        return self._saves.save(self.island.stage_shards(), name, kept, loader)
 
     def close(self) -> None:
         """Wait until the last state is written to disk."""

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
@@ -18,14 +18,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from diloco_jax.runtime.model.model_share import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, end_now
 from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.commands import HostMeet, HostVerdict
 from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
@@ -58,13 +56,21 @@ class Hosts:
     incarnation: int
 
 
-def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None, coordinator: str) -> Hosts | None:
+def join(
+    config: RunConfig,
+    learner_id: str,
+    incarnation: int,
+    host: int | None,
+    coordinator: str,
+    corpus: Callable[[], str],
+) -> Hosts | None:
     """Start as one process of an island, before anything else uses a device; None for an island of one process.
 
     Args:
       incarnation: Incarnation of this process; the leader's counts for all.
       host: Number of this host; None lets JAX find it on Cloud TPU.
       coordinator: host:port where host 0 can listen; "" lets JAX find it.
+      corpus: Describes the data that this process reads; called on an island of several hosts.
 
     Raises:
       ValueError: The island has another number of processes, is a part of a multislice job, or its hosts have
@@ -99,8 +105,7 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
             f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
             f"{island.hosts}; correct one of them"
         )
-    corpus = load_source(config.data, config.train.seq_len).corpus
-    same = {**dict(fingerprint(config, "", corpus)), "island": str(island)}
+    same = {**dict(fingerprint(config, "", corpus())), "island": str(island)}
     return meet(config, learner_id, incarnation, coordinator, same)
 
 
@@ -256,7 +261,7 @@ def make_dialler(run: ResolvedRun, learner_id: str, incarnation: int, address: s
         run_id=config.name,
         learner_id=learner_id,
         incarnation=incarnation,
-        shares=make_shares(run),
+        shares=run.shares(),
         up=config.wire.up,
         down=config.wire.down,
         host=LEADER if hosts is None else hosts.host,

@@ -19,7 +19,7 @@ from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
-from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.island_state import IslandState
 from diloco_jax.training.whole_state.staging import CopyGone, StagedState
 from diloco_jax.transport import commands
 from diloco_jax.transport.group.group import GroupItem, GroupLeader
@@ -89,7 +89,7 @@ class LeadingHost(Host):
     def __init__(
         self,
         run: ResolvedRun,
-        island: ExchangedState,
+        island: IslandState,
         compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
         hosts: Hosts,
@@ -126,6 +126,7 @@ class LeadingHost(Host):
     def take_for_round(self, message: FragmentValue) -> StagedFragment:
         """Do what Host does, and let every other host take its copy and send its own bytes of the value."""
         staged = super().take_for_round(message)
+        assert isinstance(staged, StagedFragment), "several hosts share an island of JAX arrays"
         if staged.has_loose:
             staged.of_others = self._questions.ask(lambda n: commands.HostSend(n, message)).payloads
         else:
@@ -197,6 +198,10 @@ class LeadingHost(Host):
         others = self._questions.ask(lambda n: commands.HostRestore(n, chosen))
         super().restore(chosen)
         others.payloads()
+
+    def resume_loader(self, name: StateName | None) -> bool:
+        self.tell(commands.HostLoader("" if name is None else name.to_text()))
+        return super().resume_loader(name)
 
     def _save_all(self, name: StateName, kept: int) -> SaveResult:
         others = self._questions.ask(lambda n: commands.HostSave(n, name.to_text(), kept))

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +17,8 @@ from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StateChunk
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.runtime.island.spare_time import SpareTime
+from diloco_jax.runtime.island.threads import start_thread
+from diloco_jax.training.island_state import StagedUpdate
 from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.link import Link, LinkClosed, Payload
@@ -28,13 +29,6 @@ URGENT, BULK = 0, 1
 JOBS_MAX = 1024
 
 log = logging.getLogger(__name__)
-
-
-class StagedUpdate(Protocol):
-    """A staged fragment that can be encoded."""
-
-    def encode(self) -> Payload:
-        """Wait for the copy, and return its payload; NotFinite if the format cannot represent the values."""
 
 
 class PayloadSender:
@@ -52,7 +46,7 @@ class PayloadSender:
         self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._closed = False
-        threading.Thread(target=self._work, name="payload", daemon=True).start()
+        start_thread(self._work, "payload", daemon=True)
 
     def value(self, link: Link, message: FragmentValue, staged: StagedUpdate) -> None:
         """Encode and send a fragment's value for a round."""

@@ -1,9 +1,10 @@
 """The states that one process of an island saves: its own shards, in files that can be read without other processes.
 
     FOLDER/host-0-of-2/step_00000040.shards      the bytes of the shards, one after the other
-    FOLDER/host-0-of-2/step_00000040.json        written last: names and layouts of the shards, and their checksum
+    FOLDER/host-0-of-2/step_00000040.loader      the position of this host's loader, if it has one (loader_state.py)
+    FOLDER/host-0-of-2/step_00000040.json        written last: names and layouts of the shards, and the checksums
 
-A state is complete when the second file exists; the leader uses it when it is complete on all hosts. One folder is
+A state is complete when the last file exists; the leader uses it when it is complete on all hosts. One folder is
 below the run's folder, and another one may be anywhere that fsspec can write; each of them is enough to recover.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 import xxhash
 
 from diloco_jax.core.codec import as_bytes
+from diloco_jax.runtime.island.loader_state import LOADER_BYTES_MAX
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.training.data.documents import file_system
 from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, StagedShards, read_shards
@@ -30,7 +32,7 @@ CHUNK_BYTES = 1 << 22  # between pauses
 RECORD_BYTES_MAX = 1 << 26
 # The newest complete state, and the one that is being written.
 SAVED_MAX = 2
-SHARDS, RECORD = ".shards", ".json"
+SHARDS, LOADER, RECORD = ".shards", ".loader", ".json"
 
 log = logging.getLogger(__name__)
 Leaves = dict[str, PartialLeaf]
@@ -55,6 +57,13 @@ class StateName(NamedTuple):
             return cls(int(incarnation), int(local_step), int(global_step), tuple(map(int, digests)))
         except TypeError as error:
             raise ValueError(f"{str(fields)[:80]} is not the name of a state") from error
+
+
+class SavedState(NamedTuple):
+    """State of one process: its shards, and the state of its loader, None if it had none."""
+
+    leaves: Leaves
+    loader: bytes | None = None
 
 
 class StateFolder:
@@ -91,8 +100,8 @@ class StateFolder:
             log.info(f"{self.url} has states of {', '.join(sorted(others)[:4])} only, from another number of hosts")
         return found
 
-    def read(self, record: dict[str, Any]) -> Leaves:
-        """Return the shards of a state; ValueError if they are damaged, or cannot be read."""
+    def read(self, record: dict[str, Any]) -> SavedState:
+        """Return a state; ValueError if its files are damaged, or cannot be read."""
         try:
             shards = [
                 Shard(str(name), str(dtype), tuple(shape), tuple((int(a), int(b)) for a, b in spans))
@@ -109,11 +118,23 @@ class StateFolder:
                     at += len(chunk)
             if hasher.intdigest() != record["checksum"]:
                 raise ValueError("its checksum differs")
-            return read_shards(shards, buffer.data)
+            return SavedState(read_shards(shards, buffer.data), self._read_loader(record))
         except (OSError, KeyError, TypeError) as error:
             raise ValueError(repr(error)) from error
 
-    def write(self, staged: StagedShards, name: StateName, rest: Callable[[], None]) -> None:
+    def _read_loader(self, record: dict[str, Any]) -> bytes | None:
+        if "loader" not in record:
+            return None
+        size, checksum = record["loader"]
+        with self._fs.open(self._path(int(record["name"][2]), LOADER), "rb") as file:
+            content: bytes = file.read(LOADER_BYTES_MAX + 1)
+        if len(content) != size or xxhash.xxh3_64_intdigest(content) != checksum:
+            raise ValueError("the loader's state is damaged")
+        return content
+
+    def write(
+        self, staged: StagedShards, name: StateName, rest: Callable[[], None], loader: bytes | None = None
+    ) -> None:
         """Write a state whole or not at all, in place of one of the same global step."""
         self._fs.makedirs(self._folder, exist_ok=True)
         self._remove(name.global_step)
@@ -126,7 +147,11 @@ class StateFolder:
                     hasher.update(chunk)
                     file.write(chunk)
                     rest()
-        record = {"name": name, "shards": staged.shards, "checksum": hasher.intdigest()}
+        record: dict[str, Any] = {"name": name, "shards": staged.shards, "checksum": hasher.intdigest()}
+        if loader is not None:
+            with self._fs.open(self._path(name.global_step, LOADER), "wb") as file:
+                file.write(loader)
+            record["loader"] = [len(loader), xxhash.xxh3_64_intdigest(loader)]
         with self._fs.open(self._path(name.global_step, RECORD), "wb") as file:
             file.write(json.dumps(record).encode())
 
@@ -138,7 +163,7 @@ class StateFolder:
                 self._remove(int(stem.removeprefix("step_")))
 
     def _remove(self, global_step: int) -> None:
-        for kind in (RECORD, SHARDS):
+        for kind in (RECORD, LOADER, SHARDS):
             path = self._path(global_step, kind)
             if self._fs.exists(path):
                 self._fs.rm(path)
@@ -169,8 +194,8 @@ class SavedStates:
             log.warning(f"saved states in {place.url} cannot be listed ({error!r}); continuing without them")
             return {}
 
-    def read(self, name: StateName) -> Leaves:
-        """Return the shards of a state; ValueError with each folder's reason if it is missing or damaged."""
+    def read(self, name: StateName) -> SavedState:
+        """Return a state; ValueError with each folder's reason if it is missing or damaged."""
         problems = []
         for place in self._places:
             record = self._records(place).get(name)
@@ -182,11 +207,11 @@ class SavedStates:
                 problems.append(f"in {place.url}: {error}")
         raise ValueError("; ".join(problems) or "it is not there any more")
 
-    def save(self, staged: StagedShards, name: StateName, keep: int) -> Future[str]:
+    def save(self, staged: StagedShards, name: StateName, keep: int, loader: bytes | None = None) -> Future[str]:
         """Start to write a state beside the newest complete one; the future holds the error, "" if it was saved."""
-        return self._worker.submit(self._save, staged, name, keep)
+        return self._worker.submit(self._save, staged, name, keep, loader)
 
-    def _save(self, staged: StagedShards, name: StateName, keep: int) -> str:
+    def _save(self, staged: StagedShards, name: StateName, keep: int, loader: bytes | None) -> str:
         spare, written, reasons = SpareTime(), 0, list[str]()
         worked_s = time.thread_time()
 
@@ -198,7 +223,7 @@ class SavedStates:
         for place in self._places:
             try:
                 place.prune([keep])
-                place.write(staged, name, rest)
+                place.write(staged, name, rest, loader)
                 written += 1
             # File systems that are full or away raise many kinds of errors.
             except Exception as error:

@@ -28,6 +28,7 @@ from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
+from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, LinkKeeper, Signals
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
@@ -37,7 +38,7 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.island_state import IslandState
 from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
@@ -74,7 +75,7 @@ class Joining(NamedTuple):
 
     def host(
         self,
-        island: ExchangedState,
+        island: IslandState,
         compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
         stop: threading.Event,
@@ -118,7 +119,10 @@ class Joined:
         payloads: PayloadSender,
         metrics: IslandMetrics,
     ) -> None:
-        run, saved = host.run, host.find_saved()
+        run, self._saved = host.run, host.find_saved()
+        saved = self._saved
+        # The island whose moments were loaded: "" for none yet.
+        self._moments_of = ""
         wire = run.config.wire
         self.machine = machine = Learner(
             joining.learner_id,
@@ -136,7 +140,7 @@ class Joined:
         self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
         self._payloads = payloads
         self._signals = signals
-        self._profiling = Profiling(joining.run_dir, joining.learner_id)
+        self._profiling = Profiling(joining.run_dir, joining.learner_id, joining.config)
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
         self.inbox = LearnerInbox(decisions, GlobalValues(run.fragments, wire.down))
@@ -160,13 +164,13 @@ class Joined:
             ValueError: The syncer refuses this process's run, token or certificate.
         """
         # Not a daemon: an interpreter that ends while XLA compiles aborts, and the reason of the end is lost.
-        threading.Thread(target=self._compile, name="compile").start()
+        start_thread(self._compile, "compile", daemon=False)
         try:
             self._link.connect()
         # Another attempt would fail like this one.
         except (Rejected, Denied) as error:
             raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
-        threading.Thread(target=self._link.run, name="link", daemon=True).start()
+        start_thread(self._link.run, "link", daemon=True)
         return self.ready()
 
     def _compile(self) -> None:
@@ -208,6 +212,26 @@ class Joined:
         self._decisions.forget_saved()
         self._pulse.beat()
         return not self._over()
+
+    def reads(self, guarantee: str) -> None:
+        """Record on the tape that the loop reads its own data, and what is known of it: "resumed" or "own"."""
+        self._tape.note("data", guarantee)
+
+    def resume_loader(self) -> None:
+        """Continue the loader of own data from this island's newest save, whichever moments were loaded.
+
+        Raises:
+            ValueError: the loader refuses its state, or has none that can be saved.
+        """
+        saved, moments = self._saved, self._moments_of or "none"
+        if self._host.resume_loader(saved) and saved is not None:
+            self._tape.note("loader", saved.incarnation, saved.local_step)
+            log.info(
+                f"the loader continues after step {saved.local_step} of this island's incarnation "
+                f"{saved.incarnation} (saved at global step {saved.global_step}); moments: {moments}"
+            )
+        else:
+            log.info(f"the loader starts at its beginning: this island has no saved state of it; moments: {moments}")
 
     def take_batch(self) -> Batch:
         """Return the samples of the next step, at most one step ahead."""
@@ -306,6 +330,7 @@ class Joined:
             self._decisions.apply(lambda machine, now_s: machine.on_state_adopted(False, now_s))
             return
         log.info(f"loaded the state of {whose} at its step {local_step}")
+        self._moments_of = f"those of {whose}"
 
         def adopted(machine: Learner, now_s: float) -> list[Effect]:
             self._tape.state(effect, incarnation, local_step)

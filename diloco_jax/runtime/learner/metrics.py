@@ -14,12 +14,10 @@ import jax
 
 from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
 from diloco_jax.protocol.watch.stats import WAITING
-from diloco_jax.runtime.island.built_in import DATA_WAIT
+from diloco_jax.runtime.island.host import DATA_WAIT
 from diloco_jax.runtime.trackers.outlets import Aside, close_all, find_callbacks
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import DEVICE_PEAK_FLOPS
-from diloco_jax.training.flops import model_flops
-from diloco_jax.training.island import Island
 
 EVERY_S = 1.0
 # Callbacks have this long at the end.
@@ -121,15 +119,14 @@ def memory(devices: Sequence[Any]) -> dict[str, float]:
     return found
 
 
-def metrics_of(config: RunConfig, name: str, island: Island) -> IslandMetrics:
-    """Return the metrics of an island that trains the run's model; ValueError if a callback cannot be loaded."""
-    batch, seq_len, devices = config.island(name).batch_size, config.train.seq_len, list(island.mesh.devices.flat)
-    flops = model_flops(config.model, island.shapes, batch, seq_len).flops
-    return own_metrics(config, name, devices, flops / (batch * seq_len))
-
-
 def own_metrics(config: RunConfig, name: str, devices: Sequence[jax.Device], flops_per_token: float) -> IslandMetrics:
-    """Return the metrics of an island whose loop knows its operations per token; ValueError as `metrics_of`."""
+    """Return the metrics of an island whose loop knows its operations per token.
+
+    Raises:
+        ValueError: A callback cannot be loaded.
+    """
     callbacks = find_callbacks(config.callbacks, ("on_step",))
-    each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(devices[0].device_kind, 0.0)
-    return IslandMetrics(name, devices, flops_per_token, len(devices) * each, callbacks)
+    # An island without JAX arrays has no devices that are known here; it counts as one.
+    kind = devices[0].device_kind if devices else ""
+    each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(kind, 0.0)
+    return IslandMetrics(name, devices, flops_per_token, max(1, len(devices)) * each, callbacks)

@@ -3,6 +3,8 @@
 RUN/profiles/NAME.json   {"steps": N} while `diloco profile` waits; the learner adds "folder" or "failed" at the end
 RUN/profiles/NAME-STEP/  the trace of the steps after STEP by jax.profiler, for xprof and TensorBoard
 
+On Pathways the traces are below islands.profiles instead, because pathwaysutils' profiler writes to gs:// only.
+
 The learner looks for orders between two steps, so its process needs no port. A failing profiler never stops it.
 """
 
@@ -16,6 +18,8 @@ import jax
 from diloco_jax.runtime.records.files import PROFILES, TAPES
 from diloco_jax.runtime.records.tape_file import last_line
 from diloco_jax.runtime.records.telemetry import read_object, write_json
+from diloco_jax.settings.islands import GS
+from diloco_jax.settings.run import RunConfig
 
 # Viewers cannot open longer traces.
 STEPS_MAX = 1000
@@ -30,11 +34,12 @@ log = logging.getLogger(__name__)
 class Profiling:
     """The learner's side of a profile; only the thread that steps may call it."""
 
-    def __init__(self, run_dir: Path, learner_id: str) -> None:
+    def __init__(self, run_dir: Path, learner_id: str, config: RunConfig) -> None:
+        self._name, self._islands = config.name, config.islands
         self._path = _order_path(run_dir, learner_id)
         # Steps that remain to be profiled.
         self._left = 0
-        self._folder = Path()
+        self._folder = ""
         self._mark = contextlib.ExitStack()
         self._look_at_s = 0.0
         with contextlib.suppress(OSError):
@@ -49,7 +54,7 @@ class Profiling:
                 self._left -= 1
                 if not self._left:
                     jax.profiler.stop_trace()
-                    self._tell("folder", self._folder.name)
+                    self._tell("folder", self._folder)
             elif time.monotonic() >= self._look_at_s:
                 self._look_at_s = time.monotonic() + LOOK_S
                 if self._path.exists():
@@ -76,11 +81,18 @@ class Profiling:
         if "folder" in order or "failed" in order:
             return
         steps = check_steps(order["steps"])
-        self._folder = self._path.with_name(f"{self._path.stem}-{local_step}")
+        self._folder = f"{self._path.stem}-{local_step}"
+        target = str(self._path.with_name(self._folder))
+        if self._islands.pathways:
+            if not self._islands.profiles:
+                raise ValueError(
+                    "Pathways writes profiles to Cloud Storage only; set islands.profiles to a gs:// folder"
+                )
+            target = self._folder = f"{self._islands.profiles.rstrip('/')}/{self._name}/{self._folder}"
         options = jax.profiler.ProfileOptions()
         # Tracing every Python call would slow the measured steps.
         options.python_tracer_level = 0
-        jax.profiler.start_trace(self._folder, profiler_options=options)
+        jax.profiler.start_trace(target, profiler_options=options)
         self._left = steps
 
     def _tell(self, key: str, value: str) -> None:
@@ -100,8 +112,12 @@ def check_steps(steps: object) -> int:
     return steps
 
 
-def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
-    """Let a learner profile its next steps, and return the profile's folder; ValueError with the reason if it fails."""
+def ask_profile(run_dir: Path, learner_id: str, steps: int) -> str:
+    """Let a learner profile its next steps, and return the profile's folder, a path or a URL.
+
+    Raises:
+        ValueError: There is no profile, and why.
+    """
     check_steps(steps)
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"), key=lambda tape: tape.stat().st_mtime)
     newest = {tape.name.rsplit(".", 2)[0]: tape for tape in tapes}
@@ -130,7 +146,7 @@ def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
         path.unlink(missing_ok=True)
     if "failed" in order:
         raise ValueError(f"{learner_id} could not be profiled, and trains on: {order['failed']}")
-    return path.with_name(order["folder"])
+    return order["folder"] if GS in order["folder"] else str(path.with_name(order["folder"]))
 
 
 def _ended(tape: Path) -> bool:

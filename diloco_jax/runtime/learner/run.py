@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 import jax
 
 from diloco_jax.protocol.leases import Batch
+from diloco_jax.protocol.messages import STOPPED_OUTSIDE
 from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
-from diloco_jax.runtime.learner.metrics import metrics_of
+from diloco_jax.runtime.learner.metrics import IslandMetrics, own_metrics
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.flops import model_flops
+from diloco_jax.training.island import Island
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ class LearnerRun:
         stop: Set from outside to leave the run.
         devices: Devices of the island; all that JAX sees by default.
         make_sender: Creates the thread that sends payloads, from the host and a function that takes its errors.
+        explain: Returns the reason of the goodbye after an error; "" for no goodbye, as if the process had ended.
     """
 
     def __init__(
@@ -37,9 +41,11 @@ class LearnerRun:
         devices: Sequence[jax.Device] | None = None,
         make_loop: Callable[[RunConfig, str, Sequence[jax.Device] | None], BuiltInLoop] = BuiltInLoop,
         make_sender: Callable[[Host, Callable[[Exception], None]], PayloadSender] = lambda _, fail: PayloadSender(fail),
+        explain: Callable[[Exception], str] = lambda error: "",
     ) -> None:
         joining.pulse.phase(LOADING)
         signals = Signals(stop)
+        self._stop, self._explain = stop, explain
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
         size = StepSize(loop.batch_size, loop.batch_size * host.run.config.train.seq_len, loop.corpus)
@@ -55,11 +61,16 @@ class LearnerRun:
             ValueError: The syncer refused this learner.
             ConnectionError: The syncer expelled this incarnation; a new one may join.
         """
+        reason = ""
         try:
             if self.joined.begin():
                 self._train()
+        except Exception as error:
+            if reason := self._explain(error):
+                self._stop.set()
+            raise
         finally:
-            self.joined.leave()
+            self.joined.leave(reason or STOPPED_OUTSIDE)
             self.loop.close()
         self.joined.check_end()
         return self.joined.finished
@@ -96,3 +107,10 @@ def follow(joining: Joining, stop: threading.Event) -> int:
         loop.step(clock)
     loop.close()
     return follower.leave()
+
+
+def metrics_of(config: RunConfig, name: str, island: Island) -> IslandMetrics:
+    """Return the metrics of an island that trains the run's model; ValueError if a callback cannot be loaded."""
+    batch, seq_len, devices = config.island(name).batch_size, config.train.seq_len, list(island.mesh.devices.flat)
+    flops = model_flops(config.model, island.shapes, batch, seq_len).flops
+    return own_metrics(config, name, devices, flops / (batch * seq_len))

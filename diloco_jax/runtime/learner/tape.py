@@ -4,6 +4,8 @@ RUN/tapes/NAME.INCARNATION.jsonl, one JSON list a line. The learner writes a ste
 every merged value has its steps on a tape, even if its learner was killed afterwards.
 
     ["begin", learner_id, incarnation, step_samples, [protocol, release]]
+    ["data", guarantee]                  only if the loop reads its own data: "resumed" (a loader with state), or "own"
+    ["loader", incarnation, local_step]  the loader continued after this step of an own earlier life, before step 1
     ["adopt", fragment_id, version, epoch, digest, merged_round]   a global fragment, between two steps
     ["state", donor, donor_incarnation, donor_step, [fragments]]   a whole state; donor "": saved by an own earlier life
     ["staged_state", local_step]                                   a copy for a receiver

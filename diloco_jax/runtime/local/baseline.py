@@ -16,8 +16,9 @@ from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures.facts import IslandFacts
 from diloco_jax.runtime.figures.table import with_figures
-from diloco_jax.runtime.island.built_in import DATA_WAIT, LOADING, BuiltInLoop
-from diloco_jax.runtime.learner.metrics import metrics_of
+from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
+from diloco_jax.runtime.island.host import DATA_WAIT
+from diloco_jax.runtime.learner.run import metrics_of
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.local.machine import check, look
+from diloco_jax.runtime.local.machine import check, look, need_proxy
 from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
@@ -38,6 +38,8 @@ def check_input(config: RunConfig) -> None:
     jax.config.update("jax_platforms", "cpu")
     if config.algorithm == "decoupled":
         _check_transport(config)
+    if config.islands.pathways:
+        need_proxy(os.environ.get("JAX_PLATFORMS", ""))
     check(config, look(os.environ))
     check_parts(config)
     if config.model.own:

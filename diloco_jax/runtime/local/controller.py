@@ -10,7 +10,6 @@ pool large enough for all devices (run.child_environment).
 """
 
 import gc
-import importlib
 import logging
 import threading
 import time
@@ -22,29 +21,18 @@ from typing import Literal, NamedTuple
 
 import jax
 
+from diloco_jax.protocol.messages import RUN_COMPLETE
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
-from diloco_jax.runtime.local.processes import BRIEF_S, pause_s
+from diloco_jax.runtime.local.pathways import WAITS, LentSlices, Wait
+from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, pause_s
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.status import complete, last_state
 from diloco_jax.settings.run import RunConfig
 
 POLL_S = 0.1
-PATHWAYS = "pathwaysutils"
 
 log = logging.getLogger(__name__)
-
-
-def use_pathways() -> None:
-    """Let JAX find the devices of Pathways, before it looks for others; ValueError if the package is not installed."""
-    try:
-        module = importlib.import_module(PATHWAYS)
-    except ImportError:
-        raise ValueError(
-            f"islands.pathways is set, but the package {PATHWAYS} is not installed: install it where `diloco islands` "
-            "runs, or set islands.pathways to false"
-        ) from None
-    module.initialize()
 
 
 def split_devices(config: RunConfig, devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
@@ -97,6 +85,8 @@ class _Failure(NamedTuple):
     why: str
     # Another attempt would fail as well.
     final: bool
+    # The island's slice may have been taken away.
+    slice_lost: bool = False
 
 
 @dataclass(eq=False)
@@ -110,6 +100,8 @@ class IslandsRun:
     stop: threading.Event
     devices: Sequence[jax.Device] | None = None
     kind: type[LearnerRun] = LearnerRun
+    # Set on Pathways, which may take slices away.
+    slices: LentSlices | None = None
 
     def __post_init__(self) -> None:
         self._devices = split_devices(self.config, jax.devices() if self.devices is None else self.devices)
@@ -118,6 +110,8 @@ class IslandsRun:
         self._lives: dict[str, threading.Event] = {}
         self._outcomes: dict[str, Literal["left", "failed"]] = {}
         self._reasons: dict[str, str] = {}
+        # The syncer ended the run. Only an island that runs gets this message.
+        self._complete = False
 
     def run(self) -> None:
         """Train until all islands have left, or until stopped; ValueError with reasons if too many failed for good."""
@@ -140,25 +134,50 @@ class IslandsRun:
         """Tell whether no round can ever be merged again. An island that was drained may return."""
         alive = len(self._devices) - len(self._outcomes)
         lost = "failed" in self._outcomes.values() and alive < self.config.protocol.quorum
-        return lost and not complete(self.run_dir)
+        return lost and not (self._complete or complete(self.run_dir))
 
     def _run_island(self, name: str) -> None:
         """Run one incarnation after another, as the body of an island's thread."""
-        wait_s, brief = 0.0, 0
-        for _ in range(self.config.islands.restarts_max + 1):
+        wait_s, brief, failures = 0.0, 0, 0
+        while failures <= self.config.islands.restarts_max:
             if self.stop.wait(wait_s):
                 return
             began_s = time.monotonic()
             failure = self._run_incarnation(name)
-            brief = brief + 1 if time.monotonic() - began_s < BRIEF_S else 1
-            wait_s = pause_s(self.config.islands.restart_delay_s, brief)
-            if failure is None or last_state(self.run_dir) == "complete":
+            lived_s = time.monotonic() - began_s
+            wait = self._await_slice(name) if failure is not None and failure.slice_lost else "there"
+            if failure is None or self._over():
                 self._outcomes[name] = "left"
                 return
             self._reasons[name] = failure.why
-            if failure.final:
+            if wait == "away":
+                self._reasons[name] = f"its slice did not return within {self.config.islands.slice_wait_s:.0f} s"
+                self._reasons[name] += ", islands.slice_wait_s"
+            if failure.final or wait == "away":
                 break
+            if wait == "back":
+                wait_s = 0.0
+                continue
+            failures = 1 + (0 if lived_s > STEADY_S else failures)
+            brief = brief + 1 if lived_s < BRIEF_S else 1
+            wait_s = pause_s(self.config.islands.restart_delay_s, brief)
         self._outcomes[name] = "failed"
+
+    def _over(self) -> bool:
+        return self._complete or last_state(self.run_dir) == "complete"
+
+    def _await_slice(self, name: str) -> Wait:
+        """Wait for the slice of an island; a slice that was there all the time did not cause the failure."""
+        assert self.slices is not None, "only Pathways takes slices away"
+        devices, patience_s = self._devices[name], self.config.islands.slice_wait_s
+        log.warning(f"{name} {WAITS} of {len(devices)} devices, for at most {patience_s:.0f} s")
+        began_s = time.monotonic()
+        with closing(island_pulse(self.config, self.run_dir, name)) as pulse:
+            pulse.phase(WAITS)
+            pulse.rest()
+            wait = self.slices.wait(devices, patience_s, lambda: self.stop.is_set() or self._over())
+        log.info(f"the slice of {name} is {wait} after {time.monotonic() - began_s:.1f} s")
+        return wait
 
     def _run_incarnation(self, name: str) -> _Failure | None:
         """Run one incarnation; return its failure, without references to its arrays on the devices."""
@@ -169,18 +188,25 @@ class IslandsRun:
                 life.set()
         try:
             incarnation, devices = next_incarnation(self.run_dir, name), self._devices[name]
-            with closing(island_pulse(self.config, self.run_dir, name)) as pulse:
+            with closing(island_pulse(self.config, self.run_dir, name)) as pulse, jax.default_device(devices[0]):
                 joining = Joining(self.config, name, incarnation, self.address, self.run_dir, pulse)
-                log.info(f"{name}: {self.kind(joining, life, devices=devices).run()}")
+                reason = self.kind(joining, life, devices=devices, explain=self._explain).run()
+            self._complete = self._complete or reason == RUN_COMPLETE
+            log.info(f"{name}: {reason}")
             return None
-        except ValueError as error:
-            # Another attempt would fail on the same setting.
-            log.error(f"{name} is not started again: {error}")
-            return _Failure(str(error), final=True)
         except Exception as error:
+            slice_lost = bool(self._explain(error))
+            if isinstance(error, ValueError) and not slice_lost:
+                # Another attempt would fail on the same setting.
+                log.error(f"{name} is not started again: {error}")
+                return _Failure(str(error), final=True)
             log.exception(f"{name} failed")
-            return _Failure(f"{type(error).__name__}: {error}", final=False)
+            return _Failure(f"{type(error).__name__}: {error}", final=False, slice_lost=slice_lost)
         finally:
             # The other threads of the incarnation end too.
             life.set()
             gc.collect()
+
+    def _explain(self, error: Exception) -> str:
+        """Return the reason of the goodbye of an island that failed; "" if nothing is known."""
+        return WAITS if self.slices is not None and self.slices.caused(error) else ""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 EMULATED_DEVICES = 2
 # Name and command of the process that drives all islands.
 CONTROLLER = "islands"
+# JAX's name of the backend that pathwaysutils registers, and the port of its server.
+PROXY, PROXY_PORT = "proxy", 29000
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 MEMORY_SETTINGS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 # Share of a GPU's memory for all of its islands together. By default JAX takes 0.75 for each process.
@@ -58,6 +60,20 @@ def chip_of(device: Path) -> str:
     except OSError:
         return ""
     return TPU_PCI.get(number, "") if vendor == GOOGLE_PCI else ""
+
+
+def need_proxy(platforms: str) -> None:
+    """Check that JAX will look for Pathways' proxy; ValueError otherwise.
+
+    Args:
+        platforms: the value of JAX_PLATFORMS, or of the JAX option with this name.
+    """
+    if PROXY not in platforms.split(","):
+        raise ValueError(
+            f"islands.pathways is set, but JAX_PLATFORMS is {platforms!r}, so JAX would not use Pathways: set "
+            f"JAX_PLATFORMS={PROXY} and JAX_BACKEND_TARGET=grpc://HOST:{PROXY_PORT} in the environment, or set "
+            "islands.pathways to false"
+        )
 
 
 def look(environment: Mapping[str, str], root: Path = Path("/"), *, cuda: bool | None = None) -> Machine:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from diloco_jax.core.kinds import inverse, with_order
 from diloco_jax.settings.run import EvaluationConfig, RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
@@ -18,10 +19,9 @@ from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import check_source
 from diloco_jax.training.data.tokenizer import Tokenizer
 from diloco_jax.training.examiner import Examiner
-from diloco_jax.training.models.protocol import Params
-from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.named import failure, make_named
 from diloco_jax.training.sharding import MeshConfig, put_array
+from diloco_jax.training.state import Params, Variables
 
 NAMES_MAX = 32  # user's scores
 NAME_MAX = 64  # characters
@@ -130,6 +130,8 @@ class Evaluator:
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Draw the initial parameters, or read those of model.weights: (path, new float32 array) by ascending path.
 
+        The arrays are canonical tensors (core/kinds.py).
+
         A caller that frees each array before it takes the next one holds the model at most once.
 
         Raises:
@@ -140,13 +142,13 @@ class Evaluator:
             return
         drawn = self._blueprint.draw()
         for path in sorted(drawn):
-            yield path, np.array(drawn.pop(path), np.float32)
+            yield path, np.array(with_order(drawn.pop(path), self._blueprint.orders[path]), np.float32)
 
     def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int = 0) -> dict[str, Any]:
         """Compute the mean held-out loss of these parameters.
 
         Args:
-            parameters: float32 arrays by path.
+            parameters: float32 arrays by path, canonical tensors.
             max_batches: Number of batches of train.eval_batch_size sequences; fewer when the split is smaller.
 
         Returns:
@@ -172,12 +174,13 @@ class Evaluator:
         placed: dict[str, jax.Array] = {}
         for path, tensor in self._blueprint.tensors.items():
             value = parameters[path]
-            if value.shape != tensor.shape:
+            if value.shape != self.shapes[path]:
                 raise ValueError(
-                    f"parameter '{path}' has shape {value.shape}, the model needs {tensor.shape}; was it saved from "
-                    "another model?"
+                    f"parameter '{path}' has shape {value.shape}, the model needs {self.shapes[path]}; was it saved "
+                    "from another model?"
                 )
-            placed[path] = put_array(value.astype(tensor.dtype, copy=False), tensor.sharding)
+            stored = with_order(value, inverse(self._blueprint.orders[path]))
+            placed[path] = put_array(stored.astype(tensor.dtype, copy=False), tensor.sharding)
         return placed, self._examiner.settled(placed)
 
     def model(self, params: Params, other: Variables) -> nnx.Module:

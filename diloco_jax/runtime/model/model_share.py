@@ -33,7 +33,7 @@ from diloco_jax.core.passes import (
     subset,
     values_of,
 )
-from diloco_jax.core.shards import Shares, share
+from diloco_jax.core.shards import Shares
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.named import make_transformation
@@ -161,12 +161,6 @@ class Setup(NamedTuple):
         return State(value, outer, residual)
 
 
-def make_shares(run: ResolvedRun) -> Shares:
-    """Return the division of a model among the run's merge shards."""
-    config = run.config
-    return share(run.plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
-
-
 def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
     """Return a run's outer optimizer, built-in or the user's; ValueError if it cannot update these fragments."""
     if not config.module:
@@ -180,7 +174,7 @@ def make_setup(run: ResolvedRun) -> Setup:
     """Return the settings of a run's computing processes; raises as `outer_of`."""
     config = run.config
     outer = outer_of(config.outer, run.plan)
-    return Setup(make_shares(run), outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
+    return Setup(run.shares(), outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
 class FragmentState(NamedTuple):

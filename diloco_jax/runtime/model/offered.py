@@ -1,33 +1,28 @@
-"""A model that the first island sends: its description, its limits, and its place in the run's folder.
+"""A model that the first island sends: its limits, and its place in the run's folder.
 
-The description (`layout`) is JSON, {path: [shape, form, stack]} in ascending order of the paths. The values are
-float32, little-endian, tensor after tensor in that order. The run's folder keeps the initial values, so that a
-restarted syncer has them before it reads its tape.
+The values are float32, little-endian, tensor after tensor in the order of its description (layout_text.py). The run's
+folder keeps the initial values, so that a restarted syncer has them before it reads its tape.
 """
 
-import json
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
-from diloco_jax.core.kinds import Form, Kind
+from diloco_jax.runtime.model.layout_text import read_layout
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import ADDRESS_FILE, OFFERED
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump_chosen
-from diloco_jax.transport.endpoints.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
+from diloco_jax.transport.endpoints.greeting import Description, ModelDesk
 from diloco_jax.transport.link import TransportConfig
 
-TENSORS_MAX = 20_000
-PATH_LENGTH_MAX = 500
 POLL_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -46,33 +41,6 @@ class OfferedModel:
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Read the initial values: (path, new float32 array) by ascending path; ValueError if they are damaged."""
         return ((path, self._kept.array(checkpoint.PARAMETERS, path)) for path in self.shapes)
-
-
-def layout_of(shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]) -> str:
-    """Return the description of a model as JSON."""
-    rows = {path: [list(shapes[path]), kinds[path].form, kinds[path].stack] for path in sorted(shapes)}
-    return json.dumps(rows, separators=(",", ":"))
-
-
-def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind]]:
-    """Parse a description of `layout_of` into shapes and kinds; ValueError if it is malformed or too large."""
-    if len(layout) > LAYOUT_BYTES_MAX:
-        raise ValueError(f"a layout of {len(layout)} characters is too long: at most {LAYOUT_BYTES_MAX}")
-    shapes, kinds = {}, {}
-    try:
-        rows = json.loads(layout)
-        if not 0 < len(rows) <= TENSORS_MAX:
-            raise ValueError(f"{len(rows)} tensors; use 1 to {TENSORS_MAX}")
-        for path, (shape, form, stack) in rows.items():
-            # Half a surrogate pair cannot be sent or stored.
-            path.encode()
-            sound = all(isinstance(n, int) and n >= 0 for n in (*shape, stack)) and stack <= len(shape)
-            if not sound or form not in get_args(Form) or not 0 < len(path) <= PATH_LENGTH_MAX:
-                raise ValueError(f"tensor {path[:80]!r} of shape {shape}, form {form!r} and stack {stack}")
-            shapes[path], kinds[path] = tuple(shape), Kind(form, stack)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the layout describes no model: {error}") from error
-    return shapes, kinds
 
 
 def describe_run(config: RunConfig, layout: str) -> Description:

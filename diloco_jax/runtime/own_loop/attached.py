@@ -18,10 +18,14 @@ import numpy as np
 from jaxtyping import Array, Int64
 
 from diloco_jax.runtime.own_loop.enter import LoopOptions, check_options, enter
+from diloco_jax.runtime.own_loop.host_arrays import HostArrays
+from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
-from diloco_jax.runtime.own_loop.trees import LoopTensors, check_moments
+from diloco_jax.runtime.own_loop.trees import LoopArrays, LoopTensors, check_moments
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import Deferred, ExchangedState
+from diloco_jax.training.host_side.holder import HostHolder
+from diloco_jax.training.island_state import IslandState
 from diloco_jax.training.sharding import LogicalAxes
 
 
@@ -46,6 +50,16 @@ class Holder(Protocol):
         """Replace what stays on the island with a tree as `moments` returns it."""
 
 
+class AttachedArrays(LoopArrays, Protocol):
+    """The arrays of a holder, as an island exchanges them."""
+
+    def take_loaded(self, held: IslandState) -> None:
+        """Give the holder what the island loaded at its start, unless the holder has it already."""
+
+    def metrics(self, given: Any) -> Any:
+        """Return a step's metrics as scalars that JAX or NumPy can read."""
+
+
 class HeldArrays:
     """The arrays of a holder, as an island exchanges them.
 
@@ -57,6 +71,7 @@ class HeldArrays:
         self._holder = holder
         self._tensors = LoopTensors(dict(holder.params), {**holder.axes, **(axes or {})})
         self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
+        self.forms = self._tensors.forms
         moments = holder.moments()
         check_moments(moments)
         self._moments_tree: Any = jax.tree.structure(moments)
@@ -84,19 +99,24 @@ class HeldArrays:
         live: Any = _LiveParams(self._tensors, params)
         return self._tensors.exchanged(live, Deferred(self._moments), layouts, wire, rebase)
 
-    def take_loaded(self, held: ExchangedState) -> None:
+    def take_loaded(self, held: IslandState) -> None:
         """Give the holder the moments that the island loaded, if it loaded any."""
+        assert isinstance(held, ExchangedState), "`exchanged` makes one"
         loaded: Any = held.state.opt_state
         if not isinstance(loaded, Deferred):
             self._holder.set_moments(loaded)
             held.state = held.state._replace(opt_state=Deferred(self._moments))
+
+    def metrics(self, given: Any) -> Any:
+        """Return a step's metrics as they are."""
+        return given
 
     def tree(self, params: Mapping[str, Array]) -> dict[str, Array]:
         """Return parameters by path, in the loop's layouts."""
         return {path: self._tensors.returned(path, leaf) for path, leaf in params.items()}
 
     def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Return host values as parameters by path, in the loop's types and layouts."""
+        """Return canonical host values as parameters by path, in the loop's types and layouts."""
         return {path: self._tensors.placed(path, value) for path, value in values.items()}
 
     def _moments(self) -> Any:
@@ -140,7 +160,7 @@ class _LiveParams(MutableMapping[str, Array]):
 class AttachedIsland:
     """An island in a loop that keeps its arrays in a holder, created by `attach`; for one thread at a time."""
 
-    def __init__(self, island: SteppedIsland, arrays: HeldArrays) -> None:
+    def __init__(self, island: SteppedIsland, arrays: AttachedArrays) -> None:
         self._island = island
         self._arrays = arrays
 
@@ -169,6 +189,23 @@ class AttachedIsland:
     def local_step(self) -> int:
         """Return the number of steps that this start of the island has finished."""
         return self._island.local_step
+
+    @property
+    def loader(self) -> Batches | None:
+        """Return the batches of the loader, at the position that the first access to `training` restores, or None."""
+        if self._island.loader is not None:
+            self._begin()
+        return self._island.loader
+
+    @property
+    def index(self) -> int:
+        """Return the number of this island's shard of own data, below `count`; it is the same at every start."""
+        return self._island.place().index
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards of own data, `islands.count` of the run's config."""
+        return self._island.place().count
 
     @property
     def training(self) -> bool:
@@ -215,15 +252,15 @@ class AttachedIsland:
             ValueError: An array has another shape, type or layout than before or was donated, there is no loss, or the
                 loop did not request its batch.
         """
-        self._island.report(lambda: None, metrics)
+        self._island.report(lambda: None, self._arrays.metrics(metrics))
 
-    def global_params(self) -> dict[str, Array]:
+    def global_params(self) -> dict[str, Any]:
         """Return the newest global model that this island holds, by path, for an evaluation or a file.
 
         Raises:
             ValueError: The island holds none yet.
         """
-        found: dict[str, Array] = self._island.global_values()
+        found: dict[str, Any] = self._island.global_values()
         return found
 
     def leave(self) -> None:
@@ -250,7 +287,7 @@ class AttachedIsland:
 
 
 def attach(
-    holder: Holder,
+    holder: Holder | HostHolder,
     syncer: str | None = None,
     *,
     axes: Mapping[str, LogicalAxes] | None = None,
@@ -259,7 +296,7 @@ def attach(
     """Join a run as an island whose loop keeps its arrays in `holder`; the loop trains them in place.
 
     Args:
-        holder: The arrays. Each is copied once, one after the other.
+        holder: The arrays: JAX arrays, each copied once, or a `HostHolder`, such as `NumpyArrays`.
         syncer: host:port of the syncer. None: DILOCO_SYNCER.
         axes: Logical axis names of parameters by path, in place of those of the holder.
         options: As for `diloco_jax.join`; `evaluate` gets parameters by path.
@@ -269,5 +306,5 @@ def attach(
         ConnectionError: The syncer cannot be reached.
     """
     check_options(options)
-    arrays = HeldArrays(holder, axes)
+    arrays = HostArrays(holder, axes) if isinstance(holder, HostHolder) else HeldArrays(holder, axes)
     return AttachedIsland(enter(syncer, arrays, options), arrays)

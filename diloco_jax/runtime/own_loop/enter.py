@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -11,13 +12,29 @@ import jax
 from diloco_jax.runtime.island.join import meet
 from diloco_jax.runtime.learner.joined import Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.preemption import check_source, watch
+from diloco_jax.runtime.own_loop.data_shard import find_place
 from diloco_jax.runtime.own_loop.introduce import introduce
+from diloco_jax.runtime.own_loop.loaders import loader_of
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
-from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
+from diloco_jax.runtime.own_loop.surroundings import Surroundings, look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays
+from diloco_jax.runtime.records.files import SUMMARY_FILE
 from diloco_jax.runtime.records.signals import die_with_parent
+from diloco_jax.runtime.records.status import is_over
 from diloco_jax.transport.endpoints.reach import await_listener
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import TransportConfig, TransportError
+
+
+class RunComplete(SystemExit):
+    """The end of a program that joins a run which is complete; without a handler the process ends with status 0."""
+
+    def __init__(self, name: str, run_dir: Path) -> None:
+        super().__init__(0)
+        self.text = f"the run is complete, so {name} has nothing to do; {run_dir / SUMMARY_FILE} has its result"
+        log.warning(self.text)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class LoopOptions(TypedDict):
@@ -34,6 +51,7 @@ class LoopOptions(TypedDict):
     run_dir: NotRequired[str | Path | None]
     preemption: NotRequired[str]
     coordinator: NotRequired[str]
+    loader: NotRequired[Any]
 
 
 def check_options(options: LoopOptions) -> None:
@@ -43,18 +61,43 @@ def check_options(options: LoopOptions) -> None:
             raise ValueError(f"{what} is {count!r}; give a whole number from 1")
     if (data := options.get("data", "leased")) not in ("leased", "own"):
         raise ValueError(f'data is {data!r}; use "leased" or "own"')
+    if options.get("loader") is not None and data != "own":
+        raise ValueError('a loader= has its own order of the data: give data="own" with it, or leave it out')
+
+
+def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings, TransportConfig]:
+    """Wait until the syncer listens; return the place of this process in the run, and the transport to the syncer.
+
+    Args:
+        syncer: host:port of the syncer. None: DILOCO_SYNCER.
+        options: Options of `join`.
+
+    Raises:
+        ValueError: The syncer or the island has no name.
+        ConnectionError: The syncer cannot be reached.
+        RunComplete: The run is complete.
+    """
+    here = look(syncer, options.get("name"), options.get("run_dir"), options.get("coordinator", ""))
+    own = replace(options.get("transport") or here.transport, address=here.syncer)
+    try:
+        await_listener(own, here.given_by, log.warning)
+    except TransportError:
+        if here.run_dir is not None and is_over(here.run_dir):
+            raise RunComplete(here.name, here.run_dir) from None
+        raise
+    return here, own
 
 
 def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> SteppedIsland:
     """Join the run at `syncer` with a loop's arrays; arguments and errors as for `join`."""
     check_options(options)
-    here = look(syncer, options.get("name"), options.get("run_dir"), options.get("coordinator", ""))
-    own = replace(options.get("transport") or here.transport, address=here.syncer)
-    await_listener(own, here.given_by, log.warning)
-    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.kinds))
+    here, own = reach(syncer, options)
+    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms))
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")
     if jax.process_count() > 1:
+        if not arrays.devices:
+            raise ValueError("an island of several JAX processes needs JAX arrays; start one process for this island")
         same = {"data": data, **{what: str(count) for what, count in _sizes(options).items()}}
         hosts = meet(config, here.name, incarnation, here.coordinator, same)
         incarnation = hosts.incarnation
@@ -66,7 +109,9 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
     size = StepSize(options["samples_per_step"], options["tokens_per_step"], options.get("corpus", ""))
     flops_per_step = options.get("flops_per_step", 0.0)
-    return SteppedIsland(joining, arrays, stop, size, data, flops_per_step, options.get("evaluate"))
+    place = cache(partial(find_place, own, config, here.name))
+    loader = loader_of(options.get("loader"), place, incarnation)
+    return SteppedIsland(joining, arrays, stop, size, data, flops_per_step, options.get("evaluate"), place, loader)
 
 
 def _sizes(options: LoopOptions) -> Mapping[str, int]:

@@ -4,14 +4,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array
 
-from diloco_jax.core.kinds import Kind
-from diloco_jax.runtime.model.offered import layout_of, read_layout
+from diloco_jax.core.kinds import Canonical
+from diloco_jax.runtime.model.layout_text import layout_of, read_layout
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
@@ -24,19 +24,23 @@ BEGINS_S = 300.0
 
 
 def introduce(
-    transport: TransportConfig, learner_id: str, params: Mapping[str, Array], kinds: Mapping[str, Kind]
+    transport: TransportConfig, learner_id: str, params: Mapping[str, Any], forms: Mapping[str, Canonical]
 ) -> RunConfig:
     """Return the config of the run at `transport.address`, after comparing its model, or sending one if it has none.
+
+    Args:
+        params: Parameters as the loop stores them, by path.
+        forms: Their canonical forms, which are compared and sent.
 
     Raises:
         TransportError: The syncer cannot be reached, or does not take the model.
         ValueError: The run has another model; the text names the first tensor that differs.
     """
-    shapes = {path: tuple(value.shape) for path, value in params.items()}
-    ours = layout_of(shapes, kinds)
+    shapes = {path: form.shape for path, form in forms.items()}
+    ours = layout_of(shapes, {path: form.kind for path, form in forms.items()})
     described = ask_description(transport, learner_id)
     if _any_host(not described.layout):
-        whole = _whole(params)
+        whole = _whole(params, forms)
         if bad := next((path for path, values in whole.items() if not np.isfinite(values).all()), None):
             raise ValueError(f"params[{bad!r}] has values that are not finite as float32 (NaN or infinite); correct it")
 
@@ -103,14 +107,14 @@ def _any_host(here: bool) -> bool:
     return bool(np.asarray(multihost_utils.broadcast_one_to_all(np.array(here))))
 
 
-def _whole(params: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Return all values on this host, as float32."""
+def _whole(params: Mapping[str, Any], forms: Mapping[str, Canonical]) -> dict[str, np.ndarray]:
+    """Return all canonical values on this host, as float32."""
     found = {}
     for path in sorted(params):
         value = params[path]
-        if not value.is_fully_addressable:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = multihost_utils.process_allgather(value, tiled=True)
-        found[path] = np.asarray(jax.device_get(value)).astype("<f4", copy=False)
+        found[path] = forms[path].view(np.asarray(jax.device_get(value)).astype("<f4", copy=False))
     return found
 
 

@@ -18,11 +18,13 @@ import numpy as np
 from jaxtyping import Int64
 
 from diloco_jax.runtime.own_loop.enter import LoopOptions, check_options, enter
+from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.sharding import LogicalAxes
-from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.state import TrainState
 from diloco_jax.transport.link import TransportConfig
 
 # Between two calls only the loop holds the arrays.
@@ -66,6 +68,27 @@ class OwnIsland:
         """Return the number of steps that this start of the island has finished."""
         return self._island.local_step
 
+    @property
+    def loader(self) -> Batches | None:
+        """Return the batches of the loader, from the restored position on; None without one.
+
+        Raises:
+            ValueError: `state` has not restored the position yet.
+        """
+        if not self._handed and self._island.loader is not None:
+            raise ValueError("island.loader before state(): call state() first, which restores the loader's position")
+        return self._island.loader
+
+    @property
+    def index(self) -> int:
+        """Return the number of this island's shard of own data, below `count`; it is the same at every start."""
+        return self._island.place().index
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards of own data, `islands.count` of the run's config."""
+        return self._island.place().count
+
     def state(self) -> dict[str, Any]:
         """Wait for the state of the first step, and return it as {"params", "opt_state"}.
 
@@ -80,7 +103,7 @@ class OwnIsland:
         if self._handed:
             raise ValueError("call state() once, before the first step; after_step() returns the later parameters")
         self._island.begin()
-        self._handed, found = True, self._island.held.state
+        self._handed, found = True, self._held.state
         given: dict[str, Any] = {"params": self._state.tree(found.params)}
         if found.opt_state is not None:
             given["opt_state"] = found.opt_state
@@ -91,7 +114,7 @@ class OwnIsland:
         """Tell whether the loop shall make another step."""
         if not self._handed:
             raise ValueError("start with the result of state(): the arguments of join() need not be the run's model")
-        self._island.held.state = NOTHING
+        self._held.state = NOTHING
         return self._island.may_step()
 
     @property
@@ -129,13 +152,19 @@ class OwnIsland:
         Raises:
             ValueError: The tree differs, an array was donated, there is no loss, or the loop did not request its batch.
         """
-        held = self._island.held
+        held = self._held
 
         def take() -> None:
             held.state = self._state.taken(params, opt_state, "after_step()")
 
         self._island.report(take, metrics)
         return self._state.tree(held.state.params)
+
+    @property
+    def _held(self) -> ExchangedState:
+        held = self._island.held
+        assert isinstance(held, ExchangedState), "LoopState makes one"
+        return held
 
     def global_params(self) -> Any:
         """Return the newest global model that this island holds, as the loop's tree, for an evaluation.
@@ -180,6 +209,7 @@ def join(
     run_dir: str | Path | None = None,
     preemption: str = "",
     coordinator: str = "",
+    loader: Any = None,
 ) -> OwnIsland:
     """Join a run as an island that the caller's own loop steps; docs/join.md explains it with examples.
 
@@ -199,12 +229,15 @@ def join(
             "own": it reads any data.
         corpus: Description of the data, a word or a digest that all islands must share.
         axes: Logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
-            or ("layers", None, None) for a stack; unnamed ones follow from the shape. The same on all islands.
+            or (None, "layers", None) for a stack; unnamed ones follow from the shape. The same on all islands, except
+            for the positions of stacks.
         evaluate: Function that evaluates the global model, given as the tree of `params`; see docs/join.md.
         transport: Certificates, token and timeouts of this machine; its address is not used.
         run_dir: Folder of tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else the run's name.
         preemption: "gce", or a file whose appearance is a notice of preemption.
         coordinator: Address given to jax.distributed.initialize. "": DILOCO_COORDINATOR, or this machine's address.
+        loader: Loader of own data whose position is saved and restored, or a function (index, count, incarnation) that
+            returns one; docs/loaders.md lists them. Read its batches from `island.loader`. It needs data="own".
 
     Raises:
         ValueError: An argument is wrong, an array was donated, or the run has another model.
@@ -222,6 +255,7 @@ def join(
         "run_dir": run_dir,
         "preemption": preemption,
         "coordinator": coordinator,
+        "loader": loader,
     }
     check_options(options)
     state = LoopState(params, opt_state, axes)

@@ -16,7 +16,7 @@ class LaggingMetrics:
 
     Args:
         waits: Whether reports wait for their own step. Emulated devices need this: several unfinished programs exhaust
-            the thread pool in which the devices meet, and the process aborts.
+            the thread pool where the devices meet, and the process aborts.
     """
 
     def __init__(self, waits: bool) -> None:
@@ -43,5 +43,11 @@ class LaggingMetrics:
 
 def _known(metrics: Any) -> bool:
     """Tell whether reading these metrics needs no wait."""
-    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
-    return all(leaf.is_deleted() or leaf.is_ready() for leaf in arrays)
+    return all(_is_known(leaf) for leaf in jax.tree.leaves(metrics))
+
+
+def _is_known(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return True
+    # A copy of another library's array says when it is complete; a number always is.
+    return not hasattr(leaf, "is_ready") or leaf.is_ready()

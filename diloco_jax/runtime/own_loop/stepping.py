@@ -1,4 +1,4 @@
-"""What all islands in users' loops share: the state of the run, the samples, the reports and the end.
+"""The part of an island that every user's loop shares: the state of the run, the samples, the reports and the end.
 
 The loop steps; everything else of a learner is shared with the built-in loop (runtime/learner/joined.py). On an island
 of several processes, every process calls the same methods in the same order: the first one leads, the others follow.
@@ -28,9 +28,12 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.effects import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
 from diloco_jax.runtime.learner.metrics import own_metrics
+from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
+from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.trees import LoopArrays
 from diloco_jax.runtime.records.signals import stop_on_sigterm
+from diloco_jax.training.island_state import IslandState
 
 # A loop may read the samples of this many steps ahead.
 COMING_STEPS = 8
@@ -41,6 +44,8 @@ USED_UP = (
     "continue with what after_step() returns (params = island.after_step(...)); a step with donate_argnums uses up its "
     "inputs likewise"
 )
+# What is known of the data of a loop that reads its own: its loader's state is saved and restored, or nothing.
+RESUMED, OWN = "resumed", "own"
 STOPS = (KeyboardInterrupt, SystemExit)
 REASON_MAX = 100  # letters
 
@@ -58,6 +63,8 @@ class SteppedIsland:
         local_step: Finished steps of this start.
         held: The exchanged state; its owner gives it the arrays before a step's report, and takes them after it.
         going: Whether there is a next step; None before `begin`.
+        place: Returns the island's shard of own data; the first call asks the syncer.
+        loader: Batches of own data, at the restored position after `begin`; None without a loader.
     """
 
     def __init__(
@@ -69,11 +76,14 @@ class SteppedIsland:
         data: str,
         flops_per_step: float,
         evaluate: Callable[[Any], Any] | None,
+        place: Callable[[], DataShard],
+        loader: Batches | None = None,
     ) -> None:
         self.name, self.incarnation = joining.learner_id, joining.incarnation
         self.config = config = joining.config
         self.global_step = self.local_step = 0
         self.going: bool | None = None
+        self.place, self.loader = place, loader
         self._pulse = joining.pulse
         self._arrays = arrays
         self._stop = stop
@@ -82,7 +92,7 @@ class SteppedIsland:
             log.warning(
                 "protocol.snapshot_every is 0: opt_state is not saved, and is lost once all islands have stopped"
             )
-        self.held = arrays.exchanged(config.wire.up, config.adopt.mode == "rebase")
+        self.held: IslandState = arrays.exchanged(config.wire.up, config.adopt.mode == "rebase")
         emulated = sum(device.platform == "cpu" for device in arrays.devices) > 1
         self._metrics = LaggingMetrics(waits=emulated)
         self._batch = Batch((), 0)
@@ -98,6 +108,7 @@ class SteppedIsland:
         self._several = joining.hosts is not None
         evaluation = OwnEvaluation(evaluate, arrays.tree) if evaluate is not None else None
         self._host = joining.host(self.held, None, evaluation, stop)
+        self._host.loader = loader
         # The first process leads, the others follow.
         self._side: Joined | Follower | None
         if joining.hosts is not None and joining.hosts.host:
@@ -106,6 +117,8 @@ class SteppedIsland:
             signals, flops_per_token = Signals(stop), flops_per_step / size.tokens
             metrics = own_metrics(self._host.run.config, self.name, arrays.devices, flops_per_token)
             self._side = Joined(joining, self._host, size, signals, PayloadSender(signals.fail), metrics)
+            if not self._leased:
+                self._side.reads(RESUMED if loader is not None and config.protocol.snapshot_every else OWN)
 
     def begin(self) -> None:
         """Wait until the first step can start, with the run's model in `held`.
@@ -123,6 +136,8 @@ class SteppedIsland:
             if isinstance(side, Joined):
                 going = side.begin()
                 side.check_end()
+                if going and self.loader is not None:
+                    side.resume_loader()
                 self._next(side, going)
             else:
                 self._follow()
@@ -182,6 +197,8 @@ class SteppedIsland:
             raise ValueError('next_samples() was not called for this step; call it, or join with data="own"')
         with self._pulse.step():
             take()
+            if self.loader is not None:
+                self.loader.stepped()
             values = self._metrics.take(metrics)
             self.local_step += 1
             side = self._side

@@ -14,53 +14,58 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
-from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.core.kinds import Canonical, Kind, canonical_forms
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
+from diloco_jax.training.island_state import IslandState
 from diloco_jax.training.sharding import LogicalAxes, put_array
-from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
 
 # The axis of a mesh of one device.
 ONE_DEVICE = "device"
+# What to do about a parameter without axis names beside stacks of layers.
+NAME_THE_AXES = "name its axes in `axes` too, such as (None, None) if it is not a stack"
 
 
 class LoopArrays(Protocol):
     """The arrays of a user's loop, wherever the loop keeps them."""
 
-    # Shape and kind of every parameter, by path.
+    # The canonical form of every parameter (core/kinds.py), its shape and its kind, by path.
+    forms: dict[str, Canonical]
     shapes: dict[str, tuple[int, ...]]
     kinds: dict[str, Kind]
     # Devices of the island; those of all its processes.
     devices: list[jax.Device]
 
     @property
-    def initial(self) -> Mapping[str, Array]:
-        """Return the parameters at `join`, by path; until `exchanged`."""
+    def initial(self) -> Mapping[str, Any]:
+        """Return the parameters at `join` as the loop stores them, by path; until `exchanged`."""
 
     @property
     def has_moments(self) -> bool:
         """Tell whether the loop gives other state than parameters, which is saved on the island."""
 
-    def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
+    def exchanged(self, wire: Any, rebase: bool) -> IslandState:
         """Return the exchanged state; arguments as for `Island`."""
 
-    def tree(self, params: Mapping[str, Array]) -> Any:
+    def tree(self, params: Mapping[str, Any]) -> Any:
         """Return parameters by path in the loop's own form."""
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return host values by path in the loop's own form, types and layouts."""
+        """Return canonical host values by path in the loop's own form, types and layouts."""
 
 
 class LoopTensors:
-    """Names, kinds, types and layouts of a loop's parameters.
+    """Names, canonical forms, types and layouts of a loop's parameters.
 
     Args:
         named: Parameters by path.
         axes: Logical names of the axes of parameters, by path, as in a Flax module ("vocab", "layers").
 
     Raises:
-        ValueError: A leaf is not an array, was donated or is not a float, or the leaves are on different devices.
+        ValueError: A leaf is not an array, was donated or is not a float, or the leaves are on different devices; or
+            `axes` does not describe a parameter.
     """
 
     def __init__(self, named: Mapping[str, Array], axes: Mapping[str, LogicalAxes] | None = None) -> None:
@@ -73,8 +78,10 @@ class LoopTensors:
                 raise ValueError(f"params[{path!r}] is {leaf.dtype}; only floats can be merged: leave it out of params")
         if not named:
             raise ValueError("params has no arrays; give the tree that the optimizer updates")
-        self.shapes = {path: tuple(leaf.shape) for path, leaf in sorted(named.items())}
-        self.kinds: dict[str, Kind] = {path: kind_of(shape, axes.get(path, ())) for path, shape in self.shapes.items()}
+        self._stored = {path: tuple(leaf.shape) for path, leaf in sorted(named.items())}
+        self.forms = canonical_forms(self._stored, axes, NAME_THE_AXES)
+        self.shapes = {path: form.shape for path, form in self.forms.items()}
+        self.kinds = {path: form.kind for path, form in self.forms.items()}
         self.dtypes = {path: leaf.dtype for path, leaf in named.items()}
         self.layouts = _layouts(named)
         mesh = next(iter(self.layouts.values())).mesh
@@ -89,19 +96,21 @@ class LoopTensors:
         """Return the exchanged state of parameters by path and other state with these layouts."""
         tensors = {
             path: jax.ShapeDtypeStruct(shape, self.dtypes[path], sharding=self.layouts[path])
-            for path, shape in self.shapes.items()
+            for path, shape in self._stored.items()
         }
+        orders = {path: form.order for path, form in self.forms.items()}
         first: Any = TrainState(params, opt_state)  # type: ignore[arg-type]
         to: Any = TrainState(self.layouts, layouts)  # type: ignore[arg-type]
-        return ExchangedState(first, to, self.kinds, StateLayout(by_name(first)), Exchange(tensors, wire, rebase))
+        exchange = Exchange(tensors, wire, rebase, orders)
+        return ExchangedState(first, to, self.kinds, StateLayout(by_name(first)), exchange)
 
     def note(self, path: str, leaf: Array, who: str) -> None:
         """Check a parameter that the loop gives, and remember the loop's name of its layout."""
         _check(f"params[{path!r}]", leaf)
-        if (leaf.dtype, leaf.shape) != (self.dtypes[path], self.shapes[path]):
+        if (leaf.dtype, leaf.shape) != (self.dtypes[path], self._stored[path]):
             raise ValueError(
                 f"{who} got params[{path!r}] of {leaf.dtype} {leaf.shape}, join() {self.dtypes[path]} "
-                f"{self.shapes[path]}; a step keeps types and shapes"
+                f"{self._stored[path]}; a step keeps types and shapes"
             )
         if leaf.sharding is self._given.get(path):
             return
@@ -117,8 +126,9 @@ class LoopTensors:
         return _renamed(leaf, self._given[path])
 
     def placed(self, path: str, value: np.ndarray) -> Array:
-        """Return a host value as a parameter, in the loop's type and layout."""
-        return self.returned(path, put_array(value.astype(self.dtypes[path]), self.layouts[path]))
+        """Return a canonical host value as a parameter, in the loop's type and layout."""
+        stored = self.forms[path].stored(value).astype(self.dtypes[path])
+        return self.returned(path, put_array(stored, self.layouts[path]))
 
     def committed(self, leaf: Array) -> Array:
         """Return a leaf bound to the devices of the parameters, as the outputs of a step are.
@@ -151,6 +161,7 @@ class LoopState:
         self._paths = _paths(params)
         self._tensors = LoopTensors(dict(zip(self._paths, leaves, strict=True)), axes)
         self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
+        self.forms = self._tensors.forms
         self._opt_tree: Any = jax.tree.structure(opt_state)
         check_moments(opt_state)
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
@@ -186,7 +197,7 @@ class LoopState:
         return jax.tree.unflatten(self._treedef, [self._tensors.returned(path, params[path]) for path in self._paths])
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return host values by path as the loop's tree, in the loop's types and layouts."""
+        """Return canonical host values by path as the loop's tree, in the loop's types and layouts."""
         leaves = [self._tensors.placed(path, values[path]) for path in self._paths]
         return jax.tree.unflatten(self._treedef, leaves)
 

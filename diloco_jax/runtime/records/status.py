@@ -184,6 +184,14 @@ def complete(run_dir: Path) -> bool:
     return last_state(run_dir) in (EVALUATING, "complete")
 
 
+def is_over(run_dir: Path) -> bool:
+    """Return whether a run's folder has the summary of a complete run."""
+    try:
+        return read_object(run_dir / SUMMARY_FILE).get("complete") is True
+    except (OSError, ValueError):
+        return False
+
+
 def known_address(run_dir: Path, config: RunConfig) -> str:
     """Return the address of a run's syncer: from the folder if it is on this machine, else from the config."""
     told = run_dir / ADDRESS_FILE

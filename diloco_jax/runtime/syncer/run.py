@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,11 @@ from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import Merged, make_model
+from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.model_share import make_setup
-from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
-from diloco_jax.runtime.records.files import CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.model.offered import OfferedModel, describe_run
+from diloco_jax.runtime.records.files import CONFIG_FILE, ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -39,6 +41,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, RunClock, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
+from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Listener, control_of, open_listener
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
@@ -57,6 +60,9 @@ BACKLOG_MAX = 10_000
 FAREWELL_S = 5.0
 # A learner whose link broke within this time may reconnect. Only this process can tell it that the run is over.
 ADRIFT_S = 60.0
+# A syncer without a supervisor waits this long at the end for learners whose link broke: a process that starts them
+# again does not know that the run is over.
+LATE_S = 60.0
 
 _NOTHING_SENT: tuple[Any, bytes] = (None, b"")
 
@@ -112,16 +118,27 @@ class SyncerDriver:
                         break
                 self._execute(self._taped.on_tick(self._now_s()))
 
-    def bid_farewell(self, *, lingers: bool) -> None:
-        """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`)."""
+    def bid_farewell(self, *, lingers: bool, late_s: float = 0.0) -> None:
+        """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`).
+
+        Args:
+            late_s: Seconds to wait at the end of a complete run for learners that left without a goodbye at any time.
+        """
         # After a stop from outside, learners would train without a syncer.
         if not self._finished:
             stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
             self._execute([effects.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
         self.watch.tell()
-        ends_s = self._now_s() + FAREWELL_S
         lately_s = self._now_s() - ADRIFT_S
-        while self._now_s() < ends_s:
+        late = bool(late_s) and self._machine.over and (lingers or bool(self._adrift))
+        if late:
+            names = ", ".join(sorted(self._adrift)[:8]) or "islands"
+            log.info(
+                f"the run is complete; waiting up to {late_s:g} s for {names} to return and learn it (Ctrl-C ends)"
+            )
+            lately_s = -inf
+        ends_s = self._now_s() + (late_s if late else FAREWELL_S)
+        while self._now_s() < ends_s and not (late and self.context.stop.is_set()):
             adrift = any(lost_s > lately_s for lost_s in self._adrift.values())
             if not (lingers or adrift or self._machine.membership.connected()):
                 return
@@ -258,6 +275,7 @@ class SyncerRun:
     Args:
         model: the run's model: `Evaluator(config)`, or the model that an island brought.
         rewind: no learner is alive; resume from the newest snapshot, so that later rounds are void.
+        late_s: seconds to wait at the end of a complete run for learners that may return.
     """
 
     def __init__(
@@ -268,7 +286,9 @@ class SyncerRun:
         model: Evaluator | OfferedModel,
         *,
         rewind: bool = False,
+        late_s: float = 0.0,
     ) -> None:
+        self._late_s = late_s
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("drawing the initial model")
         resolved = resolve(config, model.shapes, model.kinds)
@@ -327,13 +347,14 @@ class SyncerRun:
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
-            life = Life(mode, machine.epoch, stop, self._fingerprint, self._description)
+            numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
+            life = Life(mode, machine.epoch, stop, self._fingerprint, self._description, numbers.number_of)
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(context, listener, self._results, merges, writer, watch)
             driver.serve(requests)
             ended_s = clock.now_s()
-            driver.bid_farewell(lingers=lingers)
+            driver.bid_farewell(lingers=lingers, late_s=self._late_s)
         except TapeStopped as error:
             log.warning(str(error))
             ended_s = ended_s or clock.now_s()

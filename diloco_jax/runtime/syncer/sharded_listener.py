@@ -173,6 +173,8 @@ class Life(NamedTuple):
     fingerprint: tuple[tuple[str, str], ...]
     # A loop of a user asks for this before it joins.
     description: Description
+    # The number of each island that asks for it, by name.
+    number_of: Callable[[str], int] = lambda _: 0
 
 
 def open_listener(
@@ -197,7 +199,7 @@ def open_listener(
         file.write_text(listener.address, encoding="utf-8")
     log.info(f"listening at {listener.address}")
     listener.desk.settings = dict(life.fingerprint)
-    listener.greeter.description = life.description
+    listener.greeter.description, listener.greeter.number_of = life.description, life.number_of
     if shards is None:
         return listener
     return ShardedListener(listener, shards, events, life.fingerprint, max(1, config.protocol.overlap_steps))

@@ -106,7 +106,7 @@ def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
     optimizer = sum(jax.tree.leaves((shards.opt_state, shards.other)))
     if config.algorithm != "decoupled":
         return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters)
-    windows = [windows_of(fragment, blueprint.tensors) for fragment in run.fragments]
+    windows = [windows_of(fragment, blueprint.tensors, blueprint.orders) for fragment in run.fragments]
     anchors = sum(anchor_bytes(blueprint, fragment) for fragment in run.fragments)
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
     rebase = config.adopt.mode == "rebase"
@@ -116,7 +116,7 @@ def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
     """Return the bytes of a fragment's anchor, or of an arrived value, on each chip."""
-    windows = windows_of(fragment, blueprint.tensors)
+    windows = windows_of(fragment, blueprint.tensors, blueprint.orders)
     return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.models.protocol import Params, find_model
-from diloco_jax.training.models.variables import Variables
+from diloco_jax.training.models.protocol import find_model
+from diloco_jax.training.state import Params, Variables
 
 # The most tokens that are written at once.
 PIECE = 16

@@ -21,7 +21,14 @@ RUN_DIR = f"{VOLUME}/run"
 # Settings of `cloud` that every way needs.
 NEEDED = ("project", "image", "network", "service_account", "bucket")
 # Properties of a TPU generation that each way needs; a generation may not have them.
-OF_CHIPS = {"gke": ("gke_accelerator", "machine_family"), "gce": ("machine_family",), "tpu-vm": ("runtime_version",)}
+OF_CHIPS = {
+    "gke": ("gke_accelerator", "machine_family"),
+    "pathways": ("gke_accelerator", "machine_family", "pathways"),
+    "gce": ("machine_family",),
+    "tpu-vm": ("runtime_version",),
+}
+# The ways whose machines GKE makes; they ask for them alike.
+ON_GKE = ("gke", "pathways")
 # The placeholder for the bucket's name in paths.
 BUCKET = "{bucket}"
 ABOUT_SYNCER = "The syncer. `delete` keeps its disk; when the syncer is created again, the run continues from it."
@@ -207,7 +214,9 @@ def remote(config: RunConfig) -> RunConfig:
     data = replace(data, path=data.path.replace(BUCKET, bucket), mixture=mixture, evaluation=evaluation)
     states = config.checkpoints.states or (f"gs://{bucket}/{config.name}/states" if bucket else "")
     checkpoints = replace(config.checkpoints, states=states.replace(BUCKET, bucket))
-    return replace(config, transport=transport, data=data, checkpoints=checkpoints)
+    profiles = config.islands.profiles or (f"gs://{bucket}/profiles" if config.islands.pathways and bucket else "")
+    islands = replace(config.islands, profiles=profiles.replace(BUCKET, bucket))
+    return replace(config, transport=transport, data=data, checkpoints=checkpoints, islands=islands)
 
 
 def flags(*words: str) -> str:
@@ -237,8 +246,11 @@ def syncer_words() -> list[str]:
 
 def asked_of(cloud: CloudConfig, way: str) -> Asked:
     """Return the request for an island's machines; ValueError if this way cannot provide the capacity or the queue."""
+    way = "gke" if way in ON_GKE else way
     if way != "gke" and (unknown := next((name for name in ("queue", "priority_class") if getattr(cloud, name)), "")):
-        raise ValueError(f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke has queues; remove it")
+        raise ValueError(
+            f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke and pathways have queues; remove it"
+        )
     if cloud.capacity == "on-demand":
         return Asked()
     asked = CAPACITY[way].get(cloud.capacity)

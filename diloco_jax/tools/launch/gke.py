@@ -6,6 +6,7 @@ jobset.x-k8s.io/v1alpha2.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.runtime.records.files import HEALTH, STATES
@@ -45,7 +46,16 @@ def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan
     for region in regions:
         here = [each for each in slices if each.region == region]
         folder = f"clusters/{region}"
-        files[f"{folder}/cluster.sh"] = cluster_script(config, region, here)
+        names = [each.name for each in here]
+        certified = [*names, "syncer"] if region == common.syncer_region(config) else names
+        files[f"{folder}/cluster.sh"] = cluster_script(
+            config,
+            region,
+            here,
+            manifests=names,
+            pools=pools(config, region, here),
+            certificates={name: common.certificate_files(name) for name in certified},
+        )
         files[f"{folder}/common.yaml"] = common_manifest(config, settings)
         files |= {f"{folder}/{each.name}.yaml": island_manifest(config, each, needs) for each in here}
     files[f"clusters/{common.syncer_region(config)}/syncer.yaml"] = syncer_manifest(config, needs)
@@ -65,7 +75,7 @@ def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan
 def common_manifest(config: RunConfig, settings: str) -> str:
     """Return the manifest with the run's namespace, its account, and the config for all containers."""
     account = config.cloud.service_account
-    return render("gke/common.yaml", **_everywhere(config), service_account=account, settings=settings)
+    return render("gke/common.yaml", **everywhere(config), service_account=account, settings=settings)
 
 
 def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> str:
@@ -73,7 +83,7 @@ def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> st
     cloud = config.cloud
     return render(
         "gke/island.yaml",
-        **_everywhere(config),
+        **everywhere(config),
         island=each,
         queue=cloud.queue,
         priority_class=cloud.priority_class,
@@ -84,7 +94,7 @@ def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> st
         states=f"{common.RUN_DIR}/{STATES}/{each.name}",
         arguments=common.learner_words(each.name, "$(DILOCO_SYNCER)"),
         environment=common.environment(config, each.name),
-        memory=_memory(island_bytes(needs, each.name)),
+        memory=memory(island_bytes(needs, each.name)),
     )
 
 
@@ -93,20 +103,20 @@ def syncer_manifest(config: RunConfig, needs: Needs) -> str:
     machine = syncer_host(config, needs)
     return render(
         "gke/syncer.yaml",
-        **_everywhere(config),
+        **everywhere(config),
         arguments=common.syncer_words(),
         environment={"DILOCO_CACHE": f"{common.VOLUME}/cache", "DILOCO_LOG": "json"},
         ports=list(common.ports(config)),
         metrics_port=common.metrics_port(config),
-        request=_memory(machine.request_bytes),
-        limit=_memory(machine.limit_bytes),
+        request=memory(machine.request_bytes),
+        limit=memory(machine.limit_bytes),
         disk_gb=config.cloud.syncer_disk_gb,
         external=config.cloud.external,
         source_ranges=config.cloud.source_ranges,
     )
 
 
-def _everywhere(config: RunConfig) -> dict[str, Any]:
+def everywhere(config: RunConfig) -> dict[str, Any]:
     """Return the values that all manifests share."""
     watchdog = config.watchdog
     return {
@@ -123,33 +133,51 @@ def _everywhere(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _memory(num_bytes: float) -> str:
+def memory(num_bytes: float) -> str:
+    """Return an amount of memory for Kubernetes; "" if it is 0, unknown."""
     return f"{math.ceil(num_bytes / GIB)}Gi" if num_bytes else ""
 
 
 LAUNCHER = Launcher("gke", (), parts)
 
 
-def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines]) -> str:
-    """Return the script that creates, configures, starts and deletes everything in one region's cluster."""
-    names = [each.name for each in slices]
-    pools = [_island_pool(config, each) for each in slices]
-    if region == common.syncer_region(config):
-        names.append("syncer")
-        where = common.syncer_name(config), common.syncer_zone(config)
-        pools.append(Pool(*where, config.cloud.syncer_machine_type, 1, ()))
+def cluster_script(
+    config: RunConfig,
+    region: str,
+    slices: list[IslandMachines],
+    *,
+    manifests: Sequence[str],
+    pools: Sequence[Pool],
+    certificates: Mapping[str, Sequence[str]],
+) -> str:
+    """Return the script that creates, configures, starts and deletes everything in one region's cluster.
+
+    Args:
+      manifests: names of the files, without .yaml, that start the islands.
+      certificates: files from `diloco certs` for each secret, by the secret's name after the run's.
+    """
     return render(
         "gke/cluster.sh",
         region=region,
         context=_context(region),
         slices=slices,
+        manifests=manifests,
         by_policy=[each for each in slices if _by_policy(each)],
         pools=pools,
-        certificates={name: common.certificate_files(name) for name in names},
+        certificates=certificates,
         controller_machine=CONTROLLER_MACHINE,
         jobset=JOBSET,
         private=config.cloud.private,
     )
+
+
+def pools(config: RunConfig, region: str, slices: list[IslandMachines]) -> list[Pool]:
+    """Return the node pools of a region's cluster: one for each slice, and one for the syncer if it runs there."""
+    found = [_island_pool(config, each) for each in slices]
+    if region == common.syncer_region(config):
+        where = common.syncer_name(config), common.syncer_zone(config)
+        found.append(Pool(*where, config.cloud.syncer_machine_type, 1, ()))
+    return found
 
 
 def _by_policy(each: IslandMachines) -> bool:

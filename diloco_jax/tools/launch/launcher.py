@@ -129,4 +129,6 @@ def variables(config: RunConfig) -> str:
 
 def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
     """Return the script for things that all machines share; NAT and permissions remain when the run is deleted."""
-    return render("project.sh", way=way, account=POD_ACCOUNT, nat_regions=regions if config.cloud.nat else [])
+    return render(
+        "project.sh", on_gke=way in common.ON_GKE, account=POD_ACCOUNT, nat_regions=regions if config.cloud.nat else []
+    )

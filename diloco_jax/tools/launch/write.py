@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax.tools.launch import gke, gpu, vms
+from diloco_jax.tools.launch import gke, gpu, pathways, vms
 from diloco_jax.tools.launch.launcher import HEADER, Launcher, Plan
 
-GOOGLE = (gke.LAUNCHER, vms.GCE, vms.TPU_VM)
+GOOGLE = (gke.LAUNCHER, pathways.LAUNCHER, vms.GCE, vms.TPU_VM)
 WAYS: dict[str, Launcher | gpu.GpuLauncher] = {way.name: way for way in (*GOOGLE, gpu.SLURM, gpu.SKY)}
 # The file that marks a folder as written by `diloco launch`.
 MARK = "variables.sh"

@@ -19,7 +19,8 @@ from diloco_jax.protocol.watch.sample_book import Findings, Life, Range, joined
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.runtime.records.telemetry import read_object
-from diloco_jax.tools.replay.lives import Begin, Lost, TapedStep, read_entries
+from diloco_jax.tools.replay.guarantees import LEASED, OWN, RESUMED, DataOfLife, describe_guarantees, guarantees
+from diloco_jax.tools.replay.lives import Begin, Lost, OwnData, ResumedLoader, TapedStep, read_entries
 from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of
 
 # The books are compared after these inputs.
@@ -33,8 +34,8 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         leased: samples that were leased; merged, overwritten, released, out: their fates, where `out` is still leased;
         repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
         samples leased in a history that the run returned from; rounds; exclusions_repeated: rounds whose exclusions
-        were decided again from recorded norms; learner_tapes; violations: their number; first_violations: the first
-        of them in words.
+        were decided again from recorded norms; learner_tapes; data: for each learner what is known of the data that
+        its loop read (guarantees.py); violations: their number; first_violations: the first of them in words.
 
     Raises:
         ValueError: a tape is missing or broken; the message names it.
@@ -59,8 +60,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         told = "{} merged, {} overwritten, {} released and {} still leased".format(*fates)
         findings.add(f"{leased} were leased, but {told} make {sum(fates)}")
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
-    for path in tapes:
-        _check_tape(path, findings, auditor.reported)
+    lives = [_check_tape(path, findings, auditor.reported) for path in tapes]
     return {
         **book.fates._asdict(),
         "repeated": book.repeated,
@@ -69,22 +69,28 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         "rounds": auditor.rounds,
         "exclusions_repeated": auditor.exclusions.repeated,
         "learner_tapes": len(tapes),
+        "data": guarantees(lives, [name for name, _ in findings.granted]),
         "violations": findings.count,
         "first_violations": findings.texts,
     }
 
 
-def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) -> None:
-    """Check that a life of a learner read only samples that were leased to it, and that its tape is whole.
+def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) -> DataOfLife:
+    """Check that a life of a learner had only samples that were leased to it, and that its tape is whole.
 
     A step is written to the tape before it is reported. So even the tape of a killed learner has the newest reported
     step.
     """
     life, local_step, own, lost = ("", 0), 0, list[Range](), False
+    data = DataOfLife("", 0)
     for number, entry in read_entries(path):
         if isinstance(entry, Begin):
             life = (entry.learner_id, entry.incarnation)
-            own = joined(sorted(findings.granted.get(life, [])))
+            own, data = joined(sorted(findings.granted.get(life, []))), DataOfLife(*life)
+        elif isinstance(entry, OwnData):
+            data = data._replace(guarantee=entry.guarantee)
+        elif isinstance(entry, ResumedLoader):
+            data = data._replace(resumed=entry)
         elif isinstance(entry, Lost):
             lost = True
         elif isinstance(entry, TapedStep):
@@ -93,8 +99,9 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
                 findings.add(
                     f"{path.name} line {number} is of local step {entry.local_step}, expected {local_step + 1}"
                 )
-                return
+                return data
             local_step = entry.local_step
+            data = data._replace(steps=local_step)
             for start, stop in entry.ranges:
                 at = bisect_right(own, start, key=lambda piece: piece[0]) - 1
                 if at < 0 or stop > own[at][1]:
@@ -102,16 +109,24 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
                         f"{path.name} line {number}: {name} read positions {start} to {stop - 1}, which were not "
                         "leased to it"
                     )
-                    return
+                    return data
     if local_step < reported.get(life, 0):
         findings.add(
             f"{path.name} ends at local step {local_step}, but step {reported[life]} was reported: the end of the tape "
             "is missing"
         )
+    return data
 
 
 def describe(result: Mapping[str, Any]) -> str:
     """Format the result of an audit as text."""
+    data = result.get("data", {})
+    if data and all(found["guarantee"] in (OWN, RESUMED) for found in data.values()):
+        lines = [
+            f"{result['rounds']} merged rounds; no loop read what the syncer leased, so its {result['leased']} leased "
+            "positions are not samples of any data"
+        ]
+        return "\n".join([*lines, *describe_guarantees(data), *_verdict(result, "")])
     lines = [
         f"{result['leased']} samples were leased in {result['rounds']} merged rounds: {result['merged']} merged, "
         f"{result['overwritten']} overwritten, {result['released']} released to be leased again, {result['out']} still "
@@ -132,8 +147,15 @@ def describe(result: Mapping[str, Any]) -> str:
         lines.append(
             f"{result['exclusions_repeated']} rounds have recorded norms, and the rule decided again from them"
         )
-    if not result["violations"]:
-        return "\n".join(
-            [*lines, f"every sample has one fate; {result['learner_tapes']} learner tapes have no other samples"]
-        )
-    return "\n".join([*lines, f"{result['violations']} VIOLATIONS:", *result["first_violations"]])
+    one_fate = f"every sample has one fate; {result['learner_tapes']} learner tapes have no other samples"
+    if any(found["guarantee"] != LEASED for found in data.values()):
+        lines.append("these counts include the positions that were leased to loops with other data, and not read")
+        lines += describe_guarantees(data)
+        one_fate = f"every leased position has one fate; {result['learner_tapes']} learner tapes have no other ones"
+    return "\n".join([*lines, *_verdict(result, one_fate)])
+
+
+def _verdict(result: Mapping[str, Any], holds: str) -> list[str]:
+    if result["violations"]:
+        return [f"{result['violations']} VIOLATIONS:", *result["first_violations"]]
+    return [holds] if holds else []

@@ -71,7 +71,20 @@ class Lost(NamedTuple):
     lines: int
 
 
-Entry = Begin | TookValue | TookState | Copied | SentValue | TapedStep | Lost
+class OwnData(NamedTuple):
+    """The life's loop reads its own data; `guarantee` says what is known of it."""
+
+    guarantee: str
+
+
+class ResumedLoader(NamedTuple):
+    """The life's loader continued after a step of an earlier life."""
+
+    incarnation: int
+    local_step: int
+
+
+Entry = Begin | OwnData | ResumedLoader | TookValue | TookState | Copied | SentValue | TapedStep | Lost
 
 
 def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
@@ -109,6 +122,10 @@ def _entry(fields: list[Any], learner_id: str) -> Entry | None:
         case ["begin", str(name), int(incarnation), int(step_samples), *stamp]:
             check_readable(f"the tape of {name}, incarnation {incarnation}", *stamp)
             return Begin(name, incarnation, step_samples)
+        case ["data", str(guarantee)]:
+            return OwnData(guarantee)
+        case ["loader", int(incarnation), int(local_step)]:
+            return ResumedLoader(incarnation, local_step)
         case ["adopt", int(fragment_id), int(version), int(), int(digest), int(merged_round)]:
             return TookValue(Name(fragment_id, version, digest), merged_round)
         case ["state", str(donor), int(incarnation), int(donor_step), list(fragments)]:

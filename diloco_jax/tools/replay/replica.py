@@ -20,7 +20,7 @@ from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
-from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import HostState
 
 Values = dict[str, np.ndarray]

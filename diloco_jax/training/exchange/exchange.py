@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment
+from diloco_jax.core.kinds import Order
 from diloco_jax.training.exchange.outgoing import (
     DeviceArrays,
     HeldFragment,
@@ -29,9 +30,9 @@ from diloco_jax.training.exchange.outgoing import (
     StagedFragment,
     as_held,
 )
-from diloco_jax.training.exchange.windows import FragmentWindows, floats, windows_of
-from diloco_jax.training.models.protocol import Params
+from diloco_jax.training.exchange.windows import AS_STORED, FragmentWindows, floats, windows_of
 from diloco_jax.training.sharding import put_array
+from diloco_jax.training.state import Params
 
 AdoptMode = Literal["overwrite", "blend", "rebase"]
 # Float32 arrays by Slice.key.
@@ -120,18 +121,31 @@ def _blended(local: Float[Array, "..."], value: Float32[Array, "..."], alpha: Fl
 class Exchange:
     """The anchors, residuals and programs of an island's fragments; only `warm_up` may run in another thread.
 
+    Fragments and values have the axes of canonical tensors (core/kinds.py); parameters have those of the loop.
+
     Args:
-      tensors: shape, dtype and layout of every parameter, by path; these must not change afterwards.
+      tensors: shape, dtype and layout of every parameter as it is stored, by path; these must not change afterwards.
       format: format of the updates that the island sends.
       rebase: whether `adopt` may be called with mode "rebase".
+      orders: by path, the stored axes in canonical order; tensors that are not listed are stored canonically.
     """
 
-    def __init__(self, tensors: Mapping[str, jax.ShapeDtypeStruct], format: Format, rebase: bool) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, jax.ShapeDtypeStruct],
+        format: Format,
+        rebase: bool,
+        orders: Mapping[str, Order] = AS_STORED,
+    ) -> None:
         # By fragment_id, from the first adoption on. The owner may replace it with what an earlier process saved.
         self.held: dict[int, HeldFragment] = {}
+        # The stored axes of every parameter in canonical order, by path.
+        self.orders = {path: orders.get(path, tuple(range(len(tensor.shape)))) for path, tensor in tensors.items()}
         self._tensors = tensors
         self._rebase = rebase
-        windows_by = self._windows_of = cache(lambda fragment: FragmentWindows(windows_of(fragment, tensors)))
+        windows_by = self._windows_of = cache(
+            lambda fragment: FragmentWindows(windows_of(fragment, tensors, self.orders))
+        )
         self._outgoing = cache(lambda fragment: OutgoingProgram(windows_by(fragment), format, rebase, self._once))
         self._incoming = cache(lambda fragment, rebase: IncomingProgram(windows_by(fragment), rebase, self._once))
         self._compiled: dict[object, jax.stages.Compiled] = {}
@@ -229,13 +243,7 @@ class Exchange:
         return self._incoming(fragment, bool(base)).blend(params, new, base, alpha)
 
     def _put(self, fragment: Fragment, values: HostValues) -> DeviceArrays:
-        for part, shape in zip(fragment.slices, fragment.shapes, strict=True):
-            got = values[part.key].shape if part.key in values else None
-            if got != tuple(shape):
-                raise ValueError(
-                    f"fragment {fragment.fragment_id}: '{part.key}' has shape {got}, expected {tuple(shape)}; "
-                    "do both sides use the same model and fragment plan?"
-                )
+        fragment.check(values)
         windows = self._windows_of(fragment).windows
         return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
 

@@ -6,12 +6,16 @@ slice's rows. Then every window has as many rows as any shard may need, and the 
 dropped.
 
 The first row of a slice in its tensor is an input of the programs, so that slices of one size share a program.
+
+Slices, windows and values have the axes of the canonical tensor (core/kinds.py). Only `cut` and `paste` read and write
+a shard as the loop stores it, so a stack axis at any position costs a transposition of the window and nothing else.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +25,14 @@ from jaxtyping import Array, Int32, Shaped
 
 from diloco_jax.core.codec import BLOCK
 from diloco_jax.core.fragments import Fragment, Slice
+from diloco_jax.core.kinds import Order, inverse, with_order
 from diloco_jax.training.sharding import put_array
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 Axes = tuple[str, ...]
+# The orders of a model whose tensors are all stored canonically.
+AS_STORED: Mapping[str, Order] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,28 @@ class Window:
     # The slice and its shape.
     part: Slice
     shape: Shape
-    # Shape, dtype and sharding of the whole tensor; the mesh divides every sharded dimension evenly.
-    tensor: Shape
-    dtype: jnp.dtype
-    sharding: NamedSharding
+    # Shape, dtype and sharding of the whole tensor as it is stored; the mesh divides every sharded dimension evenly.
+    stored: jax.ShapeDtypeStruct
+    # The stored axes in canonical order.
+    order: Order
+
+    @cached_property
+    def tensor(self) -> Shape:
+        """Return the shape of the canonical tensor."""
+        return tuple(self.stored.shape[axis] for axis in self.order)
+
+    @cached_property
+    def dtype(self) -> jnp.dtype:
+        return self.stored.dtype
+
+    @cached_property
+    def sharding(self) -> NamedSharding:
+        """Return the layout of the canonical tensor; each device holds the same elements as of the stored one."""
+        stored: NamedSharding = self.stored.sharding
+        if self.order == tuple(range(len(self.order))):
+            return stored
+        entries = (*stored.spec, *(None,) * (len(self.order) - len(stored.spec)))
+        return NamedSharding(stored.mesh, PartitionSpec(*(entries[axis] for axis in self.order)))
 
     @cached_property
     def spec(self) -> PartitionSpec:
@@ -77,14 +102,14 @@ class Window:
     @property
     def geometry(self) -> tuple[object, ...]:
         """Return a key; windows with equal keys may share programs."""
-        return self.tensor, self.dtype, self.shape, self.part.axis, self.spec
+        return self.tensor, self.dtype, self.shape, self.part.axis, self.spec, self.order
 
     def cut(self, tensor: Shaped[Array, "..."], start: Int32[Array, ""]) -> Shaped[Array, "..."]:
-        """Return the window of a device's shard, inside a program on all devices; `start` is `part.start`."""
+        """Return the window of a device's stored shard, inside a program on all devices; `start` is `part.start`."""
         if self.part.axis < 0:
-            return tensor
+            return with_order(tensor, self.order)
         first, rows = self._first(start), self.local_shape[self.part.axis]
-        return jax.lax.dynamic_slice_in_dim(tensor, first, rows, self.part.axis)
+        return with_order(jax.lax.dynamic_slice_in_dim(tensor, first, rows, self.order[self.part.axis]), self.order)
 
     def of_value(self, value: Shaped[Array, "..."], start: Int32[Array, ""]) -> Shaped[Array, "..."]:
         """Return the window of a value in the layout `value_sharding`; rows outside the slice have any values."""
@@ -96,15 +121,17 @@ class Window:
     def paste(
         self, tensor: Shaped[Array, "..."], window: Shaped[Array, "..."], start: Int32[Array, ""]
     ) -> Shaped[Array, "..."]:
-        """Return the shard with the window's rows replaced, except rows outside the slice."""
+        """Return the stored shard with the window's rows replaced, except rows outside the slice."""
+        back = inverse(self.order)
         if self.part.axis < 0:
-            return window
+            return with_order(window, back)
         if self._split:
             rows, dim = self._rows(start), self.part.axis
             inside = (rows >= 0) & (rows < self.shape[dim])
             inside = jnp.expand_dims(inside, [d for d in range(len(self.shape)) if d != dim])
             window = jnp.where(inside, window, self.cut(tensor, start))
-        return jax.lax.dynamic_update_slice_in_dim(tensor, window, self._first(start), self.part.axis)
+        rows_axis = self.order[self.part.axis]
+        return jax.lax.dynamic_update_slice_in_dim(tensor, with_order(window, back), self._first(start), rows_axis)
 
     def _first(self, start: Int32[Array, ""]) -> Int32[Array, ""]:
         """Return the shard's row that is the first of the window."""
@@ -148,7 +175,7 @@ class Window:
         None means that no part of the window belongs to the slice.
 
         Args:
-            shard: index of the shard in the tensor.
+            shard: index of the shard in the canonical tensor.
             blocks: whether to count in blocks (`block_grid`) instead of elements.
         """
         bounds = [s.indices(n)[:2] for s, n in zip(shard, self.tensor, strict=True)]
@@ -190,12 +217,19 @@ class Window:
         return math.prod(self.sharding.mesh.shape[name] for name in self._axes_of(dim))
 
 
-def windows_of(fragment: Fragment, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Window, ...]:
-    """Return the windows of a fragment's slices, in their order; `tensors` describes every parameter, by path."""
+def windows_of(
+    fragment: Fragment, tensors: Mapping[str, jax.ShapeDtypeStruct], orders: Mapping[str, Order] = AS_STORED
+) -> tuple[Window, ...]:
+    """Return the windows of a fragment's slices, in their order.
+
+    Args:
+      tensors: shape, dtype and layout of every parameter as it is stored, by path.
+      orders: by path, the stored axes in canonical order; tensors that are not listed are stored canonically.
+    """
     found = []
     for part, shape in zip(fragment.slices, fragment.shapes, strict=True):
         tensor = tensors[part.path]
-        found.append(Window(part, shape, tensor.shape, tensor.dtype, tensor.sharding))
+        found.append(Window(part, shape, tensor, orders.get(part.path, tuple(range(len(tensor.shape))))))
     return tuple(found)
 
 
@@ -206,7 +240,7 @@ class FragmentWindows:
       windows: one for each slice, in the order of the slices.
       mesh: the island's mesh.
       paths: paths of the slices' tensors, each once.
-      tensors: shape, dtype and layout of each of these tensors.
+      tensors: shape, dtype and layout of each of these tensors as it is stored.
       tensor_of: for each slice the position of its tensor in `paths`.
       starts_described: shape, dtype and layout of `starts`.
       geometry: a key; fragments with equal keys may share programs.
@@ -215,7 +249,7 @@ class FragmentWindows:
     def __init__(self, windows: Sequence[Window]) -> None:
         self.windows = windows
         self.mesh = windows[0].sharding.mesh
-        named = {w.part.path: jax.ShapeDtypeStruct(w.tensor, w.dtype, sharding=w.sharding) for w in windows}
+        named = {window.part.path: window.stored for window in windows}
         self.paths, self.tensors = tuple(named), list(named.values())
         self.tensor_of = tuple(self.paths.index(window.part.path) for window in windows)
         everywhere = NamedSharding(self.mesh, PartitionSpec())

@@ -19,10 +19,11 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 from diloco_jax.training.models.attention import Seeing, attend, attend_to
 from diloco_jax.training.models.layers import Linear, checkpoint, keep, make_norm, soft_limit
 from diloco_jax.training.models.options import DecoderConfig
-from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
+from diloco_jax.training.models.protocol import config_from_args
 from diloco_jax.training.models.rotary import apply_rope, frequencies, size_of
 from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of, look_up
 from diloco_jax.training.sharding import constrain, gather
+from diloco_jax.training.state import Batch, Metrics
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": jax.nn.gelu,

@@ -24,8 +24,9 @@ from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
 from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder
 from diloco_jax.training.models.layers import keep
 from diloco_jax.training.models.options import DecoderConfig
-from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
+from diloco_jax.training.models.protocol import config_from_args
 from diloco_jax.training.sharding import constrain, current_layout, gather
+from diloco_jax.training.state import Batch, Metrics
 
 # Every device has the whole router.
 ROUTER_AXES = (None, None)

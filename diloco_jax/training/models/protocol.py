@@ -12,18 +12,14 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from flax import nnx
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from diloco_jax.training.models.config import OWN
 from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
+from diloco_jax.training.state import Batch, Metrics, Params
 
-# For example {"tokens": int32 [batch, length + 1]}.
-Batch = Mapping[str, Shaped[Array, "..."]]
-Metrics = dict[str, Float[Array, ""]]
-# Arrays by path.
-Params = dict[str, Float[Array, "..."]]
 # The static structure of a module.
 GraphDef = nnx.GraphDef[Any]
 T = TypeVar("T")

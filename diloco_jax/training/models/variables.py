@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Shaped, UInt32
 
-# Arrays by path.
-Variables = dict[str, Shaped[Array, "..."]]
+from diloco_jax.training.state import Variables
+
 # The seed of a step's random streams: low and high half of a position.
 Draw = UInt32[Array, "2"]
 

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int32, Shaped
 from diloco_jax.training.models.decoder import Block, Cache, Decoder, Local, Places
 from diloco_jax.training.models.layers import Linear
 from diloco_jax.training.models.options import DecoderConfig
-from diloco_jax.training.models.protocol import Batch, Metrics
 from diloco_jax.training.models.vocabulary import TABLE_AXES
 from diloco_jax.training.sharding import constrain, gather
+from diloco_jax.training.state import Batch, Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ then requests the others' shards, leaf by leaf.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -29,8 +29,26 @@ from diloco_jax.training.whole_state.layout import HostState, StateLayout
 Index = tuple[slice, ...]
 # For each axis (start, stop), without stop.
 Spans = tuple[tuple[int, int], ...]
+
+
+@runtime_checkable
+class HostCopy(Protocol):
+    """An array in host memory, or on its way there; a NumPy array is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return the type of the elements."""
+
+    def __array__(self, dtype: Any = None, /, *, copy: bool | None = None) -> Shaped[np.ndarray, "..."]:
+        """Wait until the array is in host memory, and return it; any thread may call this."""
+
+
 # Pieces of a leaf that are being copied to the host.
-Copies = Sequence[tuple[Spans, Shaped[Array, "..."]]]
+Copies = Sequence[tuple[Spans, HostCopy]]
 
 
 class Shard(NamedTuple):
@@ -57,13 +75,14 @@ class StagedShards(NamedTuple):
     """This process's shards, which are being copied or have been copied to host memory."""
 
     shards: Sequence[Shard]
-    copies: Sequence[Shaped[Array, "..."]]
+    copies: Sequence[HostCopy]
 
 
-def copy_out(sources: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]:
+def copy_out(sources: list[Shaped[Array, "..."]]) -> list[HostCopy]:
     """Queue copies of arrays to pinned host memory; each array is on one device."""
     hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
-    return jax.device_put(sources, hosts, may_alias=False)
+    copies: Any = jax.device_put(sources, hosts, may_alias=False)
+    return list[HostCopy](copies)
 
 
 def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:

@@ -38,6 +38,8 @@ class Description(NamedTuple):
     config: str
     layout: str
     coming: bool = False
+    # The number of the learner that asked, from 1; 0 if it asked for none, or the syncer gives none.
+    number: int = 0
 
 
 class ModelOffer(NamedTuple):
@@ -47,10 +49,11 @@ class ModelOffer(NamedTuple):
     values: bytearray
 
 
-def ask_description(config: TransportConfig, learner_id: str) -> Description:
-    """Return the description of the run at `config.address`; raises as `ask`."""
-    reply: pb.DescribeReply = ask(config, DESCRIBE, b"", pb.DescribeReply.FromString, check_name(learner_id))
-    return Description(reply.config, reply.layout, reply.coming)
+def ask_description(config: TransportConfig, learner_id: str, *, numbered: bool = False) -> Description:
+    """Return the description of the run at `config.address`, with this learner's number if wanted; raises as `ask`."""
+    request = pb.DescribeRequest(learner_id=learner_id if numbered else "").SerializeToString()
+    reply: pb.DescribeReply = ask(config, DESCRIBE, request, pb.DescribeReply.FromString, check_name(learner_id))
+    return Description(reply.config, reply.layout, reply.coming, reply.number)
 
 
 def offer_model(config: TransportConfig, learner_id: str, layout: str, values: Iterable[memoryview]) -> str:
@@ -85,15 +88,24 @@ class DescriptionDesk:
     def __init__(self, gate: Gate, coming: Callable[[], bool] = lambda: False) -> None:
         # The driver of the listener sets the answer.
         self.description = Description("", "")
+        # The driver's function from a learner's name to its number; any thread of the listener calls it.
+        self.number_of: Callable[[str], int] = lambda _: 0
         self._gate = gate
         self._coming = coming
 
-    def serve(self, _: bytes, context: Any) -> pb.DescribeReply:
+    def serve(self, request: bytes, context: Any) -> pb.DescribeReply:
         """Answer one call."""
-        with refusing(context):
-            self._gate.check(dict(context.invocation_metadata()))
+        number = 0
+        try:
+            with refusing(context):
+                self._gate.check(dict(context.invocation_metadata()))
+                if learner_id := pb.DescribeRequest.FromString(request).learner_id:
+                    self._gate.check_speaks_for(check_name(learner_id), context.auth_context())
+                    number = self.number_of(learner_id)
+        except (DecodeError, ValueError) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         found = self.description
-        return pb.DescribeReply(config=found.config, layout=found.layout, coming=self._coming())
+        return pb.DescribeReply(config=found.config, layout=found.layout, coming=self._coming(), number=number)
 
 
 class ModelDesk:

@@ -47,21 +47,25 @@ class DrainReply(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ok: bool
     message: str
-    def __init__(self, ok: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, ok: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("learner_id",)
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    def __init__(self, learner_id: _Optional[str] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("config", "layout", "coming")
+    __slots__ = ("config", "layout", "coming", "number")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     config: str
     layout: str
     coming: bool
-    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ..., coming: _Optional[bool] = ...) -> None: ...
+    number: int
+    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ..., coming: bool = ..., number: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("learner_id", "layout", "digest", "values")
@@ -81,7 +85,7 @@ class OfferReply(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     taken: bool
     message: str
-    def __init__(self, taken: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, taken: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("kind", "probe", "seconds", "noise")
@@ -156,7 +160,7 @@ class Header(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_chunk", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "evaluate", "score", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_arrival", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "host_save", "host_saved", "host_read", "host_restore", "host_evaluate", "chunk", "data", "holdings", "check")
+    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_chunk", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "evaluate", "score", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_arrival", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "host_save", "host_saved", "host_read", "host_restore", "host_loader", "host_evaluate", "chunk", "data", "holdings", "check")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +213,7 @@ class Frame(_message.Message):
     HOST_SAVED_FIELD_NUMBER: _ClassVar[int]
     HOST_READ_FIELD_NUMBER: _ClassVar[int]
     HOST_RESTORE_FIELD_NUMBER: _ClassVar[int]
+    HOST_LOADER_FIELD_NUMBER: _ClassVar[int]
     HOST_EVALUATE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -266,12 +271,13 @@ class Frame(_message.Message):
     host_saved: HostSaved
     host_read: HostRead
     host_restore: HostRestore
+    host_loader: HostLoader
     host_evaluate: HostEvaluate
     chunk: Chunk
     data: bytes
     holdings: Holdings
     check: bytes
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_arrival: _Optional[_Union[HostArrival, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., host_save: _Optional[_Union[HostSave, _Mapping]] = ..., host_saved: _Optional[_Union[HostSaved, _Mapping]] = ..., host_read: _Optional[_Union[HostRead, _Mapping]] = ..., host_restore: _Optional[_Union[HostRestore, _Mapping]] = ..., host_evaluate: _Optional[_Union[HostEvaluate, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., check: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_arrival: _Optional[_Union[HostArrival, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., host_save: _Optional[_Union[HostSave, _Mapping]] = ..., host_saved: _Optional[_Union[HostSaved, _Mapping]] = ..., host_read: _Optional[_Union[HostRead, _Mapping]] = ..., host_restore: _Optional[_Union[HostRestore, _Mapping]] = ..., host_loader: _Optional[_Union[HostLoader, _Mapping]] = ..., host_evaluate: _Optional[_Union[HostEvaluate, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., check: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("payload_bytes", "offset", "crc32c", "message", "key", "resumed")
@@ -287,7 +293,7 @@ class Chunk(_message.Message):
     message: int
     key: int
     resumed: bool
-    def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., message: _Optional[int] = ..., key: _Optional[int] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., message: _Optional[int] = ..., key: _Optional[int] = ..., resumed: bool = ...) -> None: ...
 
 class Holdings(_message.Message):
     __slots__ = ("partials",)
@@ -339,7 +345,7 @@ class Hello(_message.Message):
     granted: int
     evaluates: bool
     speaks: int
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: _Optional[bool] = ..., speaks: _Optional[int] = ...) -> None: ...
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted", "arrived_fragment_id", "arrived_version", "arrived_ago_s")
@@ -789,7 +795,7 @@ class HostEvaluate(_message.Message):
     number: int
     global_step: int
     final: bool
-    def __init__(self, number: _Optional[int] = ..., global_step: _Optional[int] = ..., final: _Optional[bool] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., global_step: _Optional[int] = ..., final: bool = ...) -> None: ...
 
 class HostLoadState(_message.Message):
     __slots__ = ("number",)
@@ -840,6 +846,12 @@ class HostRestore(_message.Message):
     number: int
     fragments: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, number: _Optional[int] = ..., fragments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HostLoader(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    def __init__(self, state: _Optional[str] = ...) -> None: ...
 
 class HostAnswer(_message.Message):
     __slots__ = ("number", "reason")

@@ -254,7 +254,7 @@ def test_wrong_places_are_refused_before_jax_begins(
     config: RunConfig, host: int, coordinator: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        join(config, "island-0", 1, host, coordinator)
+        join(config, "island-0", 1, host, coordinator, str)
 
 
 @pytest.mark.parametrize("where", ["127.0.0.1", "192.0.2.1", "nobody.invalid"])
@@ -262,7 +262,7 @@ def test_a_coordinator_that_cannot_listen_is_one_error(where: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"{where}:{taken.getsockname()[1]}"
         with pytest.raises(ConnectionError, match="cannot listen at --coordinator"):
-            join(TWO_HOSTS, "island-0", 1, 0, address)
+            join(TWO_HOSTS, "island-0", 1, 0, address, str)
 
 
 def test_a_host_whose_others_do_not_come_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_a_host_whose_others_do_not_come_says_so_and_ends(monkeypatch: pytest.Mo
     monkeypatch.setattr(hosts, "die", die)
     monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
     with pytest.raises(ConnectionError, match="would be gone"):
-        join(TWO_HOSTS, "island-0", 1, 1, "127.0.0.1:1")
+        join(TWO_HOSTS, "island-0", 1, 1, "127.0.0.1:1", str)
     assert "start all 2 of them, with the same --coordinator (here 127.0.0.1:1)" in words[0]
 
 
@@ -311,7 +311,7 @@ def test_hosts_agree_on_the_leaders_incarnation_or_are_all_refused() -> None:
 
 def test_an_island_forgets_that_it_could_be_a_part_of_a_multislice_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
-    assert join(CONFIG, "island-0", 1, None, "") is None
+    assert join(CONFIG, "island-0", 1, None, "", str) is None
     assert "MEGASCALE_NUM_SLICES" not in os.environ
 
 

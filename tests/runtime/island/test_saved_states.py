@@ -45,7 +45,7 @@ def save(saves: SavedStates, global_step: int, kept: int = -1, seed: float = 0.0
 
 
 def assert_restores(saves: SavedStates, global_step: int, seed: float, devices: int = 1) -> None:
-    found, want = saves.read(name(global_step)), arrays(seed)
+    found, want = saves.read(name(global_step)).leaves, arrays(seed)
     check_fits(found, layouts(devices), StateLayout(want).by_name)
     assert found.keys() == want.keys()
     for key, value in want.items():
@@ -116,6 +116,28 @@ def test_a_damaged_state_is_refused_in_words(tmp_path: Path, harm: Callable[[Pat
     assert_restores(saves, 24, 0.0)
 
 
+def test_the_position_of_a_loader_is_saved_with_the_shards_of_its_step_or_not_at_all(tmp_path: Path) -> None:
+    saves, folder = SavedStates([str(tmp_path)]), tmp_path / "host-0-of-1"
+    position = b'{"position": 7}\n'
+    assert save(saves, 24) == ""
+    assert saves.save(stage_shards(arrays(48.0)), name(48), 24, position).result() == ""
+    # A save of a release without loaders, or of an island without one, has none.
+    assert saves.read(name(24)).loader is None
+    assert "loader" not in json.loads((folder / "step_00000024.json").read_text())
+    assert saves.read(name(48)).loader == position
+    assert_restores(saves, 48, 48.0)
+    (folder / "step_00000048.loader").write_bytes(position[:-1])
+    with pytest.raises(ValueError, match="the loader's state is damaged"):
+        saves.read(name(48))
+    (folder / "step_00000048.loader").unlink()
+    with pytest.raises(ValueError, match="FileNotFoundError"):
+        saves.read(name(48))
+    save(saves, 72, 24)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"step_000000{step}{kind}" for step in (24, 72) for kind in (".json", ".shards")
+    ]
+
+
 def test_unfinished_files_and_other_files_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saves = SavedStates([str(tmp_path)])
     save(saves, 24)
@@ -136,7 +158,7 @@ def test_shards_of_another_model_or_mesh_do_not_fit() -> None:
     whole, described = arrays(), StateLayout(arrays()).by_name
     saves = SavedStates(["memory://fits"])
     save(saves, 24)
-    leaves = saves.read(name(24))
+    leaves = saves.read(name(24)).leaves
     with pytest.raises(ValueError, match="another model or optimizer, which differs in 'optimizer/count'"):
         check_fits(leaves, layouts(1), described | {"optimizer/count": jnp.zeros(2)})
     staged = stage_shards(arrays(devices=2))
@@ -144,7 +166,7 @@ def test_shards_of_another_model_or_mesh_do_not_fit() -> None:
     kept = staged._replace(shards=[staged.shards[at] for at in half], copies=[staged.copies[at] for at in half])
     saves.save(kept, name(48), 24).result()
     with pytest.raises(ValueError, match="another mesh or other hosts: it lacks a part of 'optimizer/mu/a'"):
-        check_fits(saves.read(name(48)), layouts(1), StateLayout(whole).by_name)
+        check_fits(saves.read(name(48)).leaves, layouts(1), StateLayout(whole).by_name)
     fsspec.filesystem("memory").store.clear()
 
 

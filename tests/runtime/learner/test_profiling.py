@@ -8,6 +8,8 @@ import pytest
 
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.runtime.learner.profiling import Profiling, ask_profile
+from diloco_jax.settings.islands import IslandsConfig
+from diloco_jax.settings.run import RunConfig
 from tests.runtime.learner.test_run import NAME, Script
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
@@ -25,7 +27,7 @@ def test_a_learner_is_profiled_and_trains_on_when_it_cannot_be(tmp_path: Path, m
     script = Script(tmp_path)
     script.admit(samples=(0, 1_000_000))
     script.await_message(StepReport)
-    folder = ask_profile(tmp_path, NAME, 3)
+    folder = Path(ask_profile(tmp_path, NAME, 3))
     first = int(folder.name.removeprefix(f"{NAME}-")) + 1
     assert steps_in(folder) == [first, first + 1, first + 2]
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: 1 / 0)
@@ -41,7 +43,7 @@ def test_a_learner_is_profiled_and_trains_on_when_it_cannot_be(tmp_path: Path, m
 
 
 def test_a_learner_that_leaves_ends_its_profile(tmp_path: Path) -> None:
-    profiling, path = Profiling(tmp_path, NAME), tmp_path / "profiles" / f"{NAME}.json"
+    profiling, path = Profiling(tmp_path, NAME, RunConfig()), tmp_path / "profiles" / f"{NAME}.json"
     path.parent.mkdir()
     path.write_text('{"steps": 100}')
     for step in (5, 6, 7):
@@ -49,7 +51,7 @@ def test_a_learner_that_leaves_ends_its_profile(tmp_path: Path) -> None:
     profiling.close()
     assert steps_in(path.parent / json.loads(path.read_text())["folder"]) == [6, 7, 8]
     # A restarted process forgets it.
-    assert Profiling(tmp_path, NAME) and not path.exists()
+    assert Profiling(tmp_path, NAME, RunConfig()) and not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -66,3 +68,42 @@ def test_an_order_that_cannot_be_obeyed_is_refused(island: str, steps: int, word
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=words):
         ask_profile(tmp_path, island, steps)
+
+
+def pathways_trace(log_dir: str, **_: object) -> None:
+    """What pathwaysutils puts in the place of jax.profiler.start_trace takes no other folder."""
+    if not log_dir.startswith("gs://"):
+        raise ValueError(f"Path must be a GCS path, got {log_dir}")
+
+
+@pytest.mark.parametrize(
+    ("folder", "answer"),
+    [
+        ("gs://mine/profiles/", {"steps": 0, "folder": f"gs://mine/profiles/small/{NAME}-1"}),
+        (
+            "",
+            {
+                "steps": 0,
+                "failed": "Pathways writes profiles to Cloud Storage only; set islands.profiles to a gs:// folder",
+            },
+        ),
+    ],
+)
+def test_on_pathways_profiles_go_to_cloud_storage(
+    folder: str, answer: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax.profiler, "start_trace", pathways_trace)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    islands = IslandsConfig(controller="single", pathways=True, profiles=folder)
+    profiling, path = Profiling(tmp_path, NAME, RunConfig(name="small", islands=islands)), tmp_path / "profiles"
+    path.mkdir()
+    path = path / f"{NAME}.json"
+    path.write_text(json.dumps({"steps": 1}), encoding="utf-8")
+    for step in (1, 2):
+        profiling.step_done(step)
+    assert json.loads(path.read_text(encoding="utf-8")) == answer
+
+
+def test_profiles_elsewhere_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"islands\.profiles is 's3://mine'; write a folder of Cloud Storage, gs://"):
+        IslandsConfig(profiles="s3://mine")

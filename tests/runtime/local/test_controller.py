@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -10,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from diloco_jax.cli import main as cli
 from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
-from diloco_jax.runtime.local.controller import IslandsRun, split_devices, use_pathways
+from diloco_jax.runtime.local.controller import IslandsRun, split_devices
 from diloco_jax.runtime.records.files import ADDRESS_FILE, LOGS, SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.settings.text import load
 from tests.runtime.helpers import start, trained, wait_for, write_config
@@ -80,16 +80,6 @@ def test_pathways_brings_slices_of_many_hosts_into_one_process(tmp_path: Path) -
     assert [len(group) for group in split_devices(one, chips(*[0] * 16, *[1] * 16)).values()] == [16, 16]
 
 
-def test_pathways_is_asked_before_devices_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pathwaysutils", None)
-    with pytest.raises(ValueError, match="the package pathwaysutils is not installed"):
-        use_pathways()
-    calls: list[str] = []
-    monkeypatch.setitem(sys.modules, "pathwaysutils", SimpleNamespace(initialize=lambda: calls.append("called")))
-    use_pathways()
-    assert calls == ["called"]
-
-
 def test_chaos_needs_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, islands={**ONE, "count": 3}, train={"batch_size": 24})
     assert cli.main(["chaos", str(config), "--run-dir", str(tmp_path / "run"), "--faults", "1"]) == cli.WRONG_INPUT
@@ -109,7 +99,7 @@ class Fleet:
         fleet = self
 
         class Told:
-            def __init__(self, joining: Joining, stop: Any, *, devices: Any) -> None:
+            def __init__(self, joining: Joining, stop: Any, *, devices: Any, explain: Any) -> None:
                 name = joining.learner_id
                 fleet.starts[name] += 1
                 fleet.incarnations.setdefault(name, []).append(joining.incarnation)
@@ -122,7 +112,7 @@ class Fleet:
 
         self.stop = threading.Event()
         kind: Any = Told
-        self.run = IslandsRun(config, tmp_path, "127.0.0.1:1", self.stop, devices=chips(0, 0, 0, 0), kind=kind).run
+        self.run = IslandsRun(config, tmp_path, "127.0.0.1:1", self.stop, devices=jax.devices()[:4], kind=kind).run
 
 
 def test_an_island_that_fails_starts_again_alone_on_its_devices(tmp_path: Path) -> None:
@@ -163,7 +153,7 @@ def test_too_many_deaths_are_final_but_others_continue(tmp_path: Path) -> None:
     def body(name: str, start: int, stop: threading.Event) -> str:
         if name == "island-0":
             assert gave_up.wait(20)
-            return "run complete"
+            return "drained"
         if start == 3:
             gave_up.set()
         raise RuntimeError("again")

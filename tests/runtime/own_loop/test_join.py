@@ -21,9 +21,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
-from diloco_jax.core.kinds import kind_of
+from diloco_jax.core.kinds import canonical_of
 from diloco_jax.runtime.island.evaluation import scalars
-from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
+from diloco_jax.runtime.model.layout_text import layout_of, read_layout
+from diloco_jax.runtime.model.offered import describe_run
 from diloco_jax.runtime.own_loop import introduce as subject
 from diloco_jax.runtime.own_loop.island import OwnIsland
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
@@ -246,12 +247,15 @@ def test_metrics_that_are_no_scalars_are_named(metrics: Any) -> None:
     assert scalars({1: 2, "loss": jnp.float32(3)}) == {"1": 2.0, "loss": 3.0}
 
 
-KINDS = {"w": kind_of((3,))}
+FORMS = {"w": canonical_of((3,))}
 GONE = TransportError("the syncer did not answer but with UNIMPLEMENTED")
 
 
 def test_a_loop_whose_model_comes_too_late_takes_that_of_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    none, model = Description(dump(RunConfig()), ""), Description(dump(RunConfig()), layout_of({"w": (3,)}, KINDS))
+    none, model = (
+        Description(dump(RunConfig()), ""),
+        Description(dump(RunConfig()), layout_of({"w": (3,)}, {"w": FORMS["w"].kind})),
+    )
     answers = iter([none, GONE, none, model])
 
     def ask(*_: object) -> Description:
@@ -267,17 +271,17 @@ def test_a_loop_whose_model_comes_too_late_takes_that_of_the_faster_one(monkeypa
     monkeypatch.setattr(subject, "offer_model", offer)
     monkeypatch.setattr(subject, "POLL_S", 0.0)
     transport = TransportConfig(address="127.0.0.1:1")
-    assert subject.introduce(transport, "b", {"w": jnp.ones(3)}, KINDS).transport.address == "127.0.0.1:1"
+    assert subject.introduce(transport, "b", {"w": jnp.ones(3)}, FORMS).transport.address == "127.0.0.1:1"
 
     answers, impatient = iter([none, *[GONE] * 3]), TransportConfig(address="127.0.0.1:1", connect_timeout_s=1e-9)
     with pytest.raises(TransportError, match=r"no model yet: .*UNIMPLEMENTED"):
-        subject.introduce(impatient, "b", {"w": jnp.ones(3)}, KINDS)
+        subject.introduce(impatient, "b", {"w": jnp.ones(3)}, FORMS)
 
 
 def test_a_loop_brings_its_model_when_the_island_that_was_faster_dies_on_the_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, layout = dump(RunConfig()), layout_of({"w": (3,)}, KINDS)
+    config, layout = dump(RunConfig()), layout_of({"w": (3,)}, {"w": FORMS["w"].kind})
     none, coming, model = Description(config, ""), Description(config, "", coming=True), Description(config, layout)
     described, replies = iter([none, none, coming, coming, none, model]), iter([subject.BUSY, ""])
     monkeypatch.setattr(subject, "ask_description", lambda *_: next(described))
@@ -285,7 +289,7 @@ def test_a_loop_brings_its_model_when_the_island_that_was_faster_dies_on_the_way
     monkeypatch.setattr(subject, "POLL_S", 0.0)
     # A poll takes no time here, but a model that is on its way is waited for.
     transport = TransportConfig(address="127.0.0.1:1", connect_timeout_s=1e-9)
-    subject.introduce(transport, "b", {"w": jnp.ones(3)}, KINDS)
+    subject.introduce(transport, "b", {"w": jnp.ones(3)}, FORMS)
     assert next(replies, None) is None
 
 
@@ -297,7 +301,7 @@ def test_a_model_that_the_run_cannot_take_is_refused_and_one_that_is_not_finite_
     there, refused = TransportConfig(address="127.0.0.1:1"), "cannot take this loop's model: the model has 3 parameters"
     for value, words in ((1.0, refused), (jnp.nan, r"'w'.*NaN or infinite")):
         with pytest.raises(ValueError, match=words):
-            subject.introduce(there, "b", {"w": jnp.array([1.0, value, 2.0])}, KINDS)
+            subject.introduce(there, "b", {"w": jnp.array([1.0, value, 2.0])}, FORMS)
 
 
 class Side:
@@ -343,6 +347,17 @@ def test_the_syncer_hears_that_a_loop_failed(error: BaseException, reason: str) 
     with pytest.raises(type(error)) as caught, own_island(side):
         raise error
     assert side.reason == reason and not getattr(caught.value, "__notes__", ())
+
+
+def test_a_late_island_of_a_complete_run_ends_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one: dict[str, Any] = {"params": {"w": jnp.ones(3)}, "samples_per_step": 1, "tokens_per_step": 1, "name": "a"}
+    nobody = TransportConfig(connect_timeout_s=0.2)
+    for summary in ({"complete": False}, {"complete": True}):
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        with pytest.raises(SystemExit if summary["complete"] else ConnectionError) as caught:
+            diloco_jax.join("127.0.0.1:1", transport=nobody, run_dir=tmp_path, **one)
+    assert isinstance(caught.value, diloco_jax.RunComplete) and caught.value.code == 0
+    assert "the run is complete, so a has nothing to do" in caplog.text
 
 
 def test_an_address_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from diloco_jax.protocol.messages import MetricsReport
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, SyncerDriver
+from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, LATE_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
 from tests.runtime.helpers import (
     SLOW_STEP_S,
@@ -224,3 +224,20 @@ def test_a_learner_whose_link_broke_lately_hears_of_the_end(
     began_s = scene.now_s
     scene.driver.bid_farewell(lingers=False)
     assert (scene.now_s - began_s >= FAREWELL_S) == waits
+
+
+@pytest.mark.parametrize(
+    ("deliveries", "over", "waited_s"),
+    [([BROKEN], True, LATE_S), ([BROKEN, BACK], True, 0.0), ([BROKEN], False, 0.0)],
+)
+def test_a_syncer_alone_waits_for_late_islands_of_a_complete_run(
+    deliveries: list[Delivery], over: bool, waited_s: float
+) -> None:
+    scene = Scene(*deliveries)
+    scene.driver.serve([])
+    context: Any = scene.driver.context
+    context.machine.over, context.stop.is_set.side_effect, context.stop.is_set.return_value = over, None, False
+    scene.now_s += ADRIFT_S + 1.0
+    began_s = scene.now_s
+    scene.driver.bid_farewell(lingers=False, late_s=LATE_S)
+    assert scene.now_s - began_s == pytest.approx(waited_s, abs=0.2)

@@ -15,12 +15,22 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 # Every call is words ended by NUL, and RECORD. What is "there" is what $THERE says: all, or nothing.
 RECORD = "\x1e"
 GPU = ("--islands.each", "{}", "--islands.devices", "4", "--islands.hosts", "2", "--gpu.accelerator", "H100")
+PATHWAYS = ("--islands.each", "{}", "--islands.topology", "v5p:2x2x2", "--islands.zone", "us-east5-a")
+PATHWAYS += (
+    "--islands.controller",
+    "single",
+    "--islands.pathways",
+    "True",
+    "--cloud.head_machine_type",
+    "n2-highmem-64",
+)
 STAND_IN = (TESTDATA / "stand_in.sh").read_text(encoding="utf-8")
 
 
 def plan(way: str, *overrides: str) -> Plan:
-    """Make the plan of testdata/small.yaml."""
-    return WAYS[way].plan(load(TESTDATA / "small.yaml", overrides))
+    """Make the plan of testdata/small.yaml; for Pathways its islands are alike, in one place and one process."""
+    alike = PATHWAYS if way == "pathways" else ()
+    return WAYS[way].plan(load(TESTDATA / "small.yaml", (*alike, *overrides)))
 
 
 def stand_ins(folder: Path) -> Path:

@@ -9,12 +9,12 @@ import pytest
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
-from diloco_jax.tools.launch import gke, gpu, launcher
+from diloco_jax.tools.launch import gke, gpu, launcher, pathways
 from diloco_jax.tools.launch.write import WAYS
-from tests.tools.launch.helpers import GPU, TESTDATA
+from tests.tools.launch.helpers import GPU, PATHWAYS, TESTDATA
 
 BLESS = "DILOCO_BLESS"
-CASES = {"small.gke": ("gke", ()), "small.slurm": ("slurm", GPU)}
+CASES = {"small.gke": ("gke", ()), "small.pathways": ("pathways", PATHWAYS), "small.slurm": ("slurm", GPU)}
 
 
 def say_where(config: RunConfig) -> str:
@@ -24,7 +24,7 @@ def say_where(config: RunConfig) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, overrides = CASES[name]
-    for module in (gke, gpu, launcher):
+    for module in (gke, gpu, launcher, pathways):
         monkeypatch.setattr(module, "dump", say_where)
     files = WAYS[way].plan(load(TESTDATA / "small.yaml", overrides)).files
     text = "\n".join(f"==> {each} <==\n{files[each]}" for each in files)

@@ -11,7 +11,7 @@ import pytest
 from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags_of
 from tests.tools.launch.helpers import GPU, Stage, plan
 
-WAYS = ("gke", "gce", "tpu-vm")
+WAYS = ("gke", "pathways", "gce", "tpu-vm")
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -77,6 +77,7 @@ def test_create_stops_at_the_first_failure(stage: Stage) -> None:
     assert "create small-island-0" in " ".join(stage.calls[-1])
 
 
+@pytest.mark.parametrize("stage", ["gke", "gce", "tpu-vm"], indirect=True)
 def test_islands_get_the_address_and_only_their_own_certificates(stage: Stage) -> None:
     result = stage.run("./create.sh")
     everything = "\n".join(" ".join(words) for words in stage.calls)
@@ -127,7 +128,7 @@ VARIANTS = (
     ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-central1-c"),
 )
 # So many of the variants above are tried for each way.
-TRIED = {"gke": 5, "gce": 3, "tpu-vm": 4}
+TRIED = {"gke": 5, "pathways": 2, "gce": 3, "tpu-vm": 4}
 
 
 def calls_of_gcloud(folder: Path) -> list[list[str]]:

@@ -12,6 +12,7 @@ from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.protocol.watch import sample_book
 from diloco_jax.protocol.watch.auditor import Auditor
 from diloco_jax.protocol.watch.sample_book import Book, Findings, SampleShare
+from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.draw import random_scenario
@@ -237,6 +238,47 @@ def test_files_beside_the_tape_must_be_of_it(tmp_path: Path) -> None:
         ValueError, match=f"ends at byte {size - len(lost) - 1}, but .*summary.json was made at byte {size}"
     ):
         audit(pair.finish(), pair.config, STEPS)
+
+
+def of_own_data(pair: TapedPair, name: str, guarantee: str, incarnation: int = 1, resumed: Any = None) -> None:
+    """Add the lines of a loop that reads its own data to the tape of a life."""
+    path = learner_tape_path(pair.folder, name, incarnation)
+    begin, *lines = path.read_text().splitlines()
+    added = [json.dumps(["data", guarantee]), *([json.dumps(["loader", *resumed])] if resumed else [])]
+    path.write_text("".join(f"{line}\n" for line in [begin, *added, *lines]))
+
+
+def test_an_audit_names_the_guarantee_of_each_learner(tmp_path: Path) -> None:
+    """Learner b makes 6 steps, returns at its fourth, makes 5, and returns at the same place for another 5."""
+    pair = TapedPair(tmp_path)
+    pair.join("a", "b")
+    pair.steps(6, "a", "b")
+    assert result_of(pair)["data"] == {
+        name: {"guarantee": "leased", "steps": 6, "steps_again": None} for name in ("a", "b")
+    }
+    for incarnation in (2, 3):
+        pair.crash("b")
+        pair.join("b", incarnation=incarnation)
+        pair.steps(5, "a", "b")
+    of_own_data(pair, "b", "resumed")
+    of_own_data(pair, "b", "resumed", 2, (1, 4))
+    of_own_data(pair, "b", "resumed", 3, (1, 4))
+    result = result_of(pair)
+    # It read batches 0 to 5, 4 to 8 and 4 to 8: 16 steps, and 9 batches.
+    assert result["data"]["b"] == {"guarantee": "resumed", "steps": 16, "steps_again": 16 - 9}
+    text = describe(result)
+    assert "a: exactly once, by lease" in text and "7 of 16 steps trained a batch again" in text
+    assert "every leased position has one fate" in text and "include the positions that were leased to loops" in text
+    of_own_data(pair, "a", "own")
+    text = describe(result := result_of(pair))
+    assert result["violations"] == 0 and "a: own data without a saved state; nothing is known" in text
+    assert "no loop read what the syncer leased" in text and "one fate" not in text
+    learner_tape_path(pair.folder, "b", 1).unlink()
+    learner_tape_path(pair.folder, "a", 1).unlink()
+    text = describe(result := result_of(pair))
+    assert result["data"]["a"] == {"guarantee": "unknown", "steps": 0, "steps_again": None}
+    assert result["data"]["b"]["steps_again"] is None
+    assert "a: no tape of it is here" in text and "b: resumed" in text and "an unknown number of 10 steps" in text
 
 
 def test_broken_tapes_are_named(tmp_path: Path) -> None:

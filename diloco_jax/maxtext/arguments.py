@@ -1,0 +1,114 @@
+"""The arguments that MaxText gets: those of the user, and defaults that make it an island of this run.
+
+MaxText takes a config file and `key=value` arguments. An argument of the user stays as it is, except that two of them
+must differ between islands: `data_shuffle_seed` and `run_name`, the folder of MaxText's outputs.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+# What an island reads: all data in a separate order, a separate shard of the data, what the syncer leases, or the same
+# data in the same order as every other island.
+Data = Literal["seed", "shard", "leased", "same"]
+DATA: tuple[Data, ...] = get_args(Data)
+# A seed of NumPy's and of grain's generators.
+SEED_MAX = 2**31 - 1
+# These modes of MaxText train in another way than an island does.
+REFUSED = {
+    "enable_diloco": "the syncer merges islands already",
+    "elastic_enabled": "an island that loses a slice restarts and returns to the run",
+    "enable_rampup_batch_size": "a merge weighs islands by a fixed number of tokens per step",
+}
+
+
+class Arguments(NamedTuple):
+    """Arguments of MaxText: its config file, "" for base.yml, and values by key."""
+
+    config: str
+    values: Mapping[str, str]
+
+    def as_words(self) -> list[str]:
+        """Return the arguments as words of MaxText's command line."""
+        return [self.config, *(f"{key}={value}" for key, value in self.values.items())]
+
+
+def read_arguments(words: Sequence[str], configs: Path) -> Arguments:
+    """Read MaxText's arguments.
+
+    Args:
+        words: A config file and `key=value` words; without a file, base.yml.
+        configs: MaxText's folder of configs. A file that does not exist, such as base.yml, is searched there.
+
+    Raises:
+        ValueError: A word is neither a config file nor `key=value`, or the file exists in neither place.
+    """
+    files = [word for word in words if "=" not in word]
+    wrong = [word for word in files if not word.endswith((".yml", ".yaml"))]
+    if wrong or len(files) > 1:
+        raise ValueError(
+            f"{(wrong or files[1:])[0]!r} is not an argument of MaxText; give one config file and key=value"
+        )
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    for key, reason in REFUSED.items():
+        if values.get(key, "false").lower() == "true":
+            raise ValueError(f"{key}=true does not work on an island: {reason}; leave it out")
+    return Arguments(_find_config(files[0] if files else "base.yml", configs), values)
+
+
+def _find_config(file: str, configs: Path) -> str:
+    found = next((path for path in (Path(file), configs / file) if path.is_file()), None)
+    if found is None:
+        raise ValueError(f"MaxText's config {file!r} exists neither here nor in {configs}; correct the path")
+    return str(found)
+
+
+def with_defaults(given: Arguments, *, run: str, island: str, steps: int, hosts: int, data: Data) -> Arguments:
+    """Return the arguments with the defaults of an island.
+
+    Args:
+        given: The user's arguments, which have precedence.
+        run: Name of the run.
+        island: Name of the island.
+        steps: Global steps of the run, which MaxText's schedule of the learning rate gets.
+        hosts: Processes of the island.
+        data: What the island reads.
+
+    Raises:
+        ValueError: An argument does not fit to `data`.
+    """
+    values = dict(given.values)
+    defaults = {"steps": str(steps), "learning_rate_schedule_steps": str(steps), "enable_checkpointing": "false"}
+    # MaxText's own start of several processes on CPUs needs variables of its launcher.
+    if hosts > 1 or values.get("hardware") == "cpu":
+        defaults["skip_jax_distributed_system"] = "true"
+    if data == "leased":
+        defaults |= {"packing": "false", "grain_worker_count": "0"}
+        _check_leased(values)
+    values = defaults | values
+    values["run_name"] = f"{values.get('run_name') or run}-{island}"
+    if data == "seed":
+        values["data_shuffle_seed"] = str(island_seed(values.get("data_shuffle_seed", "0"), island))
+    return Arguments(given.config, values)
+
+
+def island_seed(seed: str, island: str) -> int:
+    """Return the seed of an island's order of the data, from the run's seed and the island's name.
+
+    It is the same at each start of the island, because the saved position of its iterator belongs to this order.
+    """
+    return zlib.crc32(f"{seed}/{island}".encode()) & SEED_MAX
+
+
+def _check_leased(values: Mapping[str, str]) -> None:
+    """Check that one record becomes one sequence, in the process that has the leases."""
+    needed = {
+        "packing": ("false", "a packed sequence has several records"),
+        "use_truncation": ("true", "a record would become several sequences"),
+        "grain_worker_count": ("0", "other processes have no leases"),
+        "dataset_type": ("grain", "only grain's sources have positions"),
+    }
+    for key, (value, reason) in needed.items():
+        if (found := values.get(key, value)).lower() != value:
+            raise ValueError(f"{key}={found} does not fit to --data leased: {reason}; use {key}={value}")

@@ -1,0 +1,216 @@
+"""The state that stays on an island: the optimizers' tensors, the module's buffers, the scheduler's numbers.
+
+Most optimizers create their state at the first step. The layout of a saved state must be known before, so each new
+optimizer makes one step on zeros of the parameters' shapes (`_foreseen`), and what it creates there is only described.
+The optimizer itself is not touched until a state is loaded.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from diloco_jax.torch.copies import DTYPES, HostArray, fill, start_copy
+from diloco_jax.torch.names import plain
+from diloco_jax.training.exchanged import OPTIMIZER, OTHER
+from diloco_jax.training.whole_state.staging import HostCopy
+
+BUFFERS, SCHEDULER = OTHER + "buffers/", OTHER + "scheduler/"
+# The entry of an optimizer's state that counts steps.
+STEP = "step"
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler, or anything else whose state is a tree of numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Replace the state."""
+
+
+class FirstTensor(NamedTuple):
+    """A tensor of a new optimizer's state, which has one number everywhere."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    number: float
+
+    def make(self) -> torch.Tensor:
+        """Return the tensor."""
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return empty.fill_(self.number)
+
+
+class Slot(NamedTuple):
+    """An entry of an optimizer's state for one parameter."""
+
+    optimizer: torch.optim.Optimizer
+    parameter: torch.Tensor
+    key: str
+    # The entry as a new optimizer has it.
+    first: FirstTensor | bool | int | float
+
+    def copy(self) -> HostCopy:
+        """Start to copy the entry; the first one if the parameter has made no step."""
+        value = self.optimizer.state.get(self.parameter, {}).get(self.key, self.first)
+        if isinstance(value, FirstTensor):
+            return np.full(value.shape, value.number, DTYPES[value.dtype])
+        return start_copy(value) if isinstance(value, torch.Tensor) else np.array(value)
+
+    def set(self, value: HostArray) -> None:
+        """Replace the entry, in place if there is one."""
+        state = self.optimizer.state[self.parameter]
+        if not isinstance(self.first, FirstTensor):
+            state[self.key] = type(self.first)(value.item())
+            return
+        if not isinstance(state.get(self.key), torch.Tensor):
+            state[self.key] = self.first.make()
+        fill(state[self.key], value)
+
+
+class TorchMoments:
+    """The state of a training loop beside its parameters, by name.
+
+    Args:
+        module: The unwrapped module.
+        optimizers: Its optimizers.
+        scheduler: Learning-rate scheduler whose numbers are saved as well; None for none.
+
+    Raises:
+        ValueError: An optimizer's state cannot be foreseen, or has an entry that is neither tensor nor number.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Scheduler | None = None
+    ) -> None:
+        self._module = module
+        self._scheduler = scheduler
+        self._optimizers = optimizers
+        # A buffer that is not in the state_dict follows from other values.
+        kept = module.state_dict(keep_vars=True).keys()
+        self._buffers = [name for name, _ in module.named_buffers() if name in kept]
+        names = {id(value): plain(name).replace(".", "/") for name, value in module.named_parameters()}
+        self._slots: dict[str, Slot] = {}
+        for number, optimizer in enumerate(optimizers):
+            folder = OPTIMIZER if len(optimizers) == 1 else f"{OPTIMIZER}{number}/"
+            for index, (group, parameter) in enumerate(_parameters(optimizer)):
+                path = names.get(id(parameter), f"extra/{index}")
+                first = optimizer.state.get(parameter) or _foreseen(optimizer, group, parameter, path)
+                for key, value in first.items():
+                    if value is not None:
+                        self._slots[f"{folder}{path}/{key}"] = _slot(optimizer, parameter, path, key, value)
+
+    def read(self) -> dict[str, HostCopy]:
+        """Start to copy everything to host memory, and return the copies by name."""
+        found: dict[str, HostCopy] = {name: slot.copy() for name, slot in self._slots.items()}
+        for name, buffer in self._live_buffers().items():
+            found[BUFFERS + plain(name).replace(".", "/")] = start_copy(buffer)
+        for name, number in _numbers(self._scheduler.state_dict() if self._scheduler else {}):
+            # A number may be whole now and not later, so all have one type.
+            found[SCHEDULER + name] = np.array(number, np.float64)
+        return found
+
+    def write(self, leaf: Callable[[str], HostArray]) -> None:
+        """Replace everything; `leaf` returns the array of a name."""
+        for name, slot in self._slots.items():
+            slot.set(leaf(name))
+        for name, buffer in self._live_buffers().items():
+            fill(buffer, leaf(BUFFERS + plain(name).replace(".", "/")))
+        if self._scheduler is not None:
+            told = _replaced(self._scheduler.state_dict(), lambda name: leaf(SCHEDULER + name).item(), "")
+            self._scheduler.load_state_dict(told)
+            self._set_rates(told.get("_last_lr", ()))
+
+    def _set_rates(self, rates: Sequence[float]) -> None:
+        """Give the first optimizer the learning rates that its scheduler had set; others follow at its next step."""
+        for group, rate in zip(self._optimizers[0].param_groups if self._optimizers else (), rates, strict=False):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _live_buffers(self) -> dict[str, torch.Tensor]:
+        present = dict(self._module.named_buffers())
+        return {name: present[name] for name in self._buffers}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Yield the parameters that the optimizer updates, each with its group."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                yield group, parameter
+
+
+def _foreseen(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, path: str
+) -> dict[str, Any]:
+    """Return the state that an optimizer will create for a parameter, from a step on zeros of its shape."""
+    zeros = torch.zeros_like(parameter, requires_grad=True)
+    zeros.grad = torch.zeros_like(parameter)
+    probe = object.__new__(type(optimizer))
+    own = {"state": defaultdict(dict), "param_groups": [{**group, "params": [zeros]}]}
+    # Neither the hooks of the user nor those of a scheduler may see this step.
+    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
+    vars(probe).update({name: value for name, value in vars(optimizer).items() if name != "step"} | own | hooks)
+    try:
+        probe.step()
+    # Optimizers of any kind raise any error.
+    except Exception as error:
+        raise ValueError(
+            f"the state that {type(optimizer).__name__} keeps for {path!r} cannot be foreseen "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); make one step before attach()"
+        ) from error
+    return dict(probe.state.get(zeros, {}))
+
+
+def _slot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, path: str, key: str, value: Any) -> Slot:
+    fits = value.dtype in DTYPES if isinstance(value, torch.Tensor) else isinstance(value, bool | int | float)
+    if not fits:
+        what = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"the state of {type(optimizer).__name__} for {path!r} has {key!r}, a {what}, which cannot be saved; use "
+            "an optimizer with tensors and numbers, or attach(module, None) and save the optimizer yourself"
+        )
+    if not isinstance(value, torch.Tensor):
+        return Slot(optimizer, parameter, key, type(value)(0) if key == STEP else value)
+    number = 0 if key == STEP or not value.numel() else value.detach().reshape(-1)[0].item()
+    first = FirstTensor(tuple(value.shape), value.stride(), value.dtype, value.device, number)
+    return Slot(optimizer, parameter, key, first)
+
+
+def _numbers(tree: Any, name: str = "") -> Iterator[tuple[str, bool | int | float]]:
+    """Yield the numbers of a tree of mappings and lists, with their places."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _numbers(value, f"{name}/{key}" if name else str(key))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from _numbers(value, f"{name}/{index}" if name else str(index))
+    elif isinstance(tree, bool | int | float):
+        yield name, tree
+
+
+def _replaced(tree: Any, number: Callable[[str], Any], name: str) -> Any:
+    """Return a tree of mappings and lists with other numbers."""
+    if isinstance(tree, Mapping):
+        # A scheduler needs the type of its mappings, such as a Counter.
+        found: Any = copy(tree)
+        for key, value in tree.items():
+            found[key] = _replaced(value, number, f"{name}/{key}" if name else str(key))
+        return found
+    if isinstance(tree, list | tuple):
+        parts = enumerate(tree)
+        return [_replaced(value, number, f"{name}/{index}" if name else str(index)) for index, value in parts]
+    if not isinstance(tree, bool | int | float):
+        return tree
+    saved = number(name)
+    return type(tree)(saved) if float(saved).is_integer() else saved

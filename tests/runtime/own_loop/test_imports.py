@@ -1,0 +1,68 @@
+"""Libraries that an island in a user's loop does not load, before and after a whole run."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.runtime.helpers import ROOT, kill_processes, run
+
+# The syncer, the commands and the built-in models use them.
+UNUSED = ("tokenizers", "safetensors", "numba", "tyro", "rich", "grain", "flax", "orbax", "prometheus_client", "torch")
+LOADED = f"[name for name in {UNUSED} if name in sys.modules]"
+# The loop of a user, with the libraries that it has loaded at its end.
+LOOP = f"""
+import json, pathlib, sys
+import jax.numpy as jnp
+import diloco_jax
+
+with diloco_jax.join(
+    params={{"w": jnp.ones((4, 6))}}, opt_state={{"m": jnp.ones(3)}}, samples_per_step=2, tokens_per_step=2,
+    evaluate=lambda params: {{"loss": 1.0}},
+) as island:
+    params, moments = island.state().values()
+    while island.training:
+        island.next_samples()
+        params = island.after_step(params, 1.0, opt_state=moments)
+    island.global_params()
+pathlib.Path("loaded.json").write_text(json.dumps({LOADED}))
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    kill_processes(tmp_path)
+
+
+def test_join_is_imported_without_the_libraries_of_a_syncer() -> None:
+    code = f"from diloco_jax import join\nimport sys\nprint({LOADED})"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
+
+
+@pytest.mark.net
+@pytest.mark.timeout(120)
+def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path) -> None:
+    loop, config = tmp_path / "loop.py", tmp_path / "own.yaml"
+    loop.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{LOOP}", encoding="utf-8")
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "name": "own",
+                "islands": {"count": 1, "devices": 1, "command": [sys.executable, str(loop)]},
+                "model": {"module": "own"},
+                "train": {"steps": 6, "eval_every": 3},
+                "protocol": {"sync_every": 2, "num_fragments": 2, "snapshot_every": 2},
+                "trackers": [],
+            }
+        ),
+        encoding="utf-8",
+    )
+    ended = run("train", config, "--json", "--run-dir", run_dir)
+    assert json.loads(ended.stdout.splitlines()[-1])["complete"], ended.stdout + ended.stderr
+    assert json.loads((tmp_path / "loaded.json").read_text(encoding="utf-8")) == []

@@ -1,0 +1,163 @@
+"""Islands that read their own data in real processes: killed and returned, their batches are those of one reading."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.runtime.helpers import ROOT, call, json_lines, kill_processes, merged, notes, start, wait_for
+from tests.runtime.own_loop.test_join import OWN, island_pid
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+LOOP = HERE / "reading_loop.py"
+EVERY = 20
+# TensorFlow and torchdata, beside the packages of this interpreter.
+OTHERS = Path.home() / ".cache" / "diloco-trainers" / f"loaders-py{sys.version_info.major}{sys.version_info.minor}"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # The loops run here, and write their reads here.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield tmp_path / "run"
+    kill_processes(tmp_path)
+
+
+def train(folder: Path, python: str, **changes: Any) -> "subprocess.Popen[str]":
+    own = merged(OWN, {"islands": {"command": [python, str(LOOP)]}, "protocol": {"snapshot_every": EVERY}})
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(merged(own, changes)), encoding="utf-8")
+    return start("train", path, "--quiet", "--run-dir", folder / "run", step_s=0.04)
+
+
+def reads(folder: Path, name: str, host: int = 0) -> dict[int, list[list[int]]]:
+    """The batches that each life of an island read, by incarnation."""
+    found: dict[int, list[list[int]]] = {}
+    for line in (folder / f"{name}.{host}.reads").read_text().splitlines():
+        incarnation, step, *samples = map(int, line.split())
+        lives = found.setdefault(incarnation, [])
+        assert step == len(lives)
+        lives.append(samples)
+    return found
+
+
+def uninterrupted(python: str, index: int, count: int, batches: int) -> list[list[int]]:
+    """The batches of an island's shard, read in one go by a process that knows no island."""
+    code = (
+        f"import sys, json, itertools; sys.path.insert(0, {str(HERE)!r}); import reading_loop\n"
+        f"found = itertools.islice(iter(reading_loop.batches({index}, {count})), {batches})\n"
+        "print(json.dumps([reading_loop.numbers(batch) for batch in found]))"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def resumed_at(run_dir: Path, name: str, first: int, second: int) -> int:
+    """The step of the first life where the second one's loader continued; the tape of the first has that save."""
+    tapes = [json_lines(run_dir / "tapes" / f"{name}.{life}.jsonl") for life in (first, second)]
+    (line,) = [line for line in tapes[1] if line[0] == "loader"]
+    saved = [line[1] for line in tapes[0] if line[0] == "saved"]
+    assert line[1] == first and line[2] in saved[-2:], (line, saved)
+    return int(line[2])
+
+
+def check_sequence(folder: Path, name: str, want: list[list[int]], host: int = 0) -> tuple[int, int]:
+    """Two lives of an island read `want` with one bounded overlap; returns where the second began, and the overlap."""
+    (first, before), (second, after) = sorted(reads(folder, name, host).items())
+    at = resumed_at(folder / "run", name, first, second)
+    assert before == want[: len(before)]
+    assert after == want[at : at + len(after)] and after
+    # The kill may come while the newest save is being written, and then the one before it counts.
+    assert at > 0 and 0 <= len(before) - at <= 3 * EVERY
+    return at, len(before) - at
+
+
+def kill_once(run_dir: Path, name: str) -> None:
+    """Kill an island that has saved a state, and wait until it makes steps again."""
+    wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.loader")), f"a saved state of {name}")
+    os.kill(island_pid(run_dir, name), signal.SIGKILL)
+    wait_for(lambda: notes(run_dir, "joined", name) == 2, f"the return of {name}")
+
+    def steps_again() -> bool:
+        newest = max((run_dir / "tapes").glob(f"{name}.*"), key=lambda path: path.name)
+        return sum(line[0] == "step" for line in json_lines(newest)) > 5
+
+    wait_for(steps_again, f"steps of {name}")
+
+
+def kill_and_return(tmp_path: Path, python: str) -> None:
+    """Two islands with different loaders: each is killed and returns, and the audit counts what they trained again."""
+    run_dir = tmp_path / "run"
+    process = train(tmp_path, python, train={"steps": 700})
+    for name in ("island-1", "island-0"):
+        kill_once(run_dir, name)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    audit = json.loads(call("audit", run_dir, "--json").stdout)
+    text = call("audit", run_dir).stdout
+    assert "no loop read what the syncer leased" in text and "every sample has one fate" not in text
+    assert audit["violations"] == 0 and sorted(audit["data"]) == ["island-0", "island-1"]
+    for index, name in enumerate(audit["data"]):
+        _, overlap = check_sequence(tmp_path, name, uninterrupted(python, index, 2, 1000))
+        found = audit["data"][name]
+        # A batch may be read, and its step not be finished, when the island is killed.
+        assert found["guarantee"] == "resumed" and 0 <= overlap - found["steps_again"] <= 1, (found, overlap)
+        assert f"{name}: resumed" in text and f"shard {index} of 2" in (run_dir / "logs" / f"{name}.log").read_text()
+
+
+@pytest.mark.long
+def test_two_kinds_of_loaders_continue_after_a_kill_where_the_newest_save_was(tmp_path: Path, run_dir: Path) -> None:
+    kill_and_return(tmp_path, sys.executable)
+
+
+@pytest.fixture(scope="module")
+def others() -> str:
+    """An interpreter with TensorFlow and torchdata; the other packages are those of this one."""
+    python = OTHERS / "bin" / "python"
+    if not (OTHERS / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", OTHERS], check=True)
+        for words in (["tensorflow-cpu==2.21.0"], ["--no-deps", "torchdata==0.11.0"]):
+            done = subprocess.run([python, "-m", "pip", "install", "-q", *words], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"pip cannot install {words[-1]}: {done.stderr[-300:]}")
+        (OTHERS / "complete").touch()
+    (site,) = (OTHERS / "lib").glob("python*/site-packages")
+    shared = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "shared.pth").write_text("".join(f"{path}\n" for path in shared), encoding="utf-8")
+    return str(python)
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("kinds", ["tensorflow,torchdata", "hugging_face,tensorflow"])
+def test_loaders_of_other_libraries_continue_after_a_kill(
+    kinds: str, tmp_path: Path, run_dir: Path, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_TEST_LOADERS", kinds)
+    kill_and_return(tmp_path, others)
+
+
+@pytest.mark.long
+def test_all_hosts_of_an_island_continue_at_the_same_batch(tmp_path: Path, run_dir: Path) -> None:
+    islands = {"count": 1, "hosts": 2, "devices": 4}
+    process = train(tmp_path, sys.executable, islands=islands, train={"steps": 160}, protocol={"sync_every": 3})
+    states = run_dir / "states" / "island-0"
+    wait_for(lambda: all(any(states.glob(f"host-{host}-of-2/*.loader")) for host in (0, 1)), "states of both hosts")
+    wait_for(lambda: len(list(islice(states.glob("host-0-of-2/*.json"), 2))) == 2, "a second state")
+    os.kill(island_pid(run_dir, "island-0"), signal.SIGKILL)
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output
+    want = uninterrupted(sys.executable, 0, 1, 400)
+    found = {check_sequence(tmp_path, "island-0", want, host)[0] for host in (0, 1)}
+    assert len(found) == 1
