@@ -22,7 +22,8 @@ from diloco_jax.runtime.own_loop.attached import attach as attach_holder
 from diloco_jax.runtime.own_loop.enter import LoopOptions
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
-from diloco_jax.tunix.trainer import GlobalEvaluation, RunData, Trainer, WatchedStep, axes_of, write
+from diloco_jax.tunix.layouts import SteadyHolder
+from diloco_jax.tunix.trainer import GlobalEvaluation, PeftTrainer, RunData, WatchedStep, axes_of, write
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class TunixIsland:
     After `train` the trainer's model holds the run's global model, so that the trainer's last checkpoint has it.
     """
 
-    def __init__(self, trainer: Trainer, island: AttachedIsland, holder: VariableHolder) -> None:
+    def __init__(self, trainer: PeftTrainer, island: AttachedIsland, holder: SteadyHolder) -> None:
         self._trainer = trainer
         self._island = island
         self._holder = holder
@@ -169,7 +170,7 @@ class TunixIsland:
 
 
 def attach(
-    trainer: Trainer,
+    trainer: PeftTrainer,
     syncer: str | None = None,
     *,
     model: Any = None,
@@ -201,7 +202,8 @@ def attach(
         log.warning(f"max_steps={trainer.config.max_steps} is not used: the run decides when the training ends")
         trainer.config = replace(trainer.config, max_steps=None)
     optimizer = trainer.optimizer
-    holder = VariableHolder(trainer.model if model is None else model, optimizer, filter=optimizer.wrt)
+    variables = VariableHolder(trainer.model if model is None else model, optimizer, filter=optimizer.wrt)
+    holder = SteadyHolder(variables)
     if eval_ds is not None:
         options["evaluate"] = GlobalEvaluation(trainer, holder.params, eval_ds)
     names = axes_of(holder.params) | dict(axes or {})

@@ -1,6 +1,6 @@
 """The trainer of google-tunix as an island uses it: its step is watched, and its data ends with the run.
 
-Hooks of tunix report a step one step late, and never the first and the last loss. Therefore an island watches the step
+Hooks of tunix report a loss one step late, and the last one after `on_train_end`. Therefore an island watches the step
 itself, which `PeftTrainer.jit_train_and_eval_step` returns. Nothing here imports tunix.
 """
 
@@ -24,7 +24,7 @@ AXES: Mapping[tuple[str, int], LogicalAxes] = {
 }
 
 
-class Trainer(Protocol):
+class PeftTrainer(Protocol):
     """The parts of a `tunix.sft.peft_trainer.PeftTrainer` that an island uses."""
 
     model: Any
@@ -90,7 +90,7 @@ class GlobalEvaluation:
         eval_ds: Batches for an evaluation; not used if the trainer has data hooks.
     """
 
-    def __init__(self, trainer: Trainer, params: MutableMapping[str, Array], eval_ds: Iterable[Any]) -> None:
+    def __init__(self, trainer: PeftTrainer, params: MutableMapping[str, Array], eval_ds: Iterable[Any]) -> None:
         if iter(eval_ds) is eval_ds:
             raise ValueError(
                 "eval_ds is an iterator, and can be read only once; give a list, or a dataset that can be read again"

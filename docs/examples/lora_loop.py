@@ -3,7 +3,8 @@
     DILOCO_SYNCER=127.0.0.1:50051 DILOCO_ISLAND=a python docs/examples/lora_loop.py FOLDER
 
 FOLDER has the files of a model from the Hugging Face hub: config.json, *.safetensors and tokenizer.json. Lines that end
-with `# island` make the loop an island. The text is the source of Python's standard library.
+with `# island` make the loop an island. The text is the source of Python's standard library. tunix_sft.py does the same
+with the trainer of google-tunix.
 """
 
 from __future__ import annotations

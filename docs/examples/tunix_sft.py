@@ -65,9 +65,8 @@ def with_adapters(model: Qwen3, run: str) -> Qwen3:
     values, _ = load_parameters(complete(Path(run) / "checkpoints")[0])
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         leaf.set_value(values["/".join(map(str, path))])
-    provider = qwix.LoraProvider(
-        module_path=".*(q_proj|kv_proj|gate_proj|up_proj|down_proj)", rank=RANK, alpha=2 * RANK
-    )
+    # qwix 0.1.8 gives adapters of an nnx.Linear, such as gate_proj, no gradient.
+    provider = qwix.LoraProvider(module_path=".*(q_proj|kv_proj|o_proj)", rank=RANK, alpha=2 * RANK)
     return qwix.apply_lora_to_model(model, provider, rngs=nnx.Rngs(1), **model.get_model_input())
 
 

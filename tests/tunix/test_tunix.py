@@ -92,7 +92,7 @@ def full(folder: Path) -> Path:
     """A run that trains all parameters; island-1 is killed in it, and returns."""
     run_dir = folder / "full"
     program = [tunix_python(), ROOT / "tests" / "tunix" / "paced_sft.py"]
-    path = config(folder, "full", program, 600, snapshot_every=20)
+    path = config(folder, "full", program, 1200, snapshot_every=20)
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=0.1)
     both = lambda: sum(len(each) == 2 for each in members(run_dir))  # noqa: E731
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and both() > 30, "merges of both", PATIENCE_S)
