@@ -29,9 +29,8 @@ from diloco_jax.core.fragments import Fragment, Slice, take
 from diloco_jax.core.kinds import Kind, with_order
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange, HostValues
 from diloco_jax.training.exchange.outgoing import StagedFragment
-from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
-from diloco_jax.training.state import TrainState
+from diloco_jax.training.state import Params, TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import MOMENTS, PARAMETERS
 from diloco_jax.training.whole_state.staging import (

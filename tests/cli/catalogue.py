@@ -390,7 +390,7 @@ COMMAND_LINES = (
     Wrong("preflight config.yaml", "island-0 names no TPU slice", "islands.topology", "add --topology v5p:2x2x1"),
     Wrong("preflight config.yaml --topology v5p:2x2", "'v5p:2x2'", "3 sizes of at least 1", "such as v5p:2x2x1"),
     Wrong("preflight config.yaml --search ''", "--search", "is empty", "name a path, or leave it out"),
-    Wrong("launch gek config.yaml", "'gek'", "choose from 'gke', 'gce', 'tpu-vm'", "did you mean gke?"),
+    Wrong("launch gek config.yaml", "'gek'", "choose from 'gke', 'pathways', 'gce', 'tpu-vm'", "did you mean gke?"),
     Wrong("launch gke config.yaml", "cloud.project", "launch gke needs", "or add --cloud.project VALUE"),
     Wrong("learner config.yaml", "--island", "the following arguments are required", "`diloco learner --help`"),
 )

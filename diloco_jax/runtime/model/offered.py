@@ -29,14 +29,26 @@ log = logging.getLogger(__name__)
 
 
 class OfferedModel:
-    """The model that a user's loop sent, stored as a checkpoint; ValueError if it is damaged."""
+    """The model that a user's loop sent, stored as a checkpoint; ValueError if it is damaged.
+
+    Args:
+        kept: Folder of the checkpoint.
+        desk: The listener that took the model. It tells islands that the run starts, until `close_desk`.
+    """
 
     # The first learner describes the islands' data.
     corpus = ""
 
-    def __init__(self, kept: Path) -> None:
+    def __init__(self, kept: Path, desk: ModelDesk | None = None) -> None:
         self._kept = checkpoint.CheckpointReader(kept)
+        self._desk = desk
         self.shapes, self.kinds = read_layout(str(self._kept.meta["layout"]))
+
+    def close_desk(self) -> None:
+        """Free the port for the syncer's own listener; safe to call again."""
+        desk, self._desk = self._desk, None
+        if desk is not None:
+            desk.close()
 
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Read the initial values: (path, new float32 array) by ascending path; ValueError if they are damaged."""
@@ -56,7 +68,8 @@ def describe_run(config: RunConfig, layout: str) -> Description:
 def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> OfferedModel | None:
     """Return the model of this run from its folder, else wait for the first island that sends one.
 
-    This process listens on the address that the syncer uses afterwards.
+    This process listens on the address that the syncer uses afterwards. The listener stays open until the caller closes
+    it (`OfferedModel.close_desk`), because an island that finds nobody for `transport.connect_timeout_s` ends.
 
     Returns:
         None once `stop` is set.
@@ -77,6 +90,7 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
         log.info(f"waiting at {desk.address} for the first island, which sends the model")
         while (offer := desk.take(POLL_S)) is None:
             if stop.is_set():
+                desk.close()
                 return None
         shapes, _ = read_layout(offer.layout)
         flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
@@ -84,12 +98,13 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
             values[path] = flat[start : start + math.prod(shape)].reshape(shape)
             start += math.prod(shape)
         about = {"global_step": 0, "layout": offer.layout}
-        kept = checkpoint.save(folder, {checkpoint.PARAMETERS: values}, about)
-    finally:
-        # Until the model is stored, islands get the answer that it is coming.
+        model = OfferedModel(checkpoint.save(folder, {checkpoint.PARAMETERS: values}, about), desk)
+    except BaseException:
         desk.close()
+        raise
+    finally:
         pulse.close()
-    return OfferedModel(kept)
+    return model
 
 
 def _bytes_of(layout: str, config: RunConfig) -> int:

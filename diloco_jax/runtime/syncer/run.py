@@ -305,6 +305,8 @@ class SyncerRun:
             self._shards = MergeShards(setup, resolved, path, threads, self._events.put, death)
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
         self._initial = model.initial_parameters
+        # The listener that took the model answers islands until this process listens itself.
+        self._free_port = model.close_desk if isinstance(model, OfferedModel) else lambda: None
         self._model = make_model(resolved, self._initial(), arithmetic)
         # Only islands download remote data.
         corpus = "" if config.data.remote else model.corpus
@@ -349,6 +351,7 @@ class SyncerRun:
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             life = Life(mode, machine.epoch, stop, self._fingerprint, self._description, numbers.number_of)
+            self._free_port()
             listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(context, listener, self._results, merges, writer, watch)
@@ -367,6 +370,7 @@ class SyncerRun:
             raise
         finally:
             self._pulse.patient()
+            self._free_port()
             if listener is not None:
                 listener.close(FAREWELL_S)
             merges.close()

@@ -52,7 +52,11 @@ def test_an_island_finds_its_shard_at_the_syncer(tmp_path: Path, caplog: pytest.
             find_place(there, config, "a")
         listener.greeter.number_of = IslandNumbers(tmp_path / "islands.json", config.islands.names).number_of
         assert ask_description(there, "a").number == 0 and not (tmp_path / "islands.json").exists()
-        assert [find_place(there, config, name) for name in ("a", "b", "a")] == [(0, 2), (1, 2), (0, 2)]
+        assert [find_place(there, config, name) for name in ("a", "b", "a")] == [
+            DataShard(0, 2),
+            DataShard(1, 2),
+            DataShard(0, 2),
+        ]
         with caplog.at_level(logging.WARNING):
             assert find_place(there, config, "c") == DataShard(0, 2)
         assert "c is island number 3 of a run with islands.count 2" in caplog.text

@@ -1,0 +1,40 @@
+"""The model that an island brings: who answers islands between its arrival and the syncer's own listener."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco_jax.core.kinds import Kind
+from diloco_jax.runtime.model.layout_text import layout_of
+from diloco_jax.runtime.model.offered import OfferedModel, offered_model
+from diloco_jax.runtime.records.files import ADDRESS_FILE
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.transport.endpoints.greeting import ask_description, offer_model
+from diloco_jax.transport.link import TransportConfig, TransportError
+from tests.runtime.helpers import wait_for
+
+
+@pytest.mark.net
+def test_islands_are_answered_until_the_syncer_opens_its_own_listener(tmp_path: Path) -> None:
+    config = replace(RunConfig(), model=ModelConfig(module="own"), transport=TransportConfig(address="127.0.0.1:0"))
+    found: list[OfferedModel | None] = []
+    waiting = threading.Thread(target=lambda: found.append(offered_model(config, tmp_path, threading.Event())))
+    waiting.start()
+    address = wait_for(lambda: (tmp_path / ADDRESS_FILE).exists() and (tmp_path / ADDRESS_FILE).read_text(), "a desk")
+    there = TransportConfig(address=str(address), connect_timeout_s=5.0)
+    values = np.arange(48, dtype="<f4")
+    layout = layout_of({"w": (48,)}, {"w": Kind("vector")})
+    assert offer_model(there, "a", layout, [values.view(np.uint8).data]) == ""
+    waiting.join(30.0)
+    (model,) = found
+    assert model is not None and dict(model.initial_parameters())["w"].tolist() == values.tolist()
+    # The syncer cuts the model and opens its folder now, which may take minutes.
+    assert ask_description(there, "b").coming
+    model.close_desk()
+    model.close_desk()
+    with pytest.raises(TransportError):
+        ask_description(replace(there, connect_timeout_s=0.2), "b")
