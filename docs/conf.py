@@ -20,6 +20,8 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+# The site is built without PyTorch.
+autodoc_mock_imports = ["torch"]
 python_maximum_signature_line_length = 100
 copybutton_exclude = ".linenos, .gp, .go"
 

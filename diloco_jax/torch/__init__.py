@@ -8,6 +8,8 @@
 Only the fragments that are due are copied between the module and host memory; docs/pytorch.md explains it.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack

@@ -5,6 +5,8 @@ pinned memory, so the next step may change the tensor at once. Into a GPU, the a
 stream of the loop: behind the newest step, and before the next one.
 """
 
+from __future__ import annotations
+
 from functools import cache
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The parameters and the state of a PyTorch module, as an island exchanges them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,6 +5,8 @@ optimizer makes one step on zeros of the parameters' shapes (`_foreseen`), and w
 The optimizer itself is not touched until a state is loaded.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy

@@ -5,6 +5,8 @@ another library may have the same tensor under another name, with its axes in an
 [out, in], a Flax `Linear` [in, out].
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
