@@ -138,10 +138,12 @@ class TunixIsland:
         return np.split(positions, self._parts)
 
     def _going(self) -> bool:
-        """Tell whether the trainer shall make another step; at the end, give it the global model."""
+        """Tell whether the trainer shall make another step."""
         self._ends = True
-        if self._island.training:
-            return True
+        return self._island.training or self._end()
+
+    def _end(self) -> bool:
+        """Give the trainer the global model, if this start has made a step; False, because the training ends."""
         if self._island.local_step:
             write(self._holder.params, self._island.global_params())
         return False
@@ -162,6 +164,9 @@ class TunixIsland:
             loss, self._losses = sum(self._losses) / self._parts, []
             self._holder.check_trained()
             self._island.after_step({"loss": loss})
+            # The trainer may save a checkpoint right after this step, and no other one at its end.
+            if not self._island.training:
+                self._end()
 
     def _detach(self) -> None:
         self._trainer.jit_train_and_eval_step = self._make_steps  # type: ignore[method-assign]

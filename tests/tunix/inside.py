@@ -134,10 +134,15 @@ class Counts(hooks.TrainingHooks):
         self._count("eval_end")
 
 
-def test_updates_are_steps_the_users_hooks_are_called_and_tunix_saves_the_global_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interval", [1, 1000], ids=["saved by its interval", "saved at the end"])
+def test_updates_are_steps_the_users_hooks_are_called_and_tunix_saves_the_global_model(
+    tmp_path: Path, interval: int
+) -> None:
     saves = {
         "checkpoint_root_directory": str(tmp_path / "saves"),
-        "checkpointing_options": ocp.CheckpointManagerOptions(save_interval_steps=4, enable_async_checkpointing=False),
+        "checkpointing_options": ocp.CheckpointManagerOptions(
+            save_interval_steps=interval, enable_async_checkpointing=False
+        ),
     }
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("fsdp", "tp"))
     options = {"gradient_accumulation_steps": 2, "max_steps": 3, **saves}

@@ -99,6 +99,7 @@ def test_an_update_of_the_optimizer_is_a_step_of_the_island() -> None:
     trainer.train(island.batches(load))
     assert parts == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert run.losses == [5.0, 17.0]
+    assert island.local_step == 2
     np.testing.assert_array_equal(holder.params["kernel"], 7.0, "the global model")
 
 

@@ -117,7 +117,7 @@ def test_a_killed_trainer_returns_with_its_moments(full: Path) -> None:
     own, all_ = counts["island-0"]
     assert own == all_
     own, all_ = counts["island-1"]
-    assert all_ - own >= 15, f"{all_ - own} updates came back from before the kill"
+    assert all_ - own >= 15, f"moments of {all_ - own} updates came back"
     alone = sum(each == ["island-0"] for each in members(full))
     assert alone > 0, "island-0 was merged while island-1 was away"
     print("full:", counts, {"alone": alone, "both": sum(len(each) == 2 for each in members(full))}, evaluations(full))
