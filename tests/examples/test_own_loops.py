@@ -142,6 +142,7 @@ def test_an_example_is_an_island(example: str, tmp_path: Path) -> None:
         assert summary["eval_scores"]["accuracy"] > 0.3
 
 
+@pytest.mark.timeout(360)
 def test_optax_is_an_island_and_agrees_with_the_built_in_learner_bit_for_bit(tmp_path: Path) -> None:
     alike = {
         "train": {"steps": 80, "batch_size": 16, "seq_len": 64, "eval_every": 0, "final_eval_batches": 1},
