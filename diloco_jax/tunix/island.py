@@ -20,6 +20,7 @@ from diloco_jax.nnx.holder import VariableHolder
 from diloco_jax.runtime.own_loop.attached import AttachedIsland
 from diloco_jax.runtime.own_loop.attached import attach as attach_holder
 from diloco_jax.runtime.own_loop.enter import LoopOptions
+from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.tunix.layouts import SteadyHolder
@@ -48,6 +49,10 @@ class TunixIsland:
         self._trained = 0
         # Whether the trainer's data comes through this island, and so ends with the run.
         self._ends = False
+        self._own_config = trainer.config
+        if trainer.config.max_steps is not None:
+            log.warning(f"max_steps={trainer.config.max_steps} is not used: the run decides when the training ends")
+            trainer.config = replace(trainer.config, max_steps=None)
         self._make_steps = trainer.jit_train_and_eval_step
         trainer.jit_train_and_eval_step = self._steps  # type: ignore[method-assign]
         self._own_data = trainer.data_hooks
@@ -76,8 +81,26 @@ class TunixIsland:
 
     @property
     def local_step(self) -> int:
-        """Return the number of updates of the optimizer in this start of the island."""
+        """Return the number of updates of the optimizer since this start of the island."""
         return self._island.local_step
+
+    @property
+    def index(self) -> int:
+        """Return the number of this island's shard of own data, below `count`; it is the same at every start."""
+        return self._island.index
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards of own data, `islands.count` of the run's config."""
+        return self._island.count
+
+    @property
+    def loader(self) -> Batches | None:
+        """Return the batches of `loader=` at the restored position, for `batches`; None without a loader.
+
+        The first access waits for the run's model.
+        """
+        return self._island.loader
 
     def batches(self, source: Load | Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of `PeftTrainer.train` until the run is over.
@@ -85,8 +108,9 @@ class TunixIsland:
         With gradient accumulation the samples of an update are split into equal batches, in their order.
 
         Args:
-            source: Function that loads the samples at given positions of the run's global order. With `data="own"` any
-                iterable of batches; the island leaves the run when it ends, so repeat it.
+            source: Function that loads the samples at given positions of the run's global order. With `data="own"`, any
+                iterable of batches, such as `island.loader`. The island leaves the run when the iterable ends, so
+                repeat it.
 
         Raises:
             ValueError: The samples of an update cannot be split into equal batches.
@@ -110,7 +134,7 @@ class TunixIsland:
         return self._island.global_params()
 
     def leave(self) -> None:
-        """Leave the run, if it is not over, and give the trainer back as it was; safe to call again."""
+        """Leave the run if it is not over, and restore the trainer as it was; safe to call again."""
         self._detach()
         self._island.leave()
 
@@ -124,8 +148,13 @@ class TunixIsland:
         self._island.__exit__(kind, error, where)
 
     def _own_batches(self, source: Iterable[Any]) -> Iterator[Any]:
-        for batch in source:
-            if not self._going():
+        batches: Iterator[Any] | None = None
+        # The source is read only after the first `_going`, which restores the position of a loader.
+        while self._going():
+            batches = iter(source) if batches is None else batches
+            try:
+                batch = next(batches)
+            except StopIteration:
                 return
             yield batch
 
@@ -169,6 +198,7 @@ class TunixIsland:
                 self._end()
 
     def _detach(self) -> None:
+        self._trainer.config = self._own_config
         self._trainer.jit_train_and_eval_step = self._make_steps  # type: ignore[method-assign]
         if self._own_data is not None:
             self._trainer.with_data_hooks(self._own_data)
@@ -203,9 +233,6 @@ def attach(
     """
     if isinstance(getattr(trainer.jit_train_and_eval_step, "__self__", None), TunixIsland):
         raise ValueError("this trainer is an island already; leave() that one first")
-    if trainer.config.max_steps is not None:
-        log.warning(f"max_steps={trainer.config.max_steps} is not used: the run decides when the training ends")
-        trainer.config = replace(trainer.config, max_steps=None)
     optimizer = trainer.optimizer
     variables = VariableHolder(trainer.model if model is None else model, optimizer, filter=optimizer.wrt)
     holder = SteadyHolder(variables)
