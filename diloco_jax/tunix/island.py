@@ -71,7 +71,10 @@ class TunixIsland:
 
     @property
     def incarnation(self) -> int:
-        """Return the number of this start, which grows with every start of the island."""
+        """Return a number that grows with every start of the island.
+
+        It is DILOCO_INCARNATION, as `diloco train` sets it, or the time of the start in milliseconds.
+        """
         return self._island.incarnation
 
     @property
@@ -213,23 +216,26 @@ def attach(
     eval_ds: Iterable[Any] | None = None,
     **options: Unpack[LoopOptions],
 ) -> TunixIsland:
-    """Join a run as an island whose steps a trainer of google-tunix makes; docs/tunix.md explains it.
+    """Make a trainer of google-tunix an island of a run; docs/tunix.md explains it.
 
     The parameters that the trainer's optimizer trains are exchanged: all of them, or those of LoRA. The optimizer's
     state stays on the island. The run decides when the training ends, so the trainer's `max_steps` is not used.
 
     Args:
         trainer: A `PeftTrainer` or one of its subclasses, before `train`.
-        syncer: host:port of the syncer. None: DILOCO_SYNCER.
-        model: Part of `trainer.model` that the optimizer trains, such as the student of a distillation. None: all.
-        axes: Logical axis names of parameters by path, where neither the model nor this module knows them.
-        eval_ds: Batches that the trainer's evaluation step evaluates when the syncer asks for it; an iterable that can
-            be read again. A trainer with data hooks reads its own batches, so give any such iterable then.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
+        model: Part of `trainer.model` that the optimizer trains, such as the student of a distillation. If None, the
+            whole model.
+        axes: Logical axis names of parameters by path. They replace those of the model's metadata and those that this
+            module knows for tunix' own models.
+        eval_ds: Batches for evaluations of the global model, as an iterable that can be read again. If None, this
+            island makes no evaluation. If the trainer has data hooks, it evaluates their batches in place of these.
         options: As for `diloco_jax.join`. `samples_per_step` and `tokens_per_step` count one update of the optimizer.
 
     Raises:
         ValueError: An argument is wrong, an array was donated, or the run has another model.
         ConnectionError: The syncer cannot be reached.
+        RunComplete: The run is complete.
     """
     if isinstance(getattr(trainer.jit_train_and_eval_step, "__self__", None), TunixIsland):
         raise ValueError("this trainer is an island already; leave() that one first")
