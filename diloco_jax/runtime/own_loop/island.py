@@ -217,35 +217,28 @@ def join(
 ) -> OwnIsland:
     """Make the caller's training loop an island of a run; docs/join.md explains it with examples.
 
-    SIGTERM or a preemption notice makes `training` false, so that the loop ends and the island leaves the run. Only a
-    call in the main thread receives SIGTERM.
+    SIGTERM (in the main thread) or a preemption notice makes `training` false, so that the island leaves the run.
 
     Args:
         syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
         name: Name of the island, the same at every start. If None, DILOCO_ISLAND.
         params: Trained and exchanged parameters, a pytree of JAX arrays in any layout on one mesh. If the run's config
             names no model, its first island sends the initial values.
-        opt_state: State that the island keeps and gets back after a restart, such as the optimizer's: any pytree of
-            JAX arrays. If None, a returning island gets only parameters.
+        opt_state: State that the island gets back after a restart, such as the optimizer's: any pytree of JAX arrays.
         samples_per_step: Samples of one inner step, over all devices and hosts of the island.
         tokens_per_step: Tokens in these samples. They decide the weight of the island in a merge.
         flops_per_step: Floating-point operations of the model in one step, for the metrics; 0 if unknown.
-        data: If "leased", the loop reads the samples of `next_samples`, and the run accounts for each sample. If "own",
-            the loop reads any data.
+        data: "leased" if the loop reads the samples of `next_samples`, "own" if it reads any other data.
         corpus: Description of the data, a word or a digest. The syncer refuses an island with another one.
         axes: Logical axis names of parameters by path, such as ("vocab", None) for an embedding, or
             (None, "layers", None) for a stack. The kind of a parameter without names follows from its shape. All
             islands must give the same names; only the positions of stacks may differ.
-        evaluate: Function that evaluates the global model. It gets the tree of `params`, and returns a scalar loss, or
-            scalars by name with one called `loss`.
-        transport: Certificates, token and timeouts of this machine; its address is not used. If None, the `transport`
-            section of the config file that DILOCO_CONFIG names.
+        evaluate: Function of the tree of `params` that returns a scalar loss, or scalars by name with one `loss`.
+        transport: Certificates, token and timeouts of this machine. If None, those of the config file DILOCO_CONFIG.
         run_dir: Folder of tapes and saved states, the same at every start. If None, DILOCO_RUN_DIR; without this
             variable, the run's name below its `runs_dir`.
-        preemption: "gce" to read notices of preemption from Google Cloud's metadata server. Any other text is a path;
-            the island leaves the run when a file exists there. If empty, only SIGTERM counts.
-        coordinator: Address that was given to jax.distributed.initialize. If empty, DILOCO_COORDINATOR, or this
-            machine's address.
+        preemption: "gce" for notices of Google Cloud, or the path of a file that is a notice once it exists.
+        coordinator: Address given to jax.distributed.initialize. If empty, DILOCO_COORDINATOR, or this machine's.
         loader: Loader of own data whose position is saved and restored, or a function (index, count, incarnation) that
             returns one; docs/loaders.md lists them. Read its batches from `island.loader`. It needs data="own".
 
