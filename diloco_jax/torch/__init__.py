@@ -66,7 +66,7 @@ def attach(
     if not os.environ.get("JAX_PLATFORMS"):
         # Otherwise JAX, which has nothing to do here, would take the memory of a GPU.
         jax.config.update("jax_platforms", "cpu")
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is not None and not isinstance(optimizer, list | tuple):
         optimizer = [optimizer]
     holder = TorchHolder(module, tuple(optimizer or ()), scheduler, names)
     if (function := options.get("evaluate")) is not None:
