@@ -327,7 +327,9 @@ class Mapped:
     def to_hf(self, array: Float[np.ndarray, "..."]) -> list[Float[np.ndarray, "..."]]:
         """Cut our parameter into their tensors, as views."""
         pieces = array.reshape(len(self.hf), *array.shape[len(array.shape) - len(self.hf_shape) :])
-        return [piece.T if self._turned else piece for piece in pieces]
+        # The ellipsis makes a view of a number too, where plain indexing would copy it out of the array.
+        views = [pieces[i, ...] for i in range(len(pieces))]
+        return [view.T if self._turned else view for view in views]
 
     @property
     def _turned(self) -> bool:
