@@ -27,7 +27,7 @@ class Linear(nnx.Module):
     """A linear map x W, or x W + b; the weight is cast to the computation's dtype, then gathered for each use."""
 
     def __init__(
-        self, n_in: int, n_out: int, names: tuple[str, str], dtype: str, *, bias: bool = False, rngs: nnx.Rngs
+        self, n_in: int, n_out: int, names: tuple[str, str | None], dtype: str, *, bias: bool = False, rngs: nnx.Rngs
     ) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
         self.kernel = nnx.Param(init(rngs.params(), (n_in, n_out)))
