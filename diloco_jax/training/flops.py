@@ -46,13 +46,18 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
         weights = config.vocab_size * config.dim
         for kind, layers in kinds.items():
             layer = config.of_kind(kind)
+            weights += layers * _layer_weights(layer)
+            if layer.mixer == "delta":
+                # The state of each value head is read, corrected and read again for each token.
+                size = layer.delta_value_heads * layer.delta_key_dim * layer.delta_value_dim
+                attention += 6.0 * tokens * size * layers
+                continue
             # Scores and mixing of values need 4 N H FLOPs for each pair of a token and a token that it sees. On average
             # a token sees half of the sequence, or fewer tokens with a window.
             window = min(layer.window or seq_len, seq_len)
             seen = window * (1 - window / (2 * seq_len))
             pairs = 4.0 * tokens * layer.num_heads * layer.head_dim * layers
             attention, masked = attention + pairs * seen, masked + pairs * (seq_len - seen)
-            weights += layers * _layer_weights(layer)
         if config.per_layer_dim:
             weights += config.num_layers * 3 * config.dim * config.per_layer_dim
         forward = 2.0 * tokens * weights + attention
@@ -63,9 +68,13 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
 
 def _layer_weights(c: DecoderConfig) -> int:
     """Count the weights that a layer multiplies each token with; of a mixture those of the token's experts."""
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    key_matrices = 0 if c.kv_from else 1 if c.keys_as_values else 2
-    weights = c.dim * (queries * (3 if c.attention_gate else 2) + keys * key_matrices)
+    if c.mixer == "delta":
+        keys, values = c.delta_key_heads * c.delta_key_dim, c.delta_value_heads * c.delta_value_dim
+        weights = c.dim * (2 * keys + 3 * values + 2 * c.delta_value_heads)
+    else:
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        key_matrices = 0 if c.kv_from else 1 if c.keys_as_values else 2
+        weights = c.dim * (queries * (3 if c.attention_gate else 2) + keys * key_matrices)
     if not c.num_experts or c.dense_beside:
         weights += 3 * c.dim * c.mlp_dim
     if c.num_experts:

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from diloco_jax.training.models.attention import Seeing, attend, attend_to
+from diloco_jax.training.models.delta import DeltaCache, GatedDelta, empty_state
 from diloco_jax.training.models.layers import ACTIVATIONS, Linear, keep, make_norm, unit_norm, vector
 from diloco_jax.training.models.mixture import IN_AXES, OUT_AXES, ROUTER_AXES, Experts, mixture
 from diloco_jax.training.models.options import DecoderConfig
@@ -27,8 +28,8 @@ from diloco_jax.training.state import Metrics
 
 # Keys and values of tokens; kinds of layers differ in the number and width of heads.
 KeysValues = tuple[Float[Array, "b _s _k _h"], Float[Array, "b _s _k _h"]]
-# The keys and values of a layer's latest C tokens; empty for a layer without keys of its own.
-Cache = tuple[Float[Array, "*layers b _c _k _h"], Float[Array, "*layers b _c _k _h"]] | tuple[()]
+# The keys and values of a layer's latest C tokens; empty for a layer without keys of its own; or a delta layer's state.
+Cache = tuple[Float[Array, "*layers b _c _k _h"], Float[Array, "*layers b _c _k _h"]] | tuple[()] | DeltaCache
 
 
 class Places(NamedTuple):
@@ -70,6 +71,8 @@ def block_norm(c: DecoderConfig, width: int, rngs: nnx.Rngs) -> Callable[[Array]
 
 def empty_cache(c: DecoderConfig, length: int) -> Cache:
     """Return the cache of a layer with these options, for one text."""
+    if c.mixer == "delta":
+        return empty_state(c, 1)
     if c.kv_from:
         return ()
     empty = jnp.zeros((1, length, c.num_kv_heads, c.head_dim), c.dtype)
@@ -83,7 +86,10 @@ class Block(nnx.Module):
         c = self.config = config
         before, after = c.norms != "post", c.norms != "pre"
         self.norm_attention = block_norm(c, c.dim, rngs) if before else None
-        self._init_attention(rngs)
+        if c.mixer == "delta":
+            self.delta = GatedDelta(c, rngs=rngs)
+        else:
+            self._init_attention(rngs)
         self.norm_attention_out = block_norm(c, c.dim, rngs) if after else None
         self.norm_mlp = block_norm(c, c.dim, rngs) if before else None
         if c.num_experts:
@@ -156,8 +162,12 @@ class Block(nnx.Module):
         """
         c = self.config
         y = x if self.norm_attention is None else self.norm_attention(x)
-        mixed, kv, cache = self._attention(y, places, kv, cache)
-        y = keep(self.out(mixed), "out")
+        if c.mixer == "delta":
+            assert cache is None or isinstance(cache, DeltaCache), "a delta layer keeps its state"
+            y, cache = self.delta(y, places.segments, cache)
+        else:
+            assert not isinstance(cache, DeltaCache), "attention keeps keys and values"
+            y, kv, cache = self._attention(y, places, kv, cache)
         y = y if self.norm_attention_out is None else self.norm_attention_out(y)
         x = constrain(x + _scaled(y, c.residual_scale), "batch", None, None)
         y, metrics = self.feed_forward(x)
@@ -201,9 +211,9 @@ class Block(nnx.Module):
         return mixture(y, logits, experts, self.config)
 
     def _attention(
-        self, y: Float[Array, "b t d"], places: Places, kv: KeysValues | None, cache: Cache | None
-    ) -> tuple[Float[Array, "b t nh"], KeysValues, Cache | None]:
-        """Return the heads' results, side by side; and the keys and values that the queries saw, and the cache."""
+        self, y: Float[Array, "b t d"], places: Places, kv: KeysValues | None, cache: KeysValues | tuple[()] | None
+    ) -> tuple[Float[Array, "b t d"], KeysValues, KeysValues | tuple[()] | None]:
+        """Return the result of attention; and the keys and values that the queries saw, and the cache."""
         c = self.config
         q, gate = self._queries(y, places)
         own = self._keys_values(y, places) if not c.kv_from else None
@@ -224,7 +234,7 @@ class Block(nnx.Module):
             mixed = self.mix(q, *kv, rules, places, sinks)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
-        return mixed.reshape(*y.shape[:2], -1), kv, cache
+        return keep(self.out(mixed.reshape(*y.shape[:2], -1)), "out"), kv, cache
 
     def mix(
         self,

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32, Key
 
 from diloco_jax.training.models.block import Block, Cache, KeysValues, Layer, Places, block_norm, empty_cache, places_of
+from diloco_jax.training.models.delta import DeltaCache
 from diloco_jax.training.models.layers import Linear, checkpoint, soft_limit
 from diloco_jax.training.models.options import DecoderConfig, Stretch
 from diloco_jax.training.models.protocol import config_from_args
@@ -206,10 +207,13 @@ class Decoder(nnx.Module):
         kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
         self._check_length(kept)
         caches = self._empty_caches(kept)
+        has_state = any(isinstance(cache, DeltaCache) for cache in caches)
 
         def read(tokens: Array, positions: Array, caches: Any, last: int | Array = 0) -> tuple[Array, Any]:
             x = self.embedded(tokens[None], table)
-            x, _, caches = self._layers(x, Places(positions[None]), self.layer_vectors(tokens[None], x), caches)
+            # The state of a delta layer must not see the padding behind a prompt.
+            real = (jnp.arange(len(tokens), dtype=jnp.int32) <= last).astype(jnp.int32)[None] if has_state else None
+            x, _, caches = self._layers(x, Places(positions[None], real), self.layer_vectors(tokens[None], x), caches)
             x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
             return self._logits(self.norm_final(x), table)[0, 0, :ids], caches
 
@@ -276,7 +280,7 @@ class Decoder(nnx.Module):
         found, length = dict[str, KeysValues](), x.shape[1]
         if caches is not None and length == 1:
             # The queries of one new token see a whole cache.
-            length = max(cache[0].shape[-3] for cache in caches if cache)
+            length = max(cache[0].shape[-3] for cache in caches if cache and not isinstance(cache, DeltaCache))
         for kind in {self.config.of_kind(kind).kv_from for kind in self.config.kinds} - {""}:
             options = self.config.of_kind(kind)
             zeros = jnp.zeros((len(x), length, options.num_kv_heads, options.head_dim), x.dtype)

@@ -31,7 +31,6 @@ The layer. q, k and v pass a causal convolution over the last W tokens, each cha
 and b are computed from the token; the result is normalised in each head and gated by silu(z).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -40,40 +39,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from diloco_jax.training.models.layers import Linear, keep, make_norm
+from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.sharding import constrain, gather
 
 CHUNK = 64  # power of two
 CONVOLUTION_AXES = ("heads", None, None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaConfig:
-    """Sizes of one gated DeltaNet layer."""
-
-    dim: int = 128
-    """Width of the residual stream."""
-    dtype: str = "float32"
-    """Type of activations; the state is always float32."""
-    norm_epsilon: float = 1e-6
-    """Number that the norm adds to the mean square."""
-    delta_key_heads: int = 2
-    """Heads of queries and keys."""
-    delta_value_heads: int = 4
-    """Heads of values, each with its own state; a multiple of delta_key_heads."""
-    delta_key_dim: int = 32
-    """Width of one query or key head."""
-    delta_value_dim: int = 32
-    """Width of one value head."""
-    delta_conv: int = 4
-    """Tokens that the convolution sees, the token itself included."""
-
-    def __post_init__(self) -> None:
-        for name in ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.delta_value_heads % self.delta_key_heads:
-            values, keys = self.delta_value_heads, self.delta_key_heads
-            raise ValueError(f"model.args.delta_value_heads {values}: make it a multiple of delta_key_heads ({keys})")
 
 
 class DeltaCache(NamedTuple):
@@ -204,10 +174,18 @@ class Convolution(nnx.Module):
         return jax.nn.silu(total).astype(self.dtype)
 
 
+def empty_state(c: DecoderConfig, batch: int) -> DeltaCache:
+    """Return the cache of a layer before the first token."""
+    state = jnp.zeros((batch, c.delta_value_heads, c.delta_key_dim, c.delta_value_dim), jnp.float32)
+    keys, values = c.delta_key_heads * c.delta_key_dim, c.delta_value_heads * c.delta_value_dim
+    q, k, v = (jnp.zeros((batch, c.delta_conv - 1, width), c.dtype) for width in (keys, keys, values))
+    return DeltaCache((q, k, v), constrain(state, "batch", "heads", None, None))
+
+
 class GatedDelta(nnx.Module):
     """Gated DeltaNet in place of attention; Qwen 3.5 has it in three of four layers."""
 
-    def __init__(self, config: DeltaConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
         keys, values = c.delta_key_heads * c.delta_key_dim, c.delta_value_heads * c.delta_value_dim
         # Queries, keys and values are separate parameters, because no mesh splits a joint one into whole heads.
@@ -226,14 +204,6 @@ class GatedDelta(nnx.Module):
         self.norm = make_norm(c.delta_value_dim, c.norm_epsilon, "float32", offset=False, rngs=rngs)
         self.out = Linear(values, c.dim, ("heads", "embed"), c.dtype, rngs=rngs)
 
-    def empty_cache(self, batch: int) -> DeltaCache:
-        """Return the cache before the first token."""
-        c = self.config
-        state = jnp.zeros((batch, c.delta_value_heads, c.delta_key_dim, c.delta_value_dim), jnp.float32)
-        keys, values = c.delta_key_heads * c.delta_key_dim, c.delta_value_heads * c.delta_value_dim
-        q, k, v = (jnp.zeros((batch, c.delta_conv - 1, width), c.dtype) for width in (keys, keys, values))
-        return DeltaCache((q, k, v), constrain(state, "batch", "heads", None, None))
-
     def __call__(
         self, x: Float[Array, "b t d"], segments: Int32[Array, "b t"] | None = None, cache: DeltaCache | None = None
     ) -> tuple[Float[Array, "b t d"], DeltaCache | None]:
@@ -247,7 +217,7 @@ class GatedDelta(nnx.Module):
         c = self.config
         segments = jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
         texts, real = texts_of(segments), segments != 0
-        before = self.empty_cache(x.shape[0]) if cache is None else cache
+        before = empty_state(c, len(x)) if cache is None else cache
         linears, convolutions = (self.q, self.k, self.v), (self.conv_q, self.conv_k, self.conv_v)
         inputs = tuple(
             jnp.concatenate([old, keep(linear(x), "qkv")], axis=1)

@@ -145,6 +145,19 @@ class DecoderConfig:
     """Norms multiply by 1 + scale, with initial scales of 0."""
     norm_epsilon: float = 1e-6
     """Number that norms add to the mean square."""
+    mixer: Literal["attention", "delta"] = "attention"
+    """How a layer mixes tokens: attention, or delta (gated DeltaNet, which keeps a state of fixed size instead of keys
+    and values)."""
+    delta_key_heads: int = 2
+    """Heads of queries and keys of a delta layer."""
+    delta_value_heads: int = 4
+    """Heads of values of a delta layer, each with its own state; a multiple of delta_key_heads."""
+    delta_key_dim: int = 32
+    """Width of one query or key head of a delta layer."""
+    delta_value_dim: int = 32
+    """Width of one value head of a delta layer."""
+    delta_conv: int = 4
+    """Tokens that the convolution of a delta layer sees, the token itself included."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """Norms of queries and keys: none, head (each head by itself), or full (all heads together)."""
     qkv_bias: bool = False
@@ -239,6 +252,14 @@ class DecoderConfig:
             raise ValueError(
                 f"model.args.num_heads is {self.num_heads}; make it a multiple of num_kv_heads ({self.num_kv_heads})"
             )
+        for name in ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.delta_value_heads % self.delta_key_heads:
+            raise ValueError(
+                f"model.args.delta_value_heads is {self.delta_value_heads}; make it a multiple of delta_key_heads "
+                f"({self.delta_key_heads})"
+            )
         if self.head_dim % 2:
             raise ValueError(f"model.args.head_dim is {self.head_dim}; it must be even")
         if self.seq_len_max < 1 or not 0 <= self.rope_theta < math.inf:
@@ -313,7 +334,7 @@ class DecoderConfig:
                     f"model.args.kinds.{kind}.kv_from is '{source}', but no layer before layer {layer} is of that kind "
                     f"and has keys of its own; use one of {', '.join(sorted(earlier)) or 'the kinds'}"
                 )
-            if not source:
+            if not source and self.of_kind(kind).mixer == "attention":
                 earlier.add(kind)
 
     def kind(self, layer: int) -> str:

@@ -133,6 +133,10 @@ MIXED = {"num_layers": 5, "pattern": ["plain", "beside", "shared", "beside", "sh
                              "rope_length": 2},
                    "beside": {"dense_beside": True, "attention_sinks": True, "expert_dim": 8},
                    "shared": {"shared_dim": 6, "attention_gate": True, "rope_fraction": 0.34}}}  # fmt: skip
+# Delta layers with a state, and gated attention over a part of each head, as in Qwen 3.5.
+DELTA = {"num_layers": 6, "pattern": ["delta", "delta", "full"], "norm_offset": True, "qk_norm": "head",
+         "kinds": {"delta": {"mixer": "delta", "delta_key_dim": 6, "delta_value_dim": 8},
+                   "full": {"attention_gate": True, "rope_fraction": 0.34}}}  # fmt: skip
 ALL = {
     "plain": {"num_layers": 3},
     "gemma": {**GEMMA, "num_layers": 7},
@@ -221,9 +225,9 @@ def test_impossible_kinds_are_refused(changes: dict[str, object], message: str) 
         build(**changes)
 
 
-@pytest.mark.parametrize("options", [{}, GEMMA | {"scan_layers": True}, OLMO | {"loss_chunk": 11}])
+@pytest.mark.parametrize("options", [{}, GEMMA | {"scan_layers": True}, OLMO | {"loss_chunk": 11}, KINDS, DELTA])
 def test_texts_of_one_window_do_not_know_each_other(options: dict[str, object]) -> None:
-    model, tokens = randomised(build(num_layers=2, **options)), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+    model, tokens = randomised(build(**{"num_layers": 2, **options})), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
     segments = jnp.asarray([[1] * 5 + [2] * 5 + [0] * 2], jnp.int32)
     packed = jax.jit(lambda t: model(t, segments))(jnp.asarray([tokens]))
     for start in (0, 5):
@@ -288,7 +292,7 @@ def test_a_too_long_sequence_is_refused() -> None:
         GEMMA,
         GEMMA | {"scan_layers": True},
         OLMO,
-        *({**each, "scan_layers": scan} for each in (KINDS, SHARED, MIXED) for scan in (False, True)),
+        *({**each, "scan_layers": scan} for each in (KINDS, SHARED, MIXED, DELTA) for scan in (False, True)),
     ],
 )
 def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, object]) -> None:
@@ -321,3 +325,16 @@ def test_what_it_writes_is_what_its_logits_say() -> None:
     assert written(1e-4) == tokens[3:], "a cold draw is the likeliest token"
     assert written(5.0) == written(5.0) != written(5.0, seed=1)
     assert max(written(50.0, ids=3)) < 3
+
+
+@pytest.mark.parametrize("options", [GEMMA, DELTA], ids=["gemma", "delta"])
+def test_padding_behind_a_prompt_changes_nothing(options: dict[str, object]) -> None:
+    model, prompt = randomised(build(**{"num_layers": 3, **options})), jnp.asarray([3, 1, 4, 1, 5])
+    padded = jnp.asarray([3, 1, 4, 1, 5, 7, 7, 7])
+
+    def write(tokens: jax.Array, length: int) -> list[int]:
+        options = {"context": 14, "temperature": 0.0, "ids": 11}
+        program = jax.jit(lambda p: model.generate(p, 6, jax.random.key(0), length=length, **options))
+        return np.asarray(program(tokens)).tolist()
+
+    assert write(padded, 5) == write(prompt, 5)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.models.delta import DeltaConfig, GatedDelta, delta_rule, delta_step, texts_of
+from diloco_jax.training.models.delta import GatedDelta, delta_rule, delta_step, empty_state, texts_of
+from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import join_model, logical_axes, split_model
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, make_mesh, use_layout
 
@@ -30,7 +31,7 @@ KEYS, VALUES = KEY_HEADS * WIDTH, HEADS * VALUE_WIDTH
 def build(**changes: Any) -> GatedDelta:
     """The layer with each parameter moved away from its initial value, and with weights that make outputs large."""
     with nnx.use_eager_sharding(False):
-        graphdef, params = split_model(GatedDelta(DeltaConfig(**{**SIZES, **changes}), rngs=nnx.Rngs(0)))
+        graphdef, params = split_model(GatedDelta(DecoderConfig(**{**SIZES, **changes}), rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(5)
     moved = {p: np.float32(v + 0.3 * rng.normal(size=v.shape)) for p, v in params.items()}
     # Otherwise logarithms of decays reach -60, and the rounding of their sums would hide other errors.
@@ -210,7 +211,7 @@ def test_generation_with_a_cache_is_the_whole_sequence(prompt: int, padding: int
     whole, _ = run(layer, x)
     padded = np.concatenate([x[:, :prompt], stream(padding)], axis=1)
     segments = [[1] * prompt + [0] * padding] * 2
-    out, cache = run(layer, padded, segments if padding else None, layer.empty_cache(2))
+    out, cache = run(layer, padded, segments if padding else None, empty_state(layer.config, 2))
     check_close(out[:, :prompt], whole[:, :prompt])
     for t in range(prompt, prompt + 5):
         out, cache = run(layer, x[:, t : t + 1], None, cache)
@@ -227,7 +228,7 @@ def test_the_last_of_several_texts_continues_with_the_cache(length: int) -> None
     # The last text follows another text and padding in one row, and only padding in the other; then padding.
     segments = np.zeros((2, 46), int)
     segments[0, :2], segments[:, 4 : 4 + length] = 1, 2
-    _, cache = run(layer, x[:, :46], segments, layer.empty_cache(2))
+    _, cache = run(layer, x[:, :46], segments, empty_state(layer.config, 2))
     out, _ = run(layer, x[:, 46:], None, cache)
     whole, _ = run(layer, np.concatenate([x[:, 4 : 4 + length], x[:, 46:]], axis=1))
     check_close(out, whole[:, length:])
@@ -235,9 +236,9 @@ def test_the_last_of_several_texts_continues_with_the_cache(length: int) -> None
 
 def test_bfloat16_computes_about_the_same() -> None:
     x = stream(130)
-    want, cache = run(build(), x, None, build().empty_cache(2))
+    want, cache = run(build(), x, None, empty_state(build().config, 2))
     layer = build(dtype="bfloat16")
-    got, small = run(layer, jnp.asarray(x, jnp.bfloat16), None, layer.empty_cache(2))
+    got, small = run(layer, jnp.asarray(x, jnp.bfloat16), None, empty_state(layer.config, 2))
     assert got.dtype == small.inputs[0].dtype == jnp.bfloat16 and small.state.dtype == jnp.float32
     assert np.std(got.astype(jnp.float32) - want) < 0.02 * want.std()
     assert np.std(small.state - cache.state) < 0.02 * np.std(cache.state)
@@ -245,7 +246,7 @@ def test_bfloat16_computes_about_the_same() -> None:
 
 def test_initial_states_last_from_one_token_to_thousands() -> None:
     with nnx.use_eager_sharding(False):
-        layer = GatedDelta(DeltaConfig(dim=8, delta_value_heads=256), rngs=nnx.Rngs(0))
+        layer = GatedDelta(DecoderConfig(dim=8, delta_value_heads=256), rngs=nnx.Rngs(0))
     decay = np.exp(-np.exp(layer.a_log[...]) * np.logaddexp(0, layer.dt_bias[...]))
     assert decay.min() > np.exp(-1.6) and decay.max() < 1 and np.mean(decay > 0.99) > 0.02
 
