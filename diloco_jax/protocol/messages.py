@@ -64,7 +64,7 @@ class Hello(NamedTuple):
     digests: tuple[int, ...]
     # Newest life of the syncer that this incarnation knows, 0 for none.
     epoch: int
-    # Samples in one inner step.
+    # Leased samples in one inner step, 0 if the learner reads its own data.
     step_samples: int
     # Samples of the leases that have arrived.
     granted: int

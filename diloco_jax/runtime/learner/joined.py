@@ -101,7 +101,8 @@ def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 
 class StepSize(NamedTuple):
     """The data of one inner step."""
 
-    samples: int  # per step
+    # Leased samples per step, 0 if the loop reads its own data.
+    samples: int
     tokens: int  # per step
     # Description of the data, so that islands can compare what they read; "" if unknown.
     corpus: str = ""

@@ -107,7 +107,8 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     folder = here.run_dir or Path(config.runs_dir) / config.name
     pulse = island_pulse(config, folder, here.name, 0 if hosts is None else hosts.host)
     joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
-    size = StepSize(options["samples_per_step"], options["tokens_per_step"], options.get("corpus", ""))
+    leased = options["samples_per_step"] if data == "leased" else 0
+    size = StepSize(leased, options["tokens_per_step"], options.get("corpus", ""))
     flops_per_step = options.get("flops_per_step", 0.0)
     place = cache(partial(find_place, own, config, here.name))
     loader = loader_of(options.get("loader"), place, incarnation)
