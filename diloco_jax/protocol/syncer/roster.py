@@ -118,7 +118,7 @@ class Roster:
         self.matches.on_done(member.learner_id)
         count = self.leases.release(member.learner_id)
         if count:
-            self._note("released", member, f"{count} samples go to others")
+            self._note("released", member, f"its {count} leased samples go to others")
 
     def strike(self, member: Member, this: Round, now_s: float) -> None:
         """Count an unusable value, and expel a learner whose last values were all unusable."""
