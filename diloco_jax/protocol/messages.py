@@ -30,6 +30,8 @@ NO_VERSION = -1
 STALE = "is stale"
 # Name of the value in a report of metrics that holds the island's clock at sending, in seconds since 1970.
 OWN_TIME = "unix_s"
+# Names of the values that hold the number of the island's process, and a number of the machine that gave it.
+OWN_PROCESS, OWN_MACHINE = "island_process", "island_machine"
 # Values in one report of metrics, and characters of a name.
 METRICS_MAX = 64
 METRIC_LENGTH_MAX = 64

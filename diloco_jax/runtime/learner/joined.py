@@ -8,6 +8,7 @@ the network or the disk, except in lockstep (docs/protocol.md).
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,16 @@ from typing import NamedTuple
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import OWN_TIME, STALE, STOPPED_OUTSIDE, Leave, Metric, MetricsReport
+from diloco_jax.protocol.messages import (
+    OWN_MACHINE,
+    OWN_PROCESS,
+    OWN_TIME,
+    STALE,
+    STOPPED_OUTSIDE,
+    Leave,
+    Metric,
+    MetricsReport,
+)
 from diloco_jax.protocol.recovery import Saved
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
@@ -34,6 +44,7 @@ from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
+from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.resolved import ResolvedRun, resolve
@@ -269,7 +280,8 @@ class Joined:
     def _tell_metrics(self, machine: Learner) -> None:
         # Without a link the metrics wait, and become one mean.
         if self._decisions.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
-            told = (*(Metric(name, value) for name, value in values.items()), Metric(OWN_TIME, unix_s()))
+            values |= {OWN_TIME: unix_s(), OWN_PROCESS: os.getpid(), OWN_MACHINE: machine_number()}
+            told = tuple(Metric(name, float(value)) for name, value in values.items())
             self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self, reason: str = STOPPED_OUTSIDE) -> None:

@@ -42,6 +42,7 @@ def compose_status(
     stopped: bool,
     blocked: str,
     metrics: Mapping[str, Mapping[str, float]],
+    processes: Mapping[str, int | None],
     left_s: float | None,
     **told: Any,
 ) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def compose_status(
         stopped: whether somebody has ended the run.
         blocked: what the syncer itself waits for, such as space on its disk; "" if it waits for islands or rounds.
         metrics: the newest values that each island measured.
+        processes: process numbers of the islands on the syncer's machine.
         left_s: seconds until the last global step; None while unknown.
         told: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
             newest evaluation.
@@ -72,7 +74,12 @@ def compose_status(
         tokens=stats.tokens,
         contributors_per_round=round(stats.contributors_per_round, 3),
         samples=syncer.leases.fates._asdict(),
-        learners=[row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)],
+        learners=[
+            row
+            | {"metrics": metrics.get(row["learner"], {})}
+            | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
+            for row in stats.status(now_s)
+        ],
         **told,
     )
 

@@ -14,7 +14,7 @@ runtime/figures/facts.py it has these keys:
     said            {machine, process, supervisor, unix_s}: who wrote the status, and when
     alarms          [{kind, who, text, remedy}]: alarms that stand (protocol/watch/alarms.py)
     episodes        all alarms, those that ended included
-    learners        facts of each island
+    learners        facts of each island, and `process`: its number, if it runs on the syncer's machine
 
 An island's numbers may be null until it has reported a step.
 """
@@ -107,7 +107,8 @@ def _condition(row: Mapping[str, Any]) -> str:
     if row["state"] == "active":
         details = ": " + ", ".join(table.texts(table.ISLAND_FIGURES, facts, lambda figure: figure.status))
     reason = f"; {row['reason']}" if row["reason"] else ""
-    return f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}; {always}"
+    process = f"; process {row['process']}" if row.get("process") else ""
+    return f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}; {always}{process}"
 
 
 def alarm_line(alarm: Mapping[str, Any]) -> str:
