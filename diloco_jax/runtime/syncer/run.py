@@ -291,7 +291,8 @@ class SyncerRun:
     ) -> None:
         self._late_s = late_s
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
-        self._pulse.phase("drawing the initial model")
+        own = isinstance(model, OfferedModel)
+        self._pulse.phase("loading the model that the first island sent" if own else "drawing the initial model")
         resolved = resolve(config, model.shapes, model.kinds)
         self._config = config = resolved.config
         self._run_dir = run_dir

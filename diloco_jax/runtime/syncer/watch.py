@@ -75,6 +75,8 @@ class Watch:
         self._told_s: float | None = None
         # Results of the newest evaluation.
         self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()
+        # Global step of the evaluated model.
+        self._eval_step = self.earlier.eval_step
         self.eval_bits: float | None = None
         # Failures of evaluations since the last good one, each once.
         self.eval_alarms: list[str] = []
@@ -176,6 +178,7 @@ class Watch:
         else:
             self.eval_alarms.clear()
         self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
+        self._eval_step = score.global_step
         record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
         record |= {"global_step": score.global_step, "tokens": tokens}
         self._telemetry.write(record | {"learner": score.learner_id, "took_s": score.took_s})
@@ -236,6 +239,7 @@ class Watch:
             alarms=self._look(now_s),
             episodes=self._book.as_dicts(),
             eval_loss=self.eval_loss,
+            eval_step=self._eval_step,
             eval_scores=self.eval_scores,
             wire=self.wire(),
             metrics=self._metrics,

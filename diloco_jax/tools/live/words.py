@@ -8,6 +8,7 @@ runtime/figures/facts.py it has these keys:
     left_s          seconds until the last global step (protocol/watch/time_left.py)
     num_parameters  of the model
     waiting_for     what the run waits for, as a text
+    eval_step       global step of the newest evaluated model
     eval_scores     numbers of the newest evaluation, by name
     samples         fates of the samples
     epoch           number of the syncer's process, counted over the run
