@@ -99,10 +99,10 @@ def test_a_data_parallel_run_cannot_be_resumed(tmp_path: Path) -> None:
 
 def test_a_run_without_a_status_names_what_it_waits_for_or_where_to_look(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ValueError, match="see the output of its syncer$"):
+    with pytest.raises(ValueError, match=r"see the output of its syncer$"):
         read_status(str(tmp_path))
     (tmp_path / "logs").mkdir()
-    with pytest.raises(ValueError, match=f"see {tmp_path}/logs$"):
+    with pytest.raises(ValueError, match=rf"see {tmp_path}/logs$"):
         read_status(str(tmp_path))
     tell_phase(tmp_path, "syncer", "waiting for the first island, which sends the model")
     with pytest.raises(ValueError, match="it is starting; syncer: waiting for the first island"):
