@@ -9,8 +9,8 @@ from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 
 if importlib.util.find_spec("maxtext") is None:
     sys.stderr.write(
-        "MaxText is not installed here: pip install 'maxtext[tpu]' diloco-jax in an environment of Python 3.12 or "
-        "newer (docs/maxtext.md)\n"
+        "MaxText is not installed here: install maxtext and diloco_jax into one environment of Python 3.12 or newer "
+        "(docs/maxtext.md)\n"
     )
     raise SystemExit(WRONG_INPUT)
 
@@ -22,8 +22,8 @@ def main() -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m diloco_jax.maxtext",
-        description="Train with MaxText as an island of a run. Options with two dashes are of the island, all other "
-        "arguments are MaxText's.",
+        description="Train with MaxText as an island of a run. Options with two dashes are for the island; all other "
+        "arguments go to MaxText.",
     )
     parser.add_argument("--syncer", help="host:port of the syncer (default: DILOCO_SYNCER)")
     parser.add_argument("--name", help="name of the island (default: DILOCO_ISLAND)")

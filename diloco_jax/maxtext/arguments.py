@@ -21,6 +21,17 @@ REFUSED = {
     "elastic_enabled": "an island that loses a slice restarts and returns to the run",
     "enable_rampup_batch_size": "a merge weighs islands by a fixed number of tokens per step",
 }
+# Arguments that a choice of data needs, each with the reason. Leased data need one record for each sequence, in the
+# process that has the leases.
+NEEDED: Mapping[Data, Mapping[str, tuple[str, str]]] = {
+    "shard": {"dataset_type": ("grain", "only grain's pipeline gets a shard")},
+    "leased": {
+        "packing": ("false", "a packed sequence has several records"),
+        "use_truncation": ("true", "a record would become several sequences"),
+        "grain_worker_count": ("0", "other processes have no leases"),
+        "dataset_type": ("grain", "only grain's sources have positions"),
+    },
+}
 
 
 class Arguments(NamedTuple):
@@ -83,9 +94,12 @@ def with_defaults(given: Arguments, *, run: str, island: str, steps: int, hosts:
     # MaxText's own start of several processes on CPUs needs variables of its launcher.
     if hosts > 1 or values.get("hardware") == "cpu":
         defaults["skip_jax_distributed_system"] = "true"
+    if data in NEEDED:
+        _check_fits(data, values)
+        # A file of the user may choose another pipeline, which would read the same data on all islands.
+        defaults["dataset_type"] = "grain"
     if data == "leased":
         defaults |= {"packing": "false", "grain_worker_count": "0"}
-        _check_leased(values)
     values = defaults | values
     values["run_name"] = f"{values.get('run_name') or run}-{island}"
     if data == "seed":
@@ -101,14 +115,7 @@ def island_seed(seed: str, island: str) -> int:
     return zlib.crc32(f"{seed}/{island}".encode()) & SEED_MAX
 
 
-def _check_leased(values: Mapping[str, str]) -> None:
-    """Check that one record becomes one sequence, in the process that has the leases."""
-    needed = {
-        "packing": ("false", "a packed sequence has several records"),
-        "use_truncation": ("true", "a record would become several sequences"),
-        "grain_worker_count": ("0", "other processes have no leases"),
-        "dataset_type": ("grain", "only grain's sources have positions"),
-    }
-    for key, (value, reason) in needed.items():
+def _check_fits(data: Data, values: Mapping[str, str]) -> None:
+    for key, (value, reason) in NEEDED[data].items():
         if (found := values.get(key, value)).lower() != value:
-            raise ValueError(f"{key}={found} does not fit to --data leased: {reason}; use {key}={value}")
+            raise ValueError(f"{key}={found} does not fit to --data {data}: {reason}; use {key}={value}")

@@ -35,15 +35,17 @@ def run(
 
     Args:
         words: Arguments of MaxText: a config file such as base.yml, and `key=value`.
-        syncer: host:port of the syncer. None: DILOCO_SYNCER.
-        name: Name of the island. None: DILOCO_ISLAND.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
+        name: Name of the island. If None, DILOCO_ISLAND.
         data: What the island reads; docs/maxtext.md explains the choices.
-        options: More options of `diloco_jax.join`, such as `transport`, `run_dir` and `preemption`.
+        options: Further options of `diloco_jax.join`: `run_dir`, `transport`, `preemption`, `coordinator` and `axes`.
+            MaxText's config decides the others.
 
     Raises:
         ValueError: An argument is wrong, or the run has another model.
         ConnectionError: The syncer cannot be reached.
         RuntimeError: MaxText ended before the run, for instance because its data ended.
+        RunComplete: The run is complete.
     """
     given = read_arguments(words, Path(maxtext.__file__).parent / "configs")
     # MaxText's own lines and those of the island, as when MaxText is started by its own command.

@@ -68,22 +68,25 @@ def attach(
     axes: Mapping[str, LogicalAxes] | None = None,
     **options: Unpack[LoopOptions],
 ) -> NnxIsland:
-    """Join a run as an island whose loop trains a Flax NNX model in place; docs/nnx.md explains it.
+    """Make a loop that trains a Flax NNX model in place an island of a run; docs/nnx.md explains it.
 
     Args:
-        model: nnx.Module, or nnx.State with the parameters; a function that returns it, if the loop replaces it.
-        optimizer: nnx.Optimizer, or its nnx.State, or a tuple of it and other objects that return with the island, or
-            a function that returns it. None: a returning island starts with fresh moments.
-        syncer: host:port of the syncer. None: DILOCO_SYNCER.
+        model: nnx.Module, or nnx.State with the parameters. If the loop replaces this object, give a function that
+            returns the present one.
+        optimizer: nnx.Optimizer or its nnx.State, or a tuple of it and other objects that must return with the island.
+            It may be a function, as for `model`. If None, a returning island starts with fresh moments.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
         filter: nnx filter of the trained parameters, such as nnx.LoRAParam; the same as the optimizer's `wrt`.
         average: nnx filter of Variables that are merged with the parameters, such as nnx.BatchStat.
-        keep: nnx filter of the model's Variables that return with this island, beside the optimizer.
+        keep: nnx filter of the model's other Variables that are saved, and return with this island. A filter replaces
+            the default, which is batch statistics and random streams.
         axes: Logical axis names of parameters by path, in place of those in the metadata of the Variables.
         options: As for `diloco_jax.join`; `evaluate` gets the global model, as `global_model` returns it.
 
     Raises:
         ValueError: An argument is wrong, an array was donated, or the run has another model.
         ConnectionError: The syncer cannot be reached.
+        RunComplete: The run is complete.
     """
     check_options(options)
     holder = VariableHolder(model, optimizer, filter=filter, average=average, keep=keep)

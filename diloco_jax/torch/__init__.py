@@ -38,24 +38,26 @@ def attach(
     axes: Mapping[str, LogicalAxes] | None = None,
     **options: Unpack[LoopOptions],
 ) -> AttachedIsland:
-    """Join a run as an island whose loop trains a PyTorch module; docs/pytorch.md explains it.
+    """Make a loop that trains a PyTorch module an island of a run; docs/pytorch.md explains it.
 
     The parameters with `requires_grad` are exchanged, and changed in place. The optimizer's state, the buffers and the
-    scheduler's numbers stay on the island, which saves them, and restores them after a failure.
+    scheduler's numbers stay on the island. The island saves them, and restores them after a failure.
 
     Args:
         module: The module; torch.compile and DistributedDataParallel (of one process) may wrap it.
-        optimizer: Its optimizer, or several. None: only parameters and buffers are restored.
-        syncer: host:port of the syncer. None: DILOCO_SYNCER.
+        optimizer: Its optimizer, or several. If None, only parameters, buffers and the scheduler are restored.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
         scheduler: Learning-rate scheduler, saved with the optimizer.
-        names: From names of parameters, `layers.0.weight`, to paths in the run, or to (path, order of the axes). By
-            default the path has slashes for dots. `like_flax(module)` gives those of a Flax module.
+        names: Mapping or function from the name of a parameter, such as `layers.0.weight`, to its path in the run, or
+            to (path, order of the axes). By default the path is the name with slashes for dots. `like_flax(module)`
+            returns the names of a Flax module.
         axes: Logical axis names of parameters, by path; tables of `nn.Embedding` have ("vocab", None) by default.
         options: As for `diloco_jax.join`. `evaluate` gets the module with the global parameters, in evaluation mode.
 
     Raises:
         ValueError: An argument is wrong, a parameter cannot be exchanged, or the run has another model.
         ConnectionError: The syncer cannot be reached.
+        RunComplete: The run is complete.
     """
     check_options(options)
     if torch.distributed.is_available() and torch.distributed.is_initialized() and _world_size() > 1:

@@ -20,6 +20,7 @@ from diloco_jax.nnx.holder import VariableHolder
 from diloco_jax.runtime.own_loop.attached import AttachedIsland
 from diloco_jax.runtime.own_loop.attached import attach as attach_holder
 from diloco_jax.runtime.own_loop.enter import LoopOptions
+from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.tunix.layouts import SteadyHolder
@@ -48,6 +49,10 @@ class TunixIsland:
         self._trained = 0
         # Whether the trainer's data comes through this island, and so ends with the run.
         self._ends = False
+        self._own_config = trainer.config
+        if trainer.config.max_steps is not None:
+            log.warning(f"max_steps={trainer.config.max_steps} is not used: the run decides when the training ends")
+            trainer.config = replace(trainer.config, max_steps=None)
         self._make_steps = trainer.jit_train_and_eval_step
         trainer.jit_train_and_eval_step = self._steps  # type: ignore[method-assign]
         self._own_data = trainer.data_hooks
@@ -66,7 +71,10 @@ class TunixIsland:
 
     @property
     def incarnation(self) -> int:
-        """Return the number of this start, which grows with every start of the island."""
+        """Return a number that grows with every start of the island.
+
+        It is DILOCO_INCARNATION, as `diloco train` sets it, or the time of the start in milliseconds.
+        """
         return self._island.incarnation
 
     @property
@@ -76,8 +84,26 @@ class TunixIsland:
 
     @property
     def local_step(self) -> int:
-        """Return the number of updates of the optimizer in this start of the island."""
+        """Return the number of updates of the optimizer since this start of the island."""
         return self._island.local_step
+
+    @property
+    def index(self) -> int:
+        """Return the number of this island's shard of own data, below `count`; it is the same at every start."""
+        return self._island.index
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards of own data, `islands.count` of the run's config."""
+        return self._island.count
+
+    @property
+    def loader(self) -> Batches | None:
+        """Return the batches of `loader=` at the restored position, for `batches`; None without a loader.
+
+        The first access waits for the run's model.
+        """
+        return self._island.loader
 
     def batches(self, source: Load | Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of `PeftTrainer.train` until the run is over.
@@ -85,8 +111,9 @@ class TunixIsland:
         With gradient accumulation the samples of an update are split into equal batches, in their order.
 
         Args:
-            source: Function that loads the samples at given positions of the run's global order. With `data="own"` any
-                iterable of batches; the island leaves the run when it ends, so repeat it.
+            source: Function that loads the samples at given positions of the run's global order. With `data="own"`, any
+                iterable of batches, such as `island.loader`. The island leaves the run when the iterable ends, so
+                repeat it.
 
         Raises:
             ValueError: The samples of an update cannot be split into equal batches.
@@ -110,7 +137,7 @@ class TunixIsland:
         return self._island.global_params()
 
     def leave(self) -> None:
-        """Leave the run, if it is not over, and give the trainer back as it was; safe to call again."""
+        """Leave the run if it is not over, and restore the trainer as it was; safe to call again."""
         self._detach()
         self._island.leave()
 
@@ -124,8 +151,13 @@ class TunixIsland:
         self._island.__exit__(kind, error, where)
 
     def _own_batches(self, source: Iterable[Any]) -> Iterator[Any]:
-        for batch in source:
-            if not self._going():
+        batches: Iterator[Any] | None = None
+        # The source is read only after the first `_going`, which restores the position of a loader.
+        while self._going():
+            batches = iter(source) if batches is None else batches
+            try:
+                batch = next(batches)
+            except StopIteration:
                 return
             yield batch
 
@@ -169,6 +201,7 @@ class TunixIsland:
                 self._end()
 
     def _detach(self) -> None:
+        self._trainer.config = self._own_config
         self._trainer.jit_train_and_eval_step = self._make_steps  # type: ignore[method-assign]
         if self._own_data is not None:
             self._trainer.with_data_hooks(self._own_data)
@@ -183,29 +216,29 @@ def attach(
     eval_ds: Iterable[Any] | None = None,
     **options: Unpack[LoopOptions],
 ) -> TunixIsland:
-    """Join a run as an island whose steps a trainer of google-tunix makes; docs/tunix.md explains it.
+    """Make a trainer of google-tunix an island of a run; docs/tunix.md explains it.
 
     The parameters that the trainer's optimizer trains are exchanged: all of them, or those of LoRA. The optimizer's
     state stays on the island. The run decides when the training ends, so the trainer's `max_steps` is not used.
 
     Args:
         trainer: A `PeftTrainer` or one of its subclasses, before `train`.
-        syncer: host:port of the syncer. None: DILOCO_SYNCER.
-        model: Part of `trainer.model` that the optimizer trains, such as the student of a distillation. None: all.
-        axes: Logical axis names of parameters by path, where neither the model nor this module knows them.
-        eval_ds: Batches that the trainer's evaluation step evaluates when the syncer asks for it; an iterable that can
-            be read again. A trainer with data hooks reads its own batches, so give any such iterable then.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
+        model: Part of `trainer.model` that the optimizer trains, such as the student of a distillation. If None, the
+            whole model.
+        axes: Logical axis names of parameters by path. They replace those of the model's metadata and those that this
+            module knows for tunix' own models.
+        eval_ds: Batches for evaluations of the global model, as an iterable that can be read again. If None, this
+            island makes no evaluation. If the trainer has data hooks, it evaluates their batches in place of these.
         options: As for `diloco_jax.join`. `samples_per_step` and `tokens_per_step` count one update of the optimizer.
 
     Raises:
         ValueError: An argument is wrong, an array was donated, or the run has another model.
         ConnectionError: The syncer cannot be reached.
+        RunComplete: The run is complete.
     """
     if isinstance(getattr(trainer.jit_train_and_eval_step, "__self__", None), TunixIsland):
         raise ValueError("this trainer is an island already; leave() that one first")
-    if trainer.config.max_steps is not None:
-        log.warning(f"max_steps={trainer.config.max_steps} is not used: the run decides when the training ends")
-        trainer.config = replace(trainer.config, max_steps=None)
     optimizer = trainer.optimizer
     variables = VariableHolder(trainer.model if model is None else model, optimizer, filter=optimizer.wrt)
     holder = SteadyHolder(variables)

@@ -81,3 +81,13 @@ def test_leased_data_need_one_record_for_each_sequence(configs: Path) -> None:
     for word in ("packing=true", "grain_worker_count=2", "use_truncation=false", "dataset_type=hf"):
         with pytest.raises(ValueError, match=f"{word} does not fit to --data leased"):
             completed(word, data="leased", configs=configs)
+
+
+def test_only_grains_pipeline_has_shards_and_leases(configs: Path) -> None:
+    for data in ("shard", "leased"):
+        assert completed(data=data, configs=configs)["dataset_type"] == "grain", "also with another one in a file"
+        with pytest.raises(ValueError, match=f"dataset_type=hf does not fit to --data {data}"):
+            completed("dataset_type=hf", data=data, configs=configs)
+    for data in ("seed", "same"):
+        assert "dataset_type" not in completed(data=data, configs=configs)
+        assert completed("dataset_type=hf", data=data, configs=configs)["dataset_type"] == "hf"

@@ -1,6 +1,6 @@
 """What an island adds to a trainer of tunix, on a stand-in with the same members; test_tunix.py has real trainers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +122,37 @@ def test_own_batches_end_with_the_run_or_before() -> None:
     trainer, run, _, island = made(Config(), steps=3)
     trainer.train(island.batches([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert run.losses == [1.0, 2.0, 3.0]
+
+
+def test_own_batches_are_read_after_the_run_was_joined_and_none_behind_its_end() -> None:
+    trainer, run, _, island = made(Config(), steps=2)
+    read_at: list[int] = []
+    joined: list[bool] = []
+
+    def source() -> Iterator[float]:
+        while True:
+            read_at.append(run.local_step)
+            assert joined, "a loader's position is restored before its first batch"
+            yield 1.0
+
+    class Joining(Run):
+        @property
+        def training(self) -> bool:
+            joined.append(True)
+            return super().training
+
+    run.__class__ = Joining
+    trainer.train(island.batches(source()))
+    assert read_at == [0, 1]
+
+
+def test_max_steps_is_the_trainers_again_after_the_run() -> None:
+    trainer, run, _, island = made(Config(max_steps=3), steps=5)
+    assert trainer.config.max_steps is None
+    trainer.train(island.batches([1.0] * 9))
+    assert run.local_step == 5
+    island.leave()
+    assert trainer.config == Config(max_steps=3)
 
 
 def test_a_trainer_with_its_own_data_is_refused_and_is_given_back() -> None:

@@ -1,11 +1,12 @@
-"""`attach`: an island in a loop that keeps its arrays in an object, such as a Flax module; only what is due is read.
+"""`attach`: an island in a loop that keeps its arrays in an object, such as a Flax module.
 
     with attach(holder, "syncer:50051", name="a", samples_per_step=B, tokens_per_step=B * T) as island:
         while island.training:
             loss = step(load(island.next_samples()))
             island.after_step(loss)
 
-`diloco_jax.nnx.attach` builds the holder of a Flax module.
+After each step the island reads and writes only the tensors that are due. `diloco_jax.nnx.attach` builds the holder
+of a Flax module.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -176,23 +177,29 @@ class AttachedIsland:
 
     @property
     def incarnation(self) -> int:
-        """Return the number of this start, which grows with every start of the island."""
+        """Return a number that grows with every start of the island.
+
+        It is DILOCO_INCARNATION, as `diloco train` sets it, or the time of the start in milliseconds.
+        """
         return self._island.incarnation
 
     @property
     def global_step(self) -> int:
-        """Return the run's global step when the next step starts; the first access waits for the run's model."""
+        """Return the run's global step at the start of the next step; the first access waits for the run's model."""
         self._begin()
         return self._island.global_step
 
     @property
     def local_step(self) -> int:
-        """Return the number of steps that this start of the island has finished."""
+        """Return the number of steps that the island has finished since this start."""
         return self._island.local_step
 
     @property
     def loader(self) -> Batches | None:
-        """Return the batches of the loader, at the position that the first access to `training` restores, or None."""
+        """Return the batches of `loader=` at the restored position; None without a loader.
+
+        The first access waits for the run's model.
+        """
         if self._island.loader is not None:
             self._begin()
         return self._island.loader
@@ -209,10 +216,10 @@ class AttachedIsland:
 
     @property
     def training(self) -> bool:
-        """Tell whether the loop shall make another step.
+        """Return whether the loop must make another step.
 
-        The first access waits for the run's model, and writes it into the holder, with the moments of a returning
-        island: those of its newest save, or of a healthy peer.
+        The first access waits for the run's model, and writes it into the holder. If the island has returned, it also
+        writes the moments, from the island's newest save or from a healthy peer.
 
         Raises:
             ValueError: The syncer refuses this island.
@@ -236,14 +243,17 @@ class AttachedIsland:
         return self._island.next_samples()
 
     def coming_samples(self) -> Int64[np.ndarray, " samples"]:
-        """Return the known samples of the steps after the next one, so that a loader can read them ahead."""
+        """Return the known samples of the steps after the next one, so that a loader can read them ahead.
+
+        Train only on the result of `next_samples`: some of these samples may go to other islands instead.
+        """
         return self._island.coming_samples()
 
     def after_step(self, metrics: Any) -> None:
         """Report a step and exchange the due fragments, in the holder.
 
-        The call waits neither for the step nor for the network (except in lockstep, `protocol.overlap_steps: 0`), but
-        for the step before: a report has the newest metrics that the devices have computed.
+        The call waits for the previous step, not for this one. If the devices have not computed this step's metrics
+        yet, it reports those of the previous step. It waits for the network only if `protocol.overlap_steps` is 0.
 
         Args:
             metrics: A scalar loss, or scalars by name with one called `loss`.
@@ -297,13 +307,14 @@ def attach(
 
     Args:
         holder: The arrays: JAX arrays, each copied once, or a `HostHolder`, such as `NumpyArrays`.
-        syncer: host:port of the syncer. None: DILOCO_SYNCER.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
         axes: Logical axis names of parameters by path, in place of those of the holder.
         options: As for `diloco_jax.join`; `evaluate` gets parameters by path.
 
     Raises:
         ValueError: An argument is wrong, an array was donated, or the run has another model.
         ConnectionError: The syncer cannot be reached.
+        RunComplete: The run is complete.
     """
     check_options(options)
     arrays = HostArrays(holder, axes) if isinstance(holder, HostHolder) else HeldArrays(holder, axes)

@@ -26,7 +26,7 @@ from diloco_jax.transport.link import TransportConfig, TransportError
 
 
 class RunComplete(SystemExit):
-    """The end of a program that joins a run which is complete; without a handler the process ends with status 0."""
+    """Raised by `join` and `attach` if the run is complete; if nothing catches it, the process ends with status 0."""
 
     def __init__(self, name: str, run_dir: Path) -> None:
         super().__init__(0)
@@ -69,7 +69,7 @@ def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings,
     """Wait until the syncer listens; return the place of this process in the run, and the transport to the syncer.
 
     Args:
-        syncer: host:port of the syncer. None: DILOCO_SYNCER.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
         options: Options of `join`.
 
     Raises:

@@ -52,25 +52,28 @@ class OwnIsland:
 
     @property
     def incarnation(self) -> int:
-        """Return the number of this start, which grows with every start of the island."""
+        """Return a number that grows with every start of the island.
+
+        It is DILOCO_INCARNATION, as `diloco train` sets it, or the time of the start in milliseconds.
+        """
         return self._island.incarnation
 
     @property
     def global_step(self) -> int:
-        """Return the run's global step when the next step starts, the same on all hosts; use it for schedules.
+        """Return the run's global step at the start of the next step, the same on all hosts; use it for schedules.
 
-        With a budget of tokens it is the step that corresponds to the merged tokens.
+        If `train.tokens` ends the run, this is the step of the schedule that fits the tokens merged so far.
         """
         return self._island.global_step
 
     @property
     def local_step(self) -> int:
-        """Return the number of steps that this start of the island has finished."""
+        """Return the number of steps that the island has finished since this start."""
         return self._island.local_step
 
     @property
     def loader(self) -> Batches | None:
-        """Return the batches of the loader, from the restored position on; None without one.
+        """Return the batches of `loader=` at the restored position; None without a loader.
 
         Raises:
             ValueError: `state` has not restored the position yet.
@@ -92,9 +95,9 @@ class OwnIsland:
     def state(self) -> dict[str, Any]:
         """Wait for the state of the first step, and return it as {"params", "opt_state"}.
 
-        The parameters are the global model. The optimizer's state of a returning island is that of its newest save or
-        of a healthy peer; otherwise it is the one that `join` got. Without an `opt_state` in `join`, the result has
-        "params" alone.
+        The parameters are the global model. If the island has returned, the optimizer's state comes from its newest
+        save or from a healthy peer. Otherwise it is the state that `join` got. If `join` got no `opt_state`, the result
+        has only "params".
 
         Raises:
             ValueError: The syncer refuses this island.
@@ -111,7 +114,7 @@ class OwnIsland:
 
     @property
     def training(self) -> bool:
-        """Tell whether the loop shall make another step."""
+        """Return whether the loop must make another step."""
         if not self._handed:
             raise ValueError("start with the result of state(): the arguments of join() need not be the run's model")
         self._held.state = NOTHING
@@ -140,9 +143,10 @@ class OwnIsland:
     def after_step(self, params: Any, metrics: Any, *, opt_state: Any = None) -> Any:
         """Report a step, exchange the due fragments, and return the parameters for the next step.
 
-        The call waits neither for the step nor for the network (except in lockstep, `protocol.overlap_steps: 0`), but
-        for the step before: a report has the newest metrics that the devices have computed. It uses up the given
-        parameters where a fragment arrived, so continue with the returned ones.
+        The call waits for the previous step, not for this one. If the devices have not computed this step's metrics
+        yet, it reports those of the previous step. It waits for the network only if `protocol.overlap_steps` is 0.
+
+        The call may donate the arrays in `params`, so continue with the parameters that it returns.
 
         Args:
             params: Parameters after the step, in the tree, layout and dtypes that `join` got.
@@ -211,37 +215,37 @@ def join(
     coordinator: str = "",
     loader: Any = None,
 ) -> OwnIsland:
-    """Join a run as an island that the caller's own loop steps; docs/join.md explains it with examples.
+    """Make the caller's training loop an island of a run; docs/join.md explains it with examples.
 
-    SIGTERM or a preemption notice makes `training` false, so that the loop ends and the island leaves the run.
+    SIGTERM (in the main thread) or a preemption notice makes `training` false, so that the island leaves the run.
 
     Args:
-        syncer: host:port of the syncer. None: DILOCO_SYNCER, as `diloco train` sets it (islands.command).
-        name: Name of the island, the same at every start. None: DILOCO_ISLAND.
+        syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
+        name: Name of the island, the same at every start. If None, DILOCO_ISLAND.
         params: Trained and exchanged parameters, a pytree of JAX arrays in any layout on one mesh. If the run's config
             names no model, its first island sends the initial values.
-        opt_state: Other state of a returning island, such as the optimizer's: any pytree of arrays. None: a returning
-            island gets only parameters.
+        opt_state: State that the island gets back after a restart, such as the optimizer's: any pytree of JAX arrays.
         samples_per_step: Samples of one inner step, over all devices and hosts of the island.
-        tokens_per_step: Tokens in these samples, which weigh the island's merges.
+        tokens_per_step: Tokens in these samples. They decide the weight of the island in a merge.
         flops_per_step: Floating-point operations of the model in one step, for the metrics; 0 if unknown.
-        data: "leased": the loop reads the samples of `next_samples`, so that every sample of the run has one fate.
-            "own": it reads any data.
-        corpus: Description of the data, a word or a digest that all islands must share.
-        axes: Logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
-            or (None, "layers", None) for a stack; unnamed ones follow from the shape. The same on all islands, except
-            for the positions of stacks.
-        evaluate: Function that evaluates the global model, given as the tree of `params`; see docs/join.md.
-        transport: Certificates, token and timeouts of this machine; its address is not used.
-        run_dir: Folder of tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else the run's name.
-        preemption: "gce", or a file whose appearance is a notice of preemption.
-        coordinator: Address given to jax.distributed.initialize. "": DILOCO_COORDINATOR, or this machine's address.
+        data: "leased" if the loop reads the samples of `next_samples`, "own" if it reads any other data.
+        corpus: Description of the data, a word or a digest. The syncer refuses an island with another one.
+        axes: Logical axis names of parameters by path, such as ("vocab", None) for an embedding, or
+            (None, "layers", None) for a stack. The kind of a parameter without names follows from its shape. All
+            islands must give the same names; only the positions of stacks may differ.
+        evaluate: Function of the tree of `params` that returns a scalar loss, or scalars by name with one `loss`.
+        transport: Certificates, token and timeouts of this machine. If None, those of the config file DILOCO_CONFIG.
+        run_dir: Folder of tapes and saved states, the same at every start. If None, DILOCO_RUN_DIR; without this
+            variable, the run's name below its `runs_dir`.
+        preemption: "gce" for notices of Google Cloud, or the path of a file that is a notice once it exists.
+        coordinator: Address given to jax.distributed.initialize. If empty, DILOCO_COORDINATOR, or this machine's.
         loader: Loader of own data whose position is saved and restored, or a function (index, count, incarnation) that
             returns one; docs/loaders.md lists them. Read its batches from `island.loader`. It needs data="own".
 
     Raises:
         ValueError: An argument is wrong, an array was donated, or the run has another model.
         ConnectionError: The syncer cannot be reached.
+        RunComplete: The syncer cannot be reached, and `run_dir` has the summary of a complete run.
     """
     options: LoopOptions = {
         "name": name,

@@ -234,15 +234,15 @@ class Batches:
 
 
 def loader(source: Any, *, batches_per_step: int = 1, by_count: bool = False) -> Batches:
-    """Return the batches of a loader with a state that an island can save; `join(loader=...)` calls it itself.
+    """Return the batches of a loader whose position an island can save; `join(loader=...)` calls this function itself.
 
     Args:
         source: A dataset, loader or iterator of Grain; a dataset or iterator of tf.data; an IterableDataset of Hugging
             Face; a StatefulDataLoader of torchdata; or any object with `state() -> bytes`, `restore(bytes)` and
             `__iter__`.
         batches_per_step: Batches that one step of the loop reads, such as those of an accumulated gradient.
-        by_count: Take any iterable that yields the same batches at every start; its state is their number, and a return
-            reads and drops that many.
+        by_count: Whether to save the number of batches in place of the source's own state. The source may then be any
+            iterable that yields the same batches at every start. A returning island reads and drops that many.
 
     Raises:
         ValueError: The source has no state.
