@@ -45,6 +45,13 @@ def test_join_is_imported_without_the_libraries_of_a_syncer() -> None:
     assert ended.stdout.strip() == "[]"
 
 
+def test_an_island_of_pytorch_imports_no_part_of_pytorch_for_several_processes() -> None:
+    pytest.importorskip("torch")
+    code = "import diloco_jax.torch, sys\nprint('torch.distributed.tensor' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "False", "it takes as long to import as PyTorch itself"
+
+
 @pytest.mark.net
 @pytest.mark.timeout(120)
 def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path) -> None:
