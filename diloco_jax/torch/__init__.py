@@ -68,9 +68,8 @@ def attach(
     if not os.environ.get("JAX_PLATFORMS"):
         # Otherwise JAX, which has nothing to do here, would take the memory of a GPU.
         jax.config.update("jax_platforms", "cpu")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = [optimizer]
-    holder = TorchHolder(module, tuple(optimizer or ()), scheduler, names)
+    several: Any = optimizer if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
+    holder = TorchHolder(module, tuple(several), scheduler, names)
     if (function := options.get("evaluate")) is not None:
         options["evaluate"] = _evaluation(holder, function)
     arrays = TorchArrays(holder, axes)

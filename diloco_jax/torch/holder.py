@@ -40,6 +40,12 @@ class TorchHolder:
         scheduler: Scheduler | None = None,
         names: Names | None = None,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
+        if not (scheduler is None or isinstance(scheduler, Scheduler)):
+            raise ValueError(
+                f"scheduler is a {type(scheduler).__name__}; give one object with state_dict and load_state_dict"
+            )
         self._given = module
         self._module = unwrapped(module)
         self._placed = placed_parameters(self._module, names)
@@ -52,13 +58,27 @@ class TorchHolder:
         }
 
     def read(self, pieces: Sequence[Slice]) -> dict[str, HostCopy]:
-        """Start to copy pieces of the parameters."""
+        """Start to copy pieces of the parameters; ValueError if the module has other parameters by now."""
+        for path in {part.path for part in pieces}:
+            self._check_present(path)
         return {part.key: start_copy(self._placed[part.path].piece(part)) for part in pieces}
 
     def write(self, values: Mapping[Slice, HostArray]) -> None:
         """Replace pieces of the parameters, in place: optimizers and views keep them."""
         for part, value in values.items():
             fill(self._placed[part.path].piece(part), value)
+
+    def _check_present(self, path: str) -> None:
+        placed = self._placed[path]
+        try:
+            present = self._module.get_parameter(placed.full_name)
+        except AttributeError:
+            present = None
+        if present is not placed.parameter:
+            raise ValueError(
+                f"parameter {placed.name!r} is another one than at attach(), or missing, so its training would never "
+                "reach the run; change parameters in place (parameter.data.copy_), or attach after the replacement"
+            )
 
     def moments(self) -> dict[str, HostCopy]:
         """Start to copy the optimizers' state, the buffers and the scheduler's numbers."""

@@ -7,10 +7,12 @@ The optimizer itself is not touched until a state is loaded.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,7 +27,10 @@ BUFFERS, SCHEDULER = OTHER + "buffers/", OTHER + "scheduler/"
 # The entry of an optimizer's state that counts steps.
 STEP = "step"
 
+log = logging.getLogger(__name__)
 
+
+@runtime_checkable
 class Scheduler(Protocol):
     """A learning-rate scheduler, or anything else whose state is a tree of numbers."""
 
@@ -87,7 +92,8 @@ class TorchMoments:
         scheduler: Learning-rate scheduler whose numbers are saved as well; None for none.
 
     Raises:
-        ValueError: An optimizer's state cannot be foreseen, or has an entry that is neither tensor nor number.
+        ValueError: An optimizer's state cannot be foreseen, or has an entry that is neither tensor nor number; or an
+            argument is another object.
     """
 
     def __init__(
@@ -99,9 +105,12 @@ class TorchMoments:
         # A buffer that is not in the state_dict follows from other values.
         kept = module.state_dict(keep_vars=True).keys()
         self._buffers = [name for name, _ in module.named_buffers() if name in kept]
+        for name, buffer in self._live_buffers().items():
+            _check_buffer(name, buffer)
         names = {id(value): plain(name).replace(".", "/") for name, value in module.named_parameters()}
         self._slots: dict[str, Slot] = {}
         for number, optimizer in enumerate(optimizers):
+            _check_optimizer(optimizer)
             folder = OPTIMIZER if len(optimizers) == 1 else f"{OPTIMIZER}{number}/"
             for index, (group, parameter) in enumerate(_parameters(optimizer)):
                 path = names.get(id(parameter), f"extra/{index}")
@@ -109,6 +118,12 @@ class TorchMoments:
                 for key, value in first.items():
                     if value is not None:
                         self._slots[f"{folder}{path}/{key}"] = _slot(optimizer, parameter, path, key, value)
+        updated = {id(parameter) for optimizer in optimizers for _, parameter in _parameters(optimizer)}
+        if optimizers and updated.isdisjoint(names):
+            raise ValueError(
+                "the optimizer updates no parameter of the module; create it from the parameters of the module that "
+                "attach() gets, or attach the module that it trains"
+            )
 
     def read(self) -> dict[str, HostCopy]:
         """Start to copy everything to host memory, and return the copies by name."""
@@ -144,6 +159,30 @@ class TorchMoments:
         return {name: present[name] for name in self._buffers}
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    """Check that an optimizer's state can be read; ValueError otherwise."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, a list of them, or None"
+        )
+    for name, inner in vars(optimizer).items():
+        # A step of the wrapper would be one of the inner optimizer, whose state it hides.
+        if isinstance(inner, torch.optim.Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} wraps another optimizer, whose state cannot be read through it; give "
+                f"attach() the inner one, optimizer.{name}, and step the wrapper in the loop"
+            )
+
+
+def _check_buffer(name: str, buffer: torch.Tensor) -> None:
+    """Check that a buffer can be saved; ValueError otherwise."""
+    if buffer.dtype not in DTYPES or buffer.layout != torch.strided or buffer.is_meta:
+        what = "on the meta device" if buffer.is_meta else f"{buffer.dtype}, {buffer.layout}"
+        raise ValueError(
+            f"buffer {name!r} is {what}, which cannot be saved; register it with persistent=False if it is a constant"
+        )
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Yield the parameters that the optimizer updates, each with its group."""
     for group in optimizer.param_groups:
@@ -159,10 +198,16 @@ def _foreseen(
     zeros = torch.zeros_like(parameter, requires_grad=True)
     zeros.grad = torch.zeros_like(parameter)
     probe = object.__new__(type(optimizer))
-    own = {"state": defaultdict(dict), "param_groups": [{**group, "params": [zeros]}]}
+    own_group = {**group, "params": [zeros]}
+    own = {"state": defaultdict(dict), "param_groups": [own_group]}
     # Neither the hooks of the user nor those of a scheduler may see this step.
     hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
-    vars(probe).update({name: value for name, value in vars(optimizer).items() if name != "step"} | own | hooks)
+    # Lists and mappings are copied, because the step may change them in place.
+    attributes = {
+        name: value.copy() if isinstance(value, list | dict | set) else value for name, value in vars(optimizer).items()
+    }
+    attributes.pop("step", None)
+    vars(probe).update(attributes | own | hooks)
     try:
         probe.step()
     # Optimizers of any kind raise any error.
@@ -171,7 +216,17 @@ def _foreseen(
             f"the state that {type(optimizer).__name__} keeps for {path!r} cannot be foreseen "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); make one step before attach()"
         ) from error
+    if counted := [key for key, value in own_group.items() if isinstance(value, int | float) and value != group[key]]:
+        _warn_of_groups(type(optimizer).__name__, counted[0])
     return dict(probe.state.get(zeros, {}))
+
+
+@cache
+def _warn_of_groups(optimizer: str, key: str) -> None:
+    log.warning(
+        f"{optimizer} changes {key!r} in its parameter groups, and those are not saved: after a return the island has "
+        "the values of a new optimizer there, so save and restore them in the loop"
+    )
 
 
 def _slot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, path: str, key: str, value: Any) -> Slot:
@@ -199,6 +254,13 @@ def _numbers(tree: Any, name: str = "") -> Iterator[tuple[str, bool | int | floa
             yield from _numbers(value, f"{name}/{index}" if name else str(index))
     elif isinstance(tree, bool | int | float):
         yield name, tree
+    elif _is_rate(tree):
+        yield name, tree.item()
+
+
+def _is_rate(leaf: Any) -> bool:
+    """Tell whether a scheduler's entry is a number in a tensor, as learning rates of compiled optimizers are."""
+    return isinstance(leaf, torch.Tensor) and leaf.numel() == 1
 
 
 def _replaced(tree: Any, number: Callable[[str], Any], name: str) -> Any:
@@ -212,6 +274,8 @@ def _replaced(tree: Any, number: Callable[[str], Any], name: str) -> Any:
     if isinstance(tree, list | tuple):
         parts = enumerate(tree)
         return [_replaced(value, number, f"{name}/{index}" if name else str(index)) for index, value in parts]
+    if _is_rate(tree):
+        return torch.full_like(tree, number(name))
     if not isinstance(tree, bool | int | float):
         return tree
     saved = number(name)

@@ -29,8 +29,10 @@ WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 class Placed(NamedTuple):
     """A parameter, and its place in the run."""
 
-    # Its name in the module.
+    # Its name in the module, without the parts that wrappers add.
     name: str
+    # Its name in the module as it is now.
+    full_name: str
     parameter: nn.Parameter
     # Its axes in the order of the run's tensor; None for the module's own order.
     order: tuple[int, ...] | None
@@ -79,22 +81,27 @@ def placed_parameters(module: nn.Module, names: Names | None = None) -> dict[str
     Raises:
         ValueError: A parameter cannot be exchanged, a name is wrong, or two parameters have one path.
     """
-    trained = {plain(name): value for name, value in module.named_parameters() if value.requires_grad}
+    trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
     if not trained:
         raise ValueError("the module has no parameter with requires_grad; nothing would be trained")
     known = {plain(name) for name, _ in module.named_parameters()}
+    if not (names is None or isinstance(names, Mapping) or callable(names)):
+        raise ValueError(f"names is a {type(names).__name__}; give a mapping from names of parameters, or a function")
     if isinstance(names, Mapping) and (unknown := sorted(set(names) - known)):
-        raise ValueError(f"names has {unknown[0]!r}, which is not a parameter; they are {', '.join([*trained][:8])}")
+        raise ValueError(
+            f"names has {unknown[0]!r}, which is not a parameter; they are {', '.join([*map(plain, trained)][:8])}"
+        )
     found: dict[str, Placed] = {}
-    for name, parameter in trained.items():
+    for full_name, parameter in trained.items():
+        name = plain(full_name)
         _check(name, parameter)
         target: Any = names(name) if callable(names) else (names or {}).get(name, name.replace(".", "/"))
-        path, order = (target, None) if isinstance(target, str) else target
+        path, order = _target(name, target)
         if order is not None and sorted(order) != list(range(parameter.ndim)):
             raise ValueError(f"names[{name!r}] has the axes {order}; list each of 0 to {parameter.ndim - 1} once")
         if path in found:
             raise ValueError(f"{found[path].name!r} and {name!r} have the one path {path!r}; give each its own")
-        found[path] = Placed(name, parameter, None if order is None else tuple(order))
+        found[path] = Placed(name, full_name, parameter, order)
     return dict(sorted(found.items()))
 
 
@@ -131,6 +138,15 @@ def tables(module: nn.Module) -> set[str]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     found = [name for name, inner in module.named_modules() if isinstance(inner, kinds)]
     return {plain(f"{name}.weight" if name else "weight") for name in found}
+
+
+def _target(name: str, target: Any) -> tuple[str, tuple[int, ...] | None]:
+    match target:
+        case str(path):
+            return path, None
+        case str(path), tuple() | list() as order:
+            return path, tuple(order)
+    raise ValueError(f"names[{name!r}] is {target!r}; give a path, or a path and a tuple with the order of the axes")
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:

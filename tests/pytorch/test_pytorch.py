@@ -281,6 +281,12 @@ def lazy() -> nn.Module:
     return nn.LazyLinear(3)
 
 
+def buffered(table: torch.Tensor) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", table)
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "names", "words"),
     [
@@ -291,6 +297,11 @@ def lazy() -> nn.Module:
         (lambda: nn.Linear(2, 2), {"w": "a"}, "names has 'w', which is not a parameter"),
         (lambda: nn.Linear(2, 2), {"weight": ("a", (0, 0))}, r"has the axes \(0, 0\); list each of 0 to 1 once"),
         (lambda: nn.Linear(2, 2), {"weight": "a", "bias": "a"}, "'weight' and 'bias' have the one path 'a'"),
+        (lambda: nn.Linear(2, 2), {"weight": 5}, r"names\['weight'\] is 5; give a path, or a path and a tuple"),
+        (lambda: nn.Linear(2, 2), ["weight"], "names is a list; give a mapping"),
+        (lambda: 3, None, "the module is a int; give a torch.nn.Module"),
+        (lambda: buffered(torch.zeros(2, dtype=torch.complex64)), None, "buffer 'table' is torch.complex64"),
+        (lambda: buffered(torch.eye(2).to_sparse()), None, "buffer 'table' is torch.float32, torch.sparse_coo"),
     ],
 )
 def test_what_cannot_be_exchanged_is_refused(module: Any, names: Any, words: str) -> None:
@@ -310,6 +321,86 @@ def test_an_optimizer_whose_state_cannot_be_foreseen_or_saved_is_refused() -> No
     optimizer.state[model.weight]["names"] = ["a"]
     with pytest.raises(ValueError, match="has 'names', a list, which cannot be saved"):
         TorchHolder(model, [optimizer])
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that steps another one, as those of Accelerate do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer that counts its steps in a list and in its parameter groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"k": 0})
+        self.steps: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.steps.append(1)
+        for group in self.param_groups:
+            group["k"] += 1
+
+
+def test_an_object_that_is_no_optimizer_of_the_module_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    adam = torch.optim.Adam(model.parameters())
+    for optimizer, words in (
+        ("adam", "the optimizer is a str; give a torch.optim.Optimizer"),
+        (Wrapper(adam), "Wrapper wraps another optimizer, .* give attach.. the inner one, optimizer.inner"),
+        (torch.optim.Adam(nn.Linear(2, 2).parameters()), "the optimizer updates no parameter of the module"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TorchHolder(model, [optimizer])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="scheduler is a str"):
+        TorchHolder(model, [adam], "cosine")  # type: ignore[arg-type]
+    # A second optimizer may train what is outside of the module.
+    TorchHolder(model, [adam, torch.optim.Adam(nn.Linear(2, 2).parameters())])
+
+
+def test_foreseeing_a_state_does_not_change_the_optimizer_and_warns_of_counts_in_its_groups(caplog: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Counting(model.parameters())
+    TorchHolder(model, [optimizer])
+    assert (optimizer.steps, optimizer.param_groups[0]["k"]) == ([], 0)
+    assert "Counting changes 'k' in its parameter groups, and those are not saved" in caplog.text
+
+
+def test_a_parameter_that_was_replaced_after_attach_is_refused() -> None:
+    model = Small()
+    state, fragments = state_of(TorchHolder(model, []))
+    for fragment in fragments:
+        state.adopt(
+            fragment, take({path: np.zeros(shape, np.float32) for path, shape in state.shapes.items()}, fragment)
+        )
+    model.layers[0].weight = nn.Parameter(torch.ones(10, 6))
+    with pytest.raises(ValueError, match=r"parameter 'layers\.0\.weight' is another one than at attach"):
+        for fragment in fragments:
+            state.stage(fragment)
+
+
+def test_a_learning_rate_in_a_tensor_returns() -> None:
+    def built() -> tuple[Any, Any, TorchHolder]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))  # type: ignore[arg-type]
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return optimizer, scheduler, TorchHolder(model, [optimizer], scheduler)
+
+    (optimizer, scheduler, holder), (other, later, restored) = built(), built()
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    saved = {name: np.asarray(copy) for name, copy in holder.moments().items()}
+    restored.set_moments(saved.__getitem__)
+    for _ in range(2):
+        assert float(other.param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
+        for each in (optimizer, other, scheduler, later):
+            each.step()
 
 
 def test_sharded_parameters_are_refused(tmp_path: Any) -> None:

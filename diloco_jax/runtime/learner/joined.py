@@ -37,7 +37,7 @@ from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.saved_states import SavedStates
+from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, LinkKeeper, Signals
 from diloco_jax.runtime.learner.metrics import IslandMetrics
@@ -54,6 +54,9 @@ from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
 from diloco_jax.transport.trust.security import Denied
+
+# The epoch of a syncer that has not restarted.
+FIRST_EPOCH = 1
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +151,7 @@ class Joined:
             evaluates=host.evaluates,
         )
         self._host = host
+        self._states = joining.run_dir / STATES / joining.learner_id
         self._address = joining.address
         self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
         self._payloads = payloads
@@ -235,7 +239,7 @@ class Joined:
         Raises:
             ValueError: the loader refuses its state, or has none that can be saved.
         """
-        saved, moments = self._saved, self._moments_of or "none"
+        saved, moments = self._saved_in_run(), self._moments_of or "none"
         if self._host.resume_loader(saved) and saved is not None:
             self._tape.note("loader", saved.incarnation, saved.local_step)
             log.info(
@@ -244,6 +248,20 @@ class Joined:
             )
         else:
             log.info(f"the loader starts at its beginning: this island has no saved state of it; moments: {moments}")
+
+    def _saved_in_run(self) -> StateName | None:
+        """Return this island's newest save; None if it is of another run in the same folder.
+
+        The clock of a run goes back only in a later life of its syncer.
+        """
+        saved, run = self._saved, (self.machine.global_step, self.machine.epoch)
+        if saved is None or saved.global_step <= run[0] or run[1] > FIRST_EPOCH:
+            return saved
+        log.warning(
+            f"the saved states in {self._states} are of another run: they are of global step {saved.global_step}, and "
+            f"this run is at {run[0]}. The loader starts at its beginning; give each run its own run_dir"
+        )
+        return None
 
     def take_batch(self) -> Batch:
         """Return the samples of the next step, at most one step ahead."""

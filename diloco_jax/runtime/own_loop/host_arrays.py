@@ -29,15 +29,17 @@ class HostArrays:
 
     def __init__(self, holder: HostHolder, axes: Mapping[str, LogicalAxes] | None = None) -> None:
         self._holder = holder
-        stored = {path: tuple(shape) for path, shape in sorted(holder.shapes.items())}
+        stored = {path: tuple(shape) for path, shape in sorted(holder.shapes.items(), key=lambda item: str(item[0]))}
         if not stored:
             raise ValueError("there are no parameters; give the arrays that the optimizer updates")
         if unknown := sorted(set(axes or {}) - set(stored)):
             raise ValueError(
                 f"axes names {unknown[0]!r}, which is not a parameter; they are {', '.join([*stored][:8])}"
             )
+        if odd := [path for path in stored if not isinstance(path, str) or path not in holder.dtypes]:
+            raise ValueError(f"parameter {odd[0]!r} has no type, or its path is not a text; give both for each path")
         for path, dtype in holder.dtypes.items():
-            if dtype.name not in FLOATS:
+            if not isinstance(dtype, np.dtype) or dtype.name not in FLOATS:
                 raise ValueError(f"parameter {path!r} is {dtype}; it must be one of {', '.join(FLOATS)}")
         named = {**holder.axes, **(axes or {})}
         self.forms = canonical_forms(stored, named, NAME_THE_AXES)

@@ -38,6 +38,8 @@ def introduce(
     """
     shapes = {path: form.shape for path, form in forms.items()}
     ours = layout_of(shapes, {path: form.kind for path, form in forms.items()})
+    # A model that no syncer can store is refused before anything is sent.
+    read_layout(ours)
     described = ask_description(transport, learner_id)
     if _any_host(not described.layout):
         whole = _whole(params, forms)

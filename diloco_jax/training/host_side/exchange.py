@@ -133,6 +133,18 @@ class CanonicalPieces:
         """Start to copy a fragment's pieces; return at once."""
         stored = {part.key: self._stored(part) for part in fragment.slices}
         copies = self._holder.read([*stored.values()])
+        for part in stored.values():
+            whole_shape = tuple(self._holder.shapes[part.path])
+            size = (part.stop - part.start,)
+            shape = (
+                whole_shape if part.axis == WHOLE else (*whole_shape[: part.axis], *size, *whole_shape[part.axis + 1 :])
+            )
+            # An array of another shape could be broadcast, and would be merged.
+            if (found := tuple(copies[part.key].shape) if part.key in copies else None) != shape:
+                raise ValueError(
+                    f"the holder's read() returned {part.key!r} with shape {found}, and the piece has {shape}; return "
+                    "parameter[piece.at] for each piece, by piece.key"
+                )
         orders = {part.key: self._orders[part.path] for part in fragment.slices}
         return PieceCopies({key: copies[part.key] for key, part in stored.items()}, orders)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
-from diloco_jax.core.kinds import canonical_of
+from diloco_jax.core.kinds import Kind, canonical_of
 from diloco_jax.runtime.island.evaluation import scalars
 from diloco_jax.runtime.model.layout_text import layout_of, read_layout
 from diloco_jax.runtime.model.offered import describe_run
@@ -29,6 +30,7 @@ from diloco_jax.runtime.own_loop import introduce as subject
 from diloco_jax.runtime.own_loop.island import OwnIsland
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopState
+from diloco_jax.runtime.records.checkpoint import PARAMETERS, CheckpointReader, save
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.transport.endpoints.greeting import Description
@@ -232,6 +234,43 @@ def test_layouts_are_bounded() -> None:
         with pytest.raises(ValueError, match="describes no model"):
             read_layout(bad)
     assert SyncerConfig().parameters_max == 2_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["/elsewhere/w"], "'/elsewhere/w' cannot be stored"),
+        (["../../elsewhere"], "cannot be stored"),
+        (["a//b"], "cannot be stored"),
+        (["a/"], "cannot be stored"),
+        ([""], "cannot be stored"),
+        (["."], "cannot be stored"),
+        (["a\0b"], "cannot be stored"),
+        (["a\\b"], "cannot be stored"),
+        (["_METADATA"], "cannot be stored"),
+        (["w.__lock"], "cannot be stored"),
+        (["x" * 256], "at most 500, and 255 bytes between two slashes"),
+        (["x/" * 250 + "y"], "at most 500"),
+        (["a", "a/c/0"], "'a' and 'a/c/0' would have the same files"),
+        (["a/b", "a/b/zarr.json"], "would have the same files"),
+    ],
+)
+def test_a_path_that_no_checkpoint_can_hold_is_refused(paths: list[str], message: str) -> None:
+    layout = layout_of({path: (3,) for path in paths}, {path: Kind("vector") for path in paths})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_layout(layout)
+
+
+def test_any_other_path_can_be_stored_in_a_checkpoint(tmp_path: Path) -> None:
+    values = {
+        path: np.full(3, index, "<f4")
+        for index, path in enumerate(["a", "a/b", "größe/ 日本*?[0:1]", "c/0", "é" * 127])
+    }
+    read_layout(layout_of({path: (3,) for path in values}, {path: Kind("vector") for path in values}))
+    kept = CheckpointReader(save(tmp_path, {PARAMETERS: values}, {"global_step": 0}))
+    assert {path: kept.array(PARAMETERS, path).tolist() for path in values} == {
+        p: v.tolist() for p, v in values.items()
+    }
 
 
 def test_a_syncer_without_a_model_needs_no_module_library() -> None:

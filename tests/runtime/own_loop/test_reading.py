@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,3 +163,22 @@ def test_all_hosts_of_an_island_continue_at_the_same_batch(tmp_path: Path, run_d
     want = uninterrupted(sys.executable, 0, 1, 400)
     found = {check_sequence(tmp_path, "island-0", want, host)[0] for host in (0, 1)}
     assert len(found) == 1
+
+
+@pytest.mark.long
+def test_a_new_run_does_not_continue_at_the_position_of_another_run_in_its_folder(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    changes = {"islands": {"count": 1}, "train": {"steps": 60}}
+    for _ in range(2):
+        output, _ = train(tmp_path, sys.executable, **changes).communicate(timeout=250)
+        assert run_dir.joinpath("summary.json").exists(), output
+        # The syncer's part of the folder is lost, as on another machine.
+        shutil.move(run_dir / "states", tmp_path / "states")
+        log = (run_dir / "logs" / "island-0.log").read_text()
+        shutil.rmtree(run_dir)
+        run_dir.mkdir()
+        shutil.move(tmp_path / "states", run_dir / "states")
+    (_, first), (_, second) = sorted(reads(tmp_path, "island-0").items())
+    assert first[:20] == second[:20] == uninterrupted(sys.executable, 0, 1, 20)
+    assert "are of another run: they are of global step" in log

@@ -14,6 +14,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, plan_fragments, put, take
 from diloco_jax.core.kinds import canonical_of
+from diloco_jax.runtime.own_loop.host_arrays import HostArrays
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
 from diloco_jax.training.host_side.holder import NumpyArrays
 from diloco_jax.training.host_side.rounding import blended
@@ -193,3 +194,25 @@ def test_the_global_model_is_put_together_from_the_anchors() -> None:
         state.anchors(PLAN.fragments),
         {path: FORMS[path].stored(value).astype(np.float64) for path, value in want.items()},
     )
+
+
+@pytest.mark.parametrize("lie", [lambda value: value.sum(), lambda value: value[None], None])
+def test_a_holder_that_reads_other_pieces_than_it_was_asked_for_is_refused(lie: Any) -> None:
+    class Holder(NumpyArrays):
+        def read(self, pieces: Any) -> dict[str, np.ndarray]:
+            return {key: lie(value) for key, value in super().read(pieces).items()} if lie else {}
+
+    arrays = drawn(0)
+    state = HostState(Holder(arrays), FORMS, "float32", rebase=False)
+    for fragment in PLAN.fragments:
+        state.adopt(fragment, take(canonical(arrays), fragment))
+    with pytest.raises(ValueError, match=r"the holder's read\(\) returned .* with shape .*, and the piece has"):
+        for fragment in PLAN.fragments:
+            state.stage(fragment)
+
+
+def test_a_holder_has_a_type_for_each_path() -> None:
+    arrays = NumpyArrays({"w": np.ones(2, np.float32)})
+    arrays.dtypes = {}
+    with pytest.raises(ValueError, match="parameter 'w' has no type, or its path is not a text"):
+        HostArrays(arrays)
