@@ -92,8 +92,8 @@ class Evaluator:
         if config.model.own:
             raise ValueError(
                 "the run's model is the islands' own (model.module: own), so only their programs can evaluate or "
-                "repeat it; evaluate a snapshot there (docs/join.md, for MaxText docs/maxtext.md), or name a model with "
-                "the same parameters in model.module if there is one"
+                "repeat it; evaluate a snapshot there (docs/join.md, for MaxText docs/maxtext.md), or name a model "
+                "with the same parameters in model.module if there is one"
             )
         # A wrong source raises now instead of at the first evaluation.
         if not config.data.remote:
