@@ -136,8 +136,8 @@ class Joined:
     ) -> None:
         run, self._saved = host.run, host.find_saved()
         saved = self._saved
-        # The island whose moments were loaded: "" for none yet.
-        self._moments_of = ""
+        # Where the moments come from, as a text.
+        self.moments = "new"
         wire = run.config.wire
         self.machine = machine = Learner(
             joining.learner_id,
@@ -187,6 +187,7 @@ class Joined:
         except (Rejected, Denied) as error:
             raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
         start_thread(self._link.run, "link", daemon=True)
+        log.info(f"{self.machine.learner_id}: waiting for the run's model and for the compiler")
         return self.ready()
 
     def _compile(self) -> None:
@@ -239,7 +240,7 @@ class Joined:
         Raises:
             ValueError: the loader refuses its state, or has none that can be saved.
         """
-        saved, moments = self._saved_in_run(), self._moments_of or "none"
+        saved, moments = self._saved_in_run(), self.moments
         if self._host.resume_loader(saved) and saved is not None:
             self._tape.note("loader", saved.incarnation, saved.local_step)
             log.info(
@@ -361,7 +362,8 @@ class Joined:
             self._decisions.apply(lambda machine, now_s: machine.on_state_adopted(False, now_s))
             return
         log.info(f"loaded the state of {whose} at its step {local_step}")
-        self._moments_of = f"those of {whose}"
+        own = "" if self._saved is None else f"own save of global step {self._saved.global_step}"
+        self.moments = f"of peer {effect.donor}" if effect.donor else own
 
         def adopted(machine: Learner, now_s: float) -> list[Effect]:
             self._tape.state(effect, incarnation, local_step)

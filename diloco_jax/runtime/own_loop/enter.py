@@ -19,6 +19,7 @@ from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
 from diloco_jax.runtime.own_loop.surroundings import Surroundings, look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays
 from diloco_jax.runtime.records.files import SUMMARY_FILE
+from diloco_jax.runtime.records.log_lines import show_lines
 from diloco_jax.runtime.records.signals import die_with_parent
 from diloco_jax.runtime.records.status import is_over
 from diloco_jax.transport.endpoints.reach import await_listener
@@ -79,6 +80,8 @@ def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings,
     """
     here = look(syncer, options.get("name"), options.get("run_dir"), options.get("coordinator", ""))
     own = replace(options.get("transport") or here.transport, address=here.syncer)
+    show_lines()
+    log.info(f"{here.name}: connecting to the syncer at {own.address}")
     try:
         await_listener(own, here.given_by, log.warning)
     except TransportError:
