@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.maxtext.__main__ import main
+from diloco_jax.maxtext.arguments import own_command, read_arguments
 from diloco_jax.settings.text import parse_text
 from tests.runtime.helpers import ROOT
 
@@ -39,6 +40,20 @@ def test_the_command_needs_no_line() -> None:
     ]
     # The arguments of MaxText are the same ones.
     assert commands[0].split("base.yml")[1] == alone[0].split("base.yml")[1]
+
+
+def test_maxtexts_own_commands_are_those_that_an_export_prints(tmp_path: Path) -> None:
+    """The words after the dots of the page follow the arguments of the model."""
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    (configs / "base.yml").touch()
+    given = read_arguments(["base.yml", "hardware=cpu"], configs)
+    folder, known = tmp_path / "exported", {f"{configs}/base.yml", "hardware=cpu", "run_name=exported"}
+    text = next(text for text in blocks("bash") if "load_parameters_path" in text).replace("\\\n", " ")
+    printed = [line.replace("$PWD", str(tmp_path)) for line in text.splitlines() if "pre_train.train" in line]
+    for line, evaluates in zip(printed, (False, True), strict=True):
+        made = set(own_command(given, folder, evaluates=evaluates).split()) - known
+        assert made == set(line.split()) - {"/path/of/maxtext/configs/base.yml", "hardware=cpu", "..."}
 
 
 COMMANDS = ("diloco_jax.maxtext", "diloco_jax.maxtext.export")

@@ -68,7 +68,7 @@ def test_islands_together() -> None:
 
 
 def _watched(tmp_path: Any) -> Any:
-    """A run in which incarnation 2 of an island is present."""
+    """A run with incarnation 2 of each island."""
     members = SimpleNamespace(get=lambda name, incarnation: incarnation == 2 or None)
     config = SimpleNamespace(name="run", trackers=(), callbacks=())
     parts: Any = SimpleNamespace(run_dir=tmp_path, machine=SimpleNamespace(membership=members, global_step=5))
