@@ -109,14 +109,14 @@ def with_defaults(given: Arguments, *, run: str, island: str, steps: int, hosts:
 
 
 def own_command(given: Arguments, folder: Path, *, evaluates: bool = False) -> str:
-    """Return the command with which MaxText itself, without an island, starts from an exported model.
+    """Return the command that starts MaxText itself, without an island, from an exported model.
 
     Args:
         given: The arguments of the export.
         folder: Folder of the exported model.
         evaluates: Whether MaxText shall only evaluate it: it evaluates after a step, which has a learning rate of 0.
     """
-    # MaxText reads neither a relative path of parameters nor a config of its own by name.
+    # MaxText does not search its folder of configs, and does not accept a relative path of parameters.
     values = {"run_name": folder.name, **given.values, "load_parameters_path": str(folder.absolute() / "items")}
     if values.get("hardware") == "cpu":
         values.setdefault("skip_jax_distributed_system", "true")
