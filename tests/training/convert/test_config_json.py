@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.training.convert.families import FAMILIES, READ, REFUSED, ROPE, from_hf, to_hf
+from diloco_jax.training.convert.families import from_hf, to_hf
+from diloco_jax.training.convert.table import FAMILIES, REFUSED, ROPE
 from tests.tools.export.folders import model_of
 
 # What PretrainedConfig of transformers 4.57 writes beside the keys of transformers 5, with its usual values.
@@ -51,7 +52,7 @@ def test_any_value_of_any_key_is_read_or_refused_with_a_sentence(name: str) -> N
     config = json.loads(json.dumps(to_hf(model_of(name))))
     rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
     for value in ODD:
-        changes = [{key: value} for key in sorted({*READ, *FAMILIES[name].read, *REFUSED, "text_config", "model_type"})]
+        changes = [{key: value} for key in sorted({*FAMILIES[name].known, *REFUSED, "text_config", "model_type"})]
         changes += [{"rope_scaling": {**rope, key: value}} for key in ROPE]
         changes += [{"rope_parameters": {kind: value}} for kind in ("full_attention", "sliding_attention")]
         for change in changes:

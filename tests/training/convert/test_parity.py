@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.training.convert.families import FAMILIES, from_hf, tensors, to_hf
+from diloco_jax.training.convert.families import from_hf, to_hf
+from diloco_jax.training.convert.table import FAMILIES
+from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import Weights, write_weights
 from diloco_jax.training.models.config import ModelConfig, presets
 from diloco_jax.training.models.moe import decoder_of

@@ -7,7 +7,8 @@ import pytest
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump, parse_text
-from diloco_jax.training.convert.families import from_hf, tensors, to_hf
+from diloco_jax.training.convert.families import from_hf, to_hf
+from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.models.config import ModelConfig
 
 # Numbers of parameters, as the model cards on the Hub count them.
