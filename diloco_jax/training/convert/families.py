@@ -26,7 +26,7 @@ def family_name(config: Mapping[str, Any]) -> str:
     name = config.get("model_type")
     text = config.get("text_config")
     if isinstance(name, str) and name in SEEING and isinstance(text, Mapping):
-        name = text.get("model_type", f"{name}_text")
+        name = text.get("model_type", SEEING[name]["text"])
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type is {name!r}; the families are {', '.join(FAMILIES)}")
     return name
@@ -42,12 +42,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if config["model_type"] != name:
         config, seeing = config["text_config"], config
     check_keys(config, family.known, {*HARMLESS, *family.ignored}, name)
+    config = {key: value for key, value in config.items() if key not in family.ignored}
     keys = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **family.defaults, **config}
     if seeing is not None:
-        # For such a model, transformers takes tie_word_embeddings from the outer config, and caps no logits.
+        # For such a model, transformers takes tie_word_embeddings from the outer config.
         outer = seeing["model_type"]
-        check_keys(seeing, {"tie_word_embeddings": "switch"}, {*HARMLESS, *SEEING[outer]}, outer)
-        keys |= {"tie_word_embeddings": seeing.get("tie_word_embeddings", True), "final_logit_softcapping": None}
+        check_keys(seeing, {"tie_word_embeddings": "switch"}, {*HARMLESS, *SEEING[outer]["harmless"]}, outer)
+        keys["tie_word_embeddings"] = seeing.get("tie_word_embeddings", True)
+        keys |= dict.fromkeys(SEEING[outer].get("ignored", ()))
     keys = {key: value for key, value in keys.items() if value is not None}
     _rename(keys, config, family, name)
     try:

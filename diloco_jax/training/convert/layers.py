@@ -45,9 +45,14 @@ def write_layers(c: DecoderConfig, family: Family) -> dict[str, Any]:
         found["sliding_window"] = c.window
         if "use_sliding_window" in family.known:
             found["use_sliding_window"] = True
-        if family.window in ("later", "pattern"):
-            found["layer_types"] = [SLIDING if each else FULL for each in local]
-    if "sliding_window_pattern" in family.known:
+    elif family.window == "all" and "use_sliding_window" not in family.known:
+        # Without the key some of these families have a window.
+        found |= {"sliding_window": None} if family.defaults.get("sliding_window") else {}
+    patterned = "sliding_window_pattern" in family.known
+    # With a pattern that config.json cannot name, layers without a window are named too.
+    if family.window in ("later", "pattern") and (any(local) or (family.window == "pattern" and not patterned)):
+        found["layer_types"] = [SLIDING if each else FULL for each in local]
+    if patterned:
         found["sliding_window_pattern"] = c.global_every or 1
     return found
 

@@ -27,6 +27,12 @@ def read_rope(keys: Mapping[str, Any], family: Family, name: str) -> dict[str, A
         # Other families have this key inside the rotary settings; in transformers the outer one takes precedence.
         if "original_max_position_embeddings" in keys:
             rope["original_max_position_embeddings"] = keys["original_max_position_embeddings"]
+        # Most families do not read this key for unscaled wavelengths.
+        fraction = rope.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1))
+        if "partial_rotary_factor" in family.known and fraction != 1:
+            raise ValueError(
+                f"config.json of {name}: partial_rotary_factor is {fraction}; the decoder turns all of a head"
+            )
         return _arguments(rope, keys)
     check_keys(new, {FULL: "object", SLIDING: "object"}, (), f"{name}, rope_parameters")
     local = _checked(new.get(SLIDING) or {}, family, name)

@@ -29,13 +29,17 @@ OUTSIDE: dict[str, str] = _WORDS["outside"]
 LAYER: str = _WORDS["layer"]
 # The same as Family.layer, where a layer's experts are in one tensor although the family usually has one for each.
 MERGED: dict[str, Any] = _WORDS["merged"]
-# For each model_type that has a text model inside, the harmless keys beside it.
-SEEING: dict[str, list[str]] = _WORDS["seeing"]
+# For each model_type that has a text model inside: its usual family, and the keys beside it.
+SEEING: dict[str, dict[str, Any]] = _WORDS["seeing"]
 
 
 class Family(NamedTuple):
     """The choices that all models of a family share."""
 
+    # The models of the family, one of them by its name on the Hub, and what is refused, for docs/models.md.
+    models: str
+    example: str
+    without: str
     # The class in transformers.
     architecture: str
     # Arguments of our decoder that differ from its defaults.
