@@ -98,7 +98,7 @@ def to_hf(model: ModelConfig, family: str = "") -> dict[str, Any]:
         raise ValueError(f"model.args.activation is {c.activation!r}, which transformers does not have; use {known}")
     nearest: dict[str, tuple[Any, Any]] | None = None
     for name in sorted(FAMILIES, key=lambda each: each != family):
-        if FAMILIES[name].mixture != isinstance(c, MoeConfig):
+        if FAMILIES[name].mixture != bool(c.num_experts):
             continue
         theirs = _written(c, name)
         try:
@@ -132,7 +132,7 @@ def _written(c: DecoderConfig, name: str) -> dict[str, Any]:
 def _value(c: DecoderConfig, ours: str) -> Any:
     value = getattr(c, ours)
     if ours == "attention_width":
-        return value or c.head_dim
+        return int(value) or c.head_dim
     return None if ours in NULL_IF_ZERO and not value else value
 
 

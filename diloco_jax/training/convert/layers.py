@@ -6,7 +6,7 @@ from typing import Any
 from diloco_jax.training.convert.keys import NAMED_MAX
 from diloco_jax.training.convert.rope import FULL, SLIDING
 from diloco_jax.training.convert.table import Family
-from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.options import LOCAL, DecoderConfig
 
 # Old names of kinds of layers that transformers still accepts.
 OLD_KINDS = {"attention": FULL}
@@ -40,7 +40,7 @@ def read_layers(keys: Mapping[str, Any], family: Family, name: str) -> dict[str,
 def write_layers(c: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the keys of config.json for the layers with a window."""
     found: dict[str, Any] = {}
-    local = [c.local(layer) for layer in range(c.num_layers)]
+    local = [c.kind(layer) == LOCAL for layer in range(c.num_layers)]
     if any(local):
         found["sliding_window"] = c.window
         if "use_sliding_window" in family.known:

@@ -88,13 +88,14 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
     outside = {"embed/embedding": table, "norm_final/scale": (c.dim,)} | ({} if c.tie_embeddings else {"head": table})
     found = [Mapped((OUTSIDE[path],), path, shape, shape) for path, shape in outside.items()]
     names = {**FAMILIES[name].layer, **(MERGED if merged else {})}
-    shapes = _shapes_of_layer(model.module, c)
-    stacks = [range(c.num_layers)] if c.scan_layers else [range(i, i + 1) for i in range(c.num_layers)]
-    for layers in stacks:
-        where, stack = ("blocks", (c.num_layers,)) if c.scan_layers else (f"blocks/{layers[0]}", ())
+    for stack in c.stacks():
+        axis = (len(stack.layers),) if stack.stacked else ()
+        shapes = _shapes_of_layer(model.module, c.of_kind(c.kind(stack.layers[0])))
         for one in of_layer(shapes, names, name):
-            theirs = tuple(LAYER.format(i) + each for i in layers for each in one.hf)
-            found.append(Mapped(theirs, f"{where}/{one.path}", stack + one.shape, one.hf_shape, one.turned, one.part))
+            theirs = tuple(LAYER.format(i) + each for i in stack.layers for each in one.hf)
+            found.append(
+                Mapped(theirs, f"{stack.path}/{one.path}", axis + one.shape, one.hf_shape, one.turned, one.part)
+            )
     return found
 
 
