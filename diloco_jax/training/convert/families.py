@@ -1,16 +1,16 @@
 """Public families of models: conversion between their config.json and the arguments of the built-in decoder."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from diloco_jax.training.convert.keys import check_keys
-from diloco_jax.training.convert.layers import read_layers, write_layers
-from diloco_jax.training.convert.rope import read_rope, write_rope
-from diloco_jax.training.convert.table import ACTIVATIONS, FAMILIES, HARMLESS, SEEING, Family
+from diloco_jax.training.convert.layers import OF_SCALING, of_layers, read_layers, write_layers
+from diloco_jax.training.convert.table import ACTIVATIONS, FAMILIES, HARMLESS, REFUSED, SEEING, VALUES, Family
 from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
 from diloco_jax.training.models.moe import MoeConfig, decoder_of
-from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.options import WHOLE, DecoderConfig
 
 # Arguments that change how a model is computed, but not which model it is.
 HOW = (
@@ -19,6 +19,8 @@ HOW = (
 )  # fmt: skip
 # Arguments that are 0 where config.json has null.
 NULL_IF_ZERO = ("attention_cap", "logit_cap")
+# Keys whose values are powers of our argument, with the exponent from theirs to ours.
+INVERSE = {"attention_multiplier": -2, "logits_scaling": -1}
 
 
 def family_name(config: Mapping[str, Any]) -> str:
@@ -38,12 +40,44 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     A key either determines something here, or is known to have no effect, or is an error.
     """
     name = family_name(config)
-    family, seeing = FAMILIES[name], None
-    if config["model_type"] != name:
-        config, seeing = config["text_config"], config
+    family = FAMILIES[name]
+    keys = _keys(config, family, name)
+    try:
+        keys.setdefault("num_key_value_heads", keys["num_attention_heads"])
+        keys.setdefault("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
+        for ours in NULL_IF_ZERO:
+            keys.setdefault(family.keys.get(ours, ours), 0.0)
+        off = {each for switch, some in family.switched.items() if not keys[family.keys[switch]] for each in some}
+        args = {ours: _ours(theirs, keys[theirs]) for ours, theirs in family.names.items() if ours not in off}
+        args = {**family.args, **args}
+        args |= read_layers(keys, args, family, name)
+        activation = keys["hidden_act"]
+    except KeyError as error:
+        raise ValueError(f"config.json of {name} lacks {error}; copy it again") from error
+    activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+    if activation not in activations:
+        raise ValueError(f"config.json: hidden_act is {activation!r:.80}; the decoder has {', '.join(activations)}")
+    args["activation"] = activations[activation]
+    usual = asdict(MoeConfig() if family.mixture else DecoderConfig())
+    args = {key: value for key, value in args.items() if value != usual[key]}
+    for options in args.get("kinds", {}).values():
+        for key in [key for key, value in options.items() if value == args.get(key, usual[key])]:
+            del options[key]
+    model = ModelConfig(module=MOE if family.mixture else DECODER, args=args)
+    # Building the decoder's config checks the arguments.
+    decoder(model)
+    return model
+
+
+def _keys(config: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
+    """Return the checked keys of a config.json with the family's values for missing ones, and without nulls."""
+    seeing, config = (config, config["text_config"]) if config["model_type"] != name else (None, config)
+    spelled = {key: value for key, value in family.spellings.items() if isinstance(config.get(key), str)}
+    config = {**config, **{key: values.get(config[key], config[key]) for key, values in spelled.items()}}
     check_keys(config, family.known, {*HARMLESS, *family.ignored}, name)
     config = {key: value for key, value in config.items() if key not in family.ignored}
-    keys = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **family.defaults, **config}
+    keys = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **REFUSED, **family.defaults}
+    keys |= config
     if seeing is not None:
         # For such a model, transformers takes tie_word_embeddings from the outer config.
         outer = seeing["model_type"]
@@ -52,27 +86,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         keys |= dict.fromkeys(SEEING[outer].get("ignored", ()))
     keys = {key: value for key, value in keys.items() if value is not None}
     _rename(keys, config, family, name)
-    try:
-        keys.setdefault("num_key_value_heads", keys["num_attention_heads"])
-        keys.setdefault("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
-        for ours in NULL_IF_ZERO:
-            keys.setdefault(family.keys.get(ours, ours), 0.0)
-        args = {**family.args, **{ours: keys[theirs] for ours, theirs in family.names.items()}}
-        args |= {**read_rope(keys, family, name), **read_layers(keys, family, name)}
-        activation = keys["hidden_act"]
-    except KeyError as error:
-        raise ValueError(f"config.json of {name} lacks {error}; copy it again") from error
-    activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    activation = family.spellings.get("hidden_act", {}).get(activation, activation)
-    if activation not in activations:
-        raise ValueError(f"config.json: hidden_act is {activation!r:.80}; the decoder has {', '.join(activations)}")
-    args["activation"] = activations[activation]
-    usual = asdict(MoeConfig() if family.mixture else DecoderConfig())
-    args = {key: value for key, value in args.items() if value != usual[key]}
-    model = ModelConfig(module=MOE if family.mixture else DECODER, args=args)
-    # Building the decoder's config checks the arguments.
-    decoder(model)
-    return model
+    return keys
 
 
 def _rename(keys: dict[str, Any], config: Mapping[str, Any], family: Family, name: str) -> None:
@@ -96,9 +110,10 @@ def to_hf(model: ModelConfig, family: str = "") -> dict[str, Any]:
     if c.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"model.args.activation is {c.activation!r}, which transformers does not have; use {known}")
+    experts = any(layer.num_experts for layer in of_layers(c))
     nearest: dict[str, tuple[Any, Any]] | None = None
     for name in sorted(FAMILIES, key=lambda each: each != family):
-        if FAMILIES[name].mixture != bool(c.num_experts):
+        if (experts and "num_experts" not in FAMILIES[name].keys) or (not experts and FAMILIES[name].mixture):
             continue
         theirs = _written(c, name)
         try:
@@ -118,33 +133,77 @@ def to_hf(model: ModelConfig, family: str = "") -> dict[str, Any]:
 
 def _written(c: DecoderConfig, name: str) -> dict[str, Any]:
     """Return a config.json of a family that is as near to a decoder as the family can be."""
-    family = FAMILIES[name]
+    family, layers = FAMILIES[name], of_layers(c)
+    # If layers differ, the keys of most layers describe those with a mixture, or else with a window.
+    layer = next((one for one in layers if one.num_experts), next((one for one in layers if one.window), layers[0]))
     theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": name, "dtype": "float32"}
     # Without these keys transformers would use the ids of another tokenizer.
     theirs |= {f"{token}_token_id": None for token in ("bos", "eos", "pad")}
-    theirs |= {key: _value(c, ours) for ours, key in family.names.items()}
-    theirs |= {"hidden_act": ACTIVATIONS[c.activation], **write_rope(c), **write_layers(c, family)}
+    off = {each for switch, some in family.switched.items() if not getattr(layer, switch) for each in some}
+    for ours, key in family.names.items():
+        value = None if ours in off else _theirs(ours, key, getattr(c if ours in WHOLE else layer, ours), layer)
+        # A value that families without the key have is written only where it is not the usual one.
+        if key not in REFUSED or key in family.defaults or value != REFUSED[key]:
+            theirs[key] = value
+    theirs |= {"hidden_act": ACTIVATIONS[c.activation], **write_layers(c, family)}
     for usual, key in family.renamed.items():
         theirs[key] = theirs.pop(usual)
     return theirs
 
 
-def _value(c: DecoderConfig, ours: str) -> Any:
-    value = getattr(c, ours)
+def _ours(key: str, value: Any) -> Any:
+    """Return the value of our argument for the value of a key."""
+    if key in INVERSE and value <= 0:
+        raise ValueError(f"config.json: {key} is {value}; the decoder supports only numbers above 0")
+    return value ** INVERSE[key] if key in INVERSE else value
+
+
+def _theirs(ours: str, key: str, value: Any, layer: DecoderConfig) -> Any:
+    """Return the value of a key for the value of our argument."""
     if ours == "attention_width":
-        return int(value) or c.head_dim
-    return None if ours in NULL_IF_ZERO and not value else value
+        value = value or layer.head_dim
+    if key in INVERSE:
+        return value ** (1 / INVERSE[key])
+    if ours in NULL_IF_ZERO and not value:
+        return None
+    return int(value) if VALUES[key] == "count" else value
 
 
 def _differences(c: DecoderConfig, other: DecoderConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the arguments that make two decoders compute something else."""
-    first, second = _resolved(c), _resolved(other)
-    return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+    """Return the arguments that make two decoders compute something else, with their values in the first such layer."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for first, second in zip(_resolved(c), _resolved(other), strict=False):
+        for key in first.keys() & second.keys():
+            if not _equal(first[key], second[key]):
+                found.setdefault(key, (first[key], second[key]))
+    return found
 
 
-def _resolved(c: DecoderConfig) -> dict[str, Any]:
-    found = {key: value for key, value in asdict(c).items() if key not in HOW}
-    return found | {"attention_width": c.attention_width or c.head_dim}
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, float):
+        return math.isclose(first, second, rel_tol=1e-9)
+    return bool(first == second)
+
+
+def _resolved(c: DecoderConfig) -> list[dict[str, Any]]:
+    """Return what each layer computes: its options, without those that do nothing."""
+    found = []
+    sources: dict[str, int] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for number in range(c.num_layers):
+        name = c.kind(number)
+        if name not in kinds:
+            one = c.of_kind(name)
+            unused = {*HOW, "pattern", "kinds"} | (OF_SCALING - {"rope_theta", "rope_scaling"})
+            if one.rope_scaling != "none" and one.rope_theta:
+                unused -= OF_SCALING
+            if one.query_beta:
+                unused -= {"rope_length"}
+            kinds[name] = {key: value for key, value in asdict(one).items() if key not in unused}
+            kinds[name]["attention_width"] = one.attention_width or one.head_dim
+        found.append({**kinds[name], "kv_from": sources.get(kinds[name]["kv_from"], "")})
+        sources[name] = number
+    return found
 
 
 def decoder(model: ModelConfig) -> DecoderConfig:

@@ -14,6 +14,11 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "switch": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a text", lambda value: isinstance(value, str)),
     "object": ("an object", lambda value: isinstance(value, dict)),
+    "period": ("a whole number of at least 0, or a text", lambda value: _whole(value) or isinstance(value, str)),
+    "numbers": (
+        "a list of whole numbers of at least 0",
+        lambda value: isinstance(value, list) and all(_whole(one) and one >= 0 for one in value),
+    ),
     "list": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
 }
 

@@ -57,10 +57,22 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any] = {}
     # Keys that transformers does not read in this family.
     ignored: Sequence[str] = ()
-    # The layers with sliding_window if config.json has no layer_types: never, all, later or pattern (layers.py).
+    # The layers with sliding_window if config.json has no layer_types: never; all; later or early (from or below
+    # max_window_layers); pattern or typed (all except every n-th); unrotated (those without rotary positions).
     window: str = "never"
-    # The rotary settings: alike (for all layers), or local (layers with a window have rope_local_base_freq).
+    # Whether transformers takes the window from the last layer.
+    last_full: bool = False
+    # From our argument to the key of config.json, in layers without a window.
+    full: Mapping[str, str] = {}
+    # The layers with rotary positions: all; local (with a window, if any layer has one); listed (no_rope_layers).
+    positions: str = "all"
+    # The rotary settings: alike (for all layers); each (for layers with a window and without); local (the same, but
+    # written as rope_local_base_freq).
     rope: str = "alike"
+    # Rotary settings of this family only.
+    rope_keys: Sequence[str] = ()
+    # For one of our arguments that is true or false, those that exist only if it is true.
+    switched: Mapping[str, Sequence[str]] = {}
     # The scalings of rotary wavelengths that transformers has for this family.
     scalings: Sequence[str] = tuple(SCALINGS)
     # Names of tensors that differ from the usual ones.
@@ -68,8 +80,8 @@ class Family(NamedTuple):
 
     @property
     def mixture(self) -> bool:
-        """Return whether the layers have experts."""
-        return "num_experts" in self.keys
+        """Return whether all models of the family have experts."""
+        return "num_experts" in self.keys and not self.switched
 
     @property
     def names(self) -> dict[str, str]:
@@ -80,7 +92,7 @@ class Family(NamedTuple):
     def known(self) -> dict[str, str]:
         """Return all keys of config.json that decide something, with the kinds of their values."""
         keys = (*SIZES.values(), *_WORDS["read"], *self.keys.values(), *self.renamed.values(), *self.also.values())
-        return {key: VALUES[key] for key in (*keys, *self.read) if key not in self.ignored}
+        return {key: VALUES[key] for key in (*keys, *self.full.values(), *self.read) if key not in self.ignored}
 
     @property
     def layer(self) -> dict[str, Any]:

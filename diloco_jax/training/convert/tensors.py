@@ -26,7 +26,7 @@ from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import find_model, split_model
 
 # Tables have the same axes in both formats, so they are not transposed.
-TABLES = ("embedding", "head")
+TABLES = ("embed/embedding", "head", "per_layer_table")
 
 
 class Place(NamedTuple):
@@ -86,7 +86,11 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
     c, name = decoder(model), family or to_hf(model)["model_type"]
     table = (c.vocab_size, c.dim)
     outside = {"embed/embedding": table, "norm_final/scale": (c.dim,)} | ({} if c.tie_embeddings else {"head": table})
-    found = [Mapped((OUTSIDE[path],), path, shape, shape) for path, shape in outside.items()]
+    if c.per_layer_dim:
+        width = c.num_layers * c.per_layer_dim
+        outside["per_layer_table"] = (c.per_layer_vocab or c.vocab_size, width)
+        outside |= {"per_layer_project/kernel": (c.dim, width), "per_layer_norm/scale": (c.per_layer_dim,)}
+    found = list(of_layer(outside, {path: _outside(path) for path in OUTSIDE}, name))
     names = {**FAMILIES[name].layer, **(MERGED if merged else {})}
     for stack in c.stacks():
         axis = (len(stack.layers),) if stack.stacked else ()
@@ -132,5 +136,9 @@ def of_layer(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Any], fa
             start = stop
 
 
+def _outside(path: str) -> Place:
+    return Place(OUTSIDE[path], turned=path not in TABLES)
+
+
 def _place(entry: Any) -> Place:
-    return Place(entry) if isinstance(entry, str) else Place(**entry)
+    return Place(entry) if isinstance(entry, str) else entry if isinstance(entry, Place) else Place(**entry)

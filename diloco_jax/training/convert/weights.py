@@ -36,7 +36,9 @@ SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")
 TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
 # A model that was saved without its head has names without the usual prefix.
 BASE = re.compile(r"(embed_tokens|layers|norm)\.")
-SEEING = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+SEEING = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio|vision_embedder)\."
+)
 # The largest file that is written, unless one tensor is larger.
 SHARD_BYTES = 5_000_000_000
 # Bytes that are transposed, rounded or compared at a time.
