@@ -48,8 +48,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         for ours in NULL_IF_ZERO:
             keys.setdefault(family.keys.get(ours, ours), 0.0)
         off = {each for switch, some in family.switched.items() if not keys[family.keys[switch]] for each in some}
-        args = {ours: _ours(theirs, keys[theirs]) for ours, theirs in family.names.items() if ours not in off}
-        args = {**family.args, **args}
+        args = {ours: value for ours, value in family.args.items() if ours not in off}
+        args |= {ours: _ours(theirs, keys[theirs]) for ours, theirs in family.names.items() if ours not in off}
         args |= read_layers(keys, args, family, name)
         activation = keys["hidden_act"]
     except KeyError as error:
@@ -141,7 +141,9 @@ def _written(c: DecoderConfig, name: str) -> dict[str, Any]:
     theirs |= {f"{token}_token_id": None for token in ("bos", "eos", "pad")}
     off = {each for switch, some in family.switched.items() if not getattr(layer, switch) for each in some}
     for ours, key in family.names.items():
-        value = None if ours in off else _theirs(ours, key, getattr(c if ours in WHOLE else layer, ours), layer)
+        if ours in off:
+            continue
+        value = _theirs(ours, key, getattr(c if ours in WHOLE else layer, ours), layer)
         # A value that families without the key have is written only where it is not the usual one.
         if key not in REFUSED or key in family.defaults or value != REFUSED[key]:
             theirs[key] = value

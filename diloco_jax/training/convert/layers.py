@@ -40,7 +40,8 @@ def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family
         window = None
     local = _local(keys, window, family, name)
     # With a pattern, transformers builds a window's mask even if no layer has a window.
-    if not window and (any(local) or (window is None and family.window == "pattern")):
+    needed = family.window in ("pattern", "typed") and family.positions == "all"
+    if not window and (any(local) or (window is None and needed)):
         raise ValueError(
             f"config.json of {name}: sliding_window is {'off' if window is None else window}, but the model has layers "
             "with a window, and transformers fails; correct sliding_window, use_sliding_window or layer_types"
@@ -51,7 +52,7 @@ def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family
         if not _has_rope(number, local, window, keys, family, name):
             layer["rope_theta"] = 0.0
         if _is_dense(number, keys, family):
-            layer |= {"num_experts": 0, "mlp_dim": keys["intermediate_size"]}
+            layer |= {"num_experts": 0, "shared_dim": 0, "mlp_dim": keys["intermediate_size"]}
         if not local[number]:
             layer |= _of_full_layers(keys, family)
         for theirs, value in _of_one_layer(number, keys, name).items():
@@ -74,7 +75,7 @@ def write_layers(c: DecoderConfig, family: Family) -> dict[str, Any]:
         found["sliding_window"] = windows[0].window
         if "use_sliding_window" in family.known:
             found["use_sliding_window"] = True
-    elif family.window in ("all", "typed") and "use_sliding_window" not in family.known:
+    elif (family.window == "all" or family.positions == "local") and "use_sliding_window" not in family.known:
         # Without the key some of these families have a window.
         found |= {"sliding_window": None} if family.defaults.get("sliding_window") else {}
     patterned = family.window == "pattern" and "sliding_window_pattern" in family.known
@@ -122,8 +123,12 @@ def _local(keys: Mapping[str, Any], window: int | None, family: Family, name: st
         ],
     }[family.window]
     if "layer_types" not in keys:
-        if family.window == "typed" and (window is None or not isinstance(period, int)):
-            raise ValueError(f"config.json of {name} lacks layer_types, without which transformers fails; add them")
+        unclear = not isinstance(period, int) or period < 1 or (family.window == "typed" and window is None)
+        if family.window in ("pattern", "typed") and unclear:
+            raise ValueError(
+                f"config.json of {name} lacks layer_types, and sliding_window {window} with sliding_window_pattern "
+                f"{period!r:.80} does not replace them; add layer_types"
+            )
         local = usual()
     else:
         kinds = [OLD_KINDS.get(kind, kind) for kind in keys["layer_types"]]

@@ -114,11 +114,11 @@ def _arguments(rope: Mapping[str, Any], keys: Mapping[str, Any], family: Family,
     if kind == "yarn":
         rope.setdefault("factor", keys["max_position_embeddings"] / rope[LENGTH])
         rope = {"beta_slow": 1, "beta_fast": 32, **rope}
-        found |= {"rope_attention": _attention_factor(rope), "rope_truncate": rope.get("truncate", True)}
+        found |= {"rope_attention": _attention_factor(rope, name), "rope_truncate": rope.get("truncate", True)}
     return found | {ours: rope[theirs] for ours, theirs in SCALINGS[kind].items()}
 
 
-def _attention_factor(rope: Mapping[str, Any]) -> float:
+def _attention_factor(rope: Mapping[str, Any], name: str) -> float:
     """Return yarn's factor of queries and keys as our rope_attention: 0 if it is the usual one."""
 
     def usual(scale: float = 1.0) -> float:
@@ -127,4 +127,6 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
     factor = rope.get("attention_factor")
     if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         factor = usual(rope["mscale"]) / usual(rope["mscale_all_dim"])
-    return 0.0 if factor is None or abs(factor - usual()) <= ROUNDING else factor
+    if factor is not None and factor <= 0:
+        raise ValueError(f"config.json of {name}: yarn's attention_factor is {factor}; it must be above 0")
+    return 0.0 if factor is None or abs(factor - usual()) <= ROUNDING else float(factor)

@@ -23,7 +23,8 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "routing": "dropless"}
 def model_of(family: str = "llama", **args: Any) -> ModelConfig:
     """A small model of a public family."""
     found = FAMILIES[family]
-    sizes = SIZES | (EXPERTS if found.mixture else {}) | dict(found.args) | args
+    shared = {"shared_dim": 40} if "shared_dim" in found.keys else {}
+    sizes = SIZES | (EXPERTS if found.mixture else {}) | shared | dict(found.args) | args
     return ModelConfig(module=MOE if found.mixture else ModelConfig().module, args=sizes)
 
 

@@ -15,12 +15,11 @@ import pytest
 
 from diloco_jax.training.convert.families import family_name, from_hf, to_hf
 from diloco_jax.training.convert.table import FAMILIES
-from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import WRITTEN, Weights, write_weights
 from diloco_jax.training.models.config import ModelConfig, presets
 from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
-from tests.training.convert.cases import ALWAYS, LIST
+from tests.training.convert.cases import ALWAYS, GEMMA4, LIST, MINISTRAL
 from tests.training.convert.page import LIMIT, bless
 from tests.training.convert.variants import GEMMA, SIZES, TOKENS, WINDOW, Variant, fill, kinds, make
 
@@ -140,24 +139,30 @@ def test_stacked_layers_are_the_single_ones(name: str, tmp_path: Path) -> None:
     weights = Weights(tmp_path)
     model = weights.model()
     single, stack = (dict(weights.read(stacked(model, how))) for how in (False, True))
-    layers = decoder_of(model).num_layers  # type: ignore[union-attr]
-    for path in stack.keys() - single.keys():
-        each = [single[path.replace("blocks/", f"blocks/{i}/")] for i in range(layers)]
-        np.testing.assert_array_equal(stack[path], np.stack(each))
-    assert stack.keys() & single.keys() and {m.path for m in tensors(stacked(model, True))} == stack.keys()
+    config = decoder_of(stacked(model, True))
+    assert config is not None and {mapped.path for mapped in weights.tensors(stacked(model, True))} == stack.keys()
+    for at in config.stacks():
+        own = [path for path in stack if path.startswith(f"{at.path}/")]
+        assert own
+        for path in own:
+            each = [single[path.replace(at.path, f"blocks/{layer}", 1)] for layer in at.layers]
+            np.testing.assert_array_equal(stack[path], np.stack(each) if at.stacked else each[0])
 
 
 CAP = {"final_logit_softcapping": 5.0}
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 14}
+PIXTRAL = {"vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, **TOWER}}
 # For each model that sees: its text, and the keys beside it.
 SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         {**GEMMA, **kinds("sf"), **CAP},
         {"vision_config": TOWER | {"image_size": 28}, "mm_tokens_per_image": 4},
     ),
-    "mistral3": (
-        {"model_type": "mistral", "sliding_window": WINDOW},
-        {"vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, **TOWER}},
+    "mistral3": ({"model_type": "mistral", "sliding_window": WINDOW}, PIXTRAL),
+    "ministral3": ({"model_type": "ministral3", **MINISTRAL}, PIXTRAL),
+    "gemma4": (
+        {**GEMMA4, **kinds("sf"), **CAP, "pad_token_id": 0},
+        {"vision_config": TOWER | {"num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 32}},
     ),
 }
 
@@ -168,7 +173,8 @@ def test_of_a_model_that_sees_the_text_is_read(tmp_path: Path, name: str, outer:
     """The class of Gemma 3 caps no logits, and the outer config decides whether the embedding is shared."""
     text, beside = SEEING[name]
     config = {"text_config": {**SIZES, **text, "num_hidden_layers": 2}, **beside, **outer}
-    theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(name, **config))
+    kind = "mistral3" if name == "ministral3" else name
+    theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(kind, **config))
     fill(theirs)
     theirs.save_pretrained(tmp_path)
     weights = Weights(tmp_path)

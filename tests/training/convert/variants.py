@@ -23,6 +23,12 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
 }
@@ -94,9 +100,10 @@ def fill(model: Any, seed: int = 0) -> None:
     rng = torch.Generator().manual_seed(seed)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():
-        for parameter in model.parameters():
+        constants = [(name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar")]
+        for name, parameter in (*model.named_parameters(), *constants):
             noise = torch.randn(parameter.shape, generator=rng)
-            if parameter is embedding:
+            if parameter is embedding or "embed_tokens" in name:
                 parameter.copy_(0.7 * noise)
             elif parameter.dim() < 2:
                 parameter.add_(0.3 * noise)
