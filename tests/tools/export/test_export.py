@@ -16,7 +16,8 @@ from diloco_jax.cli import inference
 from diloco_jax.cli.main import main
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.training.convert import weights
-from diloco_jax.training.convert.families import FAMILIES, from_hf, to_hf
+from diloco_jax.training.convert.families import from_hf, to_hf
+from diloco_jax.training.convert.table import FAMILIES
 from diloco_jax.training.data.documents import TextSource
 from diloco_jax.training.data.tokenizer import train_tokenizer
 from diloco_jax.training.data.tokenizing import build_store
