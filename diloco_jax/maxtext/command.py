@@ -1,4 +1,4 @@
-"""What the commands need before they import MaxText, which takes half a minute: they answer --help at once."""
+"""The place of MaxText, found without its import, which takes half a minute: commands answer --help at once."""
 
 import importlib.util
 from pathlib import Path
