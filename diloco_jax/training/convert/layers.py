@@ -222,7 +222,7 @@ def _as_arguments(layers: list[Layer], full_rope: Layer, local_rope: Layer, fami
             theta = {"rope_theta_local": local_rope["rope_theta"]}
             return {**full, **full_rope, **theta, "window": windowed["window"], "global_every": period}
         if not differ:
-            return {**full, "window": windowed["window"], "global_every": period}
+            return {**full, "rope_theta_local": 0.0, "window": windowed["window"], "global_every": period}
     return {**same, "rope_theta_local": 0.0, **_as_kinds(layers, same)}
 
 
