@@ -1,4 +1,4 @@
-"""The kinds of layers in a config.json: which have a window, rotary positions, a mixture, keys of their own.
+"""The kinds of layers in a config.json: which have a window, rotary positions, a mixture, and separate keys.
 
 Import describes each layer by our arguments, and then the model by as few words as possible (`_as_arguments`). Export
 reads the arguments of each layer again.
@@ -27,7 +27,7 @@ Layer = dict[str, Any]
 
 
 def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
-    """Return our arguments for the options in which layers may differ.
+    """Return our arguments for the options that may differ between layers.
 
     Args:
         keys: the checked keys of config.json.
@@ -48,15 +48,15 @@ def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family
         )
     full_rope, local_rope = read_rope(keys, family, name)
     layers = [{**local_rope, "window": window} if each else {**full_rope, "window": 0} for each in local]
+    rotated, of_one = _rotated(local, window, keys, family, name), _per_layer_config(keys, name)
     for number, layer in enumerate(layers):
-        if not _has_rope(number, local, window, keys, family, name):
+        if not rotated[number]:
             layer["rope_theta"] = 0.0
         if _is_dense(number, keys, family):
             layer |= {"num_experts": 0, "shared_dim": 0, "mlp_dim": keys["intermediate_size"]}
         if not local[number]:
             layer |= _of_full_layers(keys, family)
-        for theirs, value in _of_one_layer(number, keys, name).items():
-            layer[PER_LAYER[theirs]] = value
+        layer |= of_one.get(number, {})
     _share(layers, local, keys, family, name)
     usual = {**asdict(DecoderConfig()), **args}
     every = sorted({key for layer in layers for key in layer})
@@ -65,7 +65,7 @@ def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family
 
 
 def write_layers(c: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the keys of config.json for the options in which layers may differ."""
+    """Return the keys of config.json for the options that may differ between layers."""
     layers = of_layers(c)
     windows, plain = [layer for layer in layers if layer.window], [layer for layer in layers if not layer.window]
     rotated = [layer for layer in layers if layer.rope_theta] or layers
@@ -118,9 +118,7 @@ def _local(keys: Mapping[str, Any], window: int | None, family: Family, name: st
         "early": lambda: [bool(window) and layer % 2 == 0 and layer < keys["max_window_layers"] for layer in layers],
         "pattern": lambda: [(layer + 1) % period > 0 for layer in layers],
         "typed": lambda: [(layer + 1) % period > 0 for layer in layers],
-        "unrotated": lambda: [
-            window is not None and not _has_rope(layer, [], window, keys, family, name) for layer in layers
-        ],
+        "unrotated": lambda: [window is not None and not each for each in _rotated([], window, keys, family, name)],
     }[family.window]
     if "layer_types" not in keys:
         unclear = not isinstance(period, int) or period < 1 or (family.window == "typed" and window is None)
@@ -147,22 +145,19 @@ def _local(keys: Mapping[str, Any], window: int | None, family: Family, name: st
     return [*local[:-1], False] if family.last_full else local
 
 
-def _has_rope(
-    layer: int, local: Sequence[bool], window: int | None, keys: Mapping[str, Any], family: Family, name: str
-) -> bool:
-    """Return whether a layer has rotary positions."""
+def _rotated(
+    local: Sequence[bool], window: int | None, keys: Mapping[str, Any], family: Family, name: str
+) -> list[bool]:
+    """Return for each layer whether it has rotary positions."""
+    count = keys["num_hidden_layers"]
     if family.positions == "local":
-        return window is None or local[layer]
-    if family.positions == "listed":
-        interval = keys["no_rope_layer_interval"]
-        listed = keys.get("no_rope_layers", [(each + 1) % interval for each in range(keys["num_hidden_layers"])])
-        if len(listed) < keys["num_hidden_layers"]:
-            raise ValueError(
-                f"config.json of {name}: no_rope_layers has {len(listed)} layers; there must be "
-                f"{keys['num_hidden_layers']}"
-            )
-        return bool(listed[layer])
-    return True
+        return [window is None or each for each in local]
+    if family.positions == "all":
+        return [True] * count
+    listed = keys.get("no_rope_layers", [(layer + 1) % keys["no_rope_layer_interval"] for layer in range(count)])
+    if len(listed) < count:
+        raise ValueError(f"config.json of {name}: no_rope_layers has {len(listed)} layers; there must be {count}")
+    return [bool(each) for each in listed[:count]]
 
 
 def _is_dense(layer: int, keys: Mapping[str, Any], family: Family) -> bool:
@@ -172,14 +167,14 @@ def _is_dense(layer: int, keys: Mapping[str, Any], family: Family) -> bool:
     return layer in keys.get("mlp_only_layers", []) or (layer + 1) % keys.get("decoder_sparse_step", 1) > 0
 
 
-def _of_one_layer(layer: int, keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the keys that per_layer_config has for a layer."""
+def _per_layer_config(keys: Mapping[str, Any], name: str) -> dict[int, Layer]:
+    """Return the arguments that per_layer_config gives to single layers, by their numbers."""
     found, where = keys.get("per_layer_config", {}), f"{name}, per_layer_config"
-    # transformers writes the numbers of layers with leading zeros.
-    check_keys(found, {str(key): "object" for key in found if str(key).isdecimal()}, (), where)
-    of_layer = {int(key): options for key, options in found.items()}.get(layer, {})
-    check_keys(of_layer, dict.fromkeys(PER_LAYER, "count"), (), where)
-    return of_layer
+    # transformers writes the numbers with leading zeros.
+    check_keys(found, {key: "object" for key in found if str(key).isdecimal()}, (), where)
+    for options in found.values():
+        check_keys(options, dict.fromkeys(PER_LAYER, "count"), (), where)
+    return {int(key): {PER_LAYER[theirs]: options[theirs] for theirs in options} for key, options in found.items()}
 
 
 def _of_full_layers(keys: Mapping[str, Any], family: Family) -> Layer:
@@ -197,14 +192,14 @@ def _share(layers: list[Layer], local: Sequence[bool], keys: Mapping[str, Any], 
     if "num_kv_shared_layers" not in family.known:
         return
     first = len(layers) - keys.get("num_kv_shared_layers", 0)
+    latest = {local[number]: number for number in range(first)}
     for number in range(max(first, 0), len(layers)):
-        earlier = [source for source in range(first) if local[source] == local[number]]
-        if not earlier:
+        if local[number] not in latest:
             raise ValueError(
                 f"config.json of {name}: num_kv_shared_layers is {len(layers) - first}, so that layer {number} has "
                 "no earlier layer of its kind"
             )
-        layers[number]["kv_from"] = earlier[-1]
+        layers[number]["kv_from"] = latest[local[number]]
         if keys.get("use_double_wide_mlp"):
             layers[number]["mlp_dim"] = 2 * keys["intermediate_size"]
 
@@ -227,7 +222,7 @@ def _as_arguments(layers: list[Layer], full_rope: Layer, local_rope: Layer, fami
             theta = {"rope_theta_local": local_rope["rope_theta"]}
             return {**full, **full_rope, **theta, "window": windowed["window"], "global_every": period}
         if not differ:
-            return {**full, "window": windowed["window"], "global_every": period}
+            return {**full, "rope_theta_local": 0.0, "window": windowed["window"], "global_every": period}
     return {**same, "rope_theta_local": 0.0, **_as_kinds(layers, same)}
 
 

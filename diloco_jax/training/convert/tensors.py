@@ -9,6 +9,7 @@ their tensors, and one of their tensors may hold several of our parameters:
     merged     experts_gate, experts_up        mlp.experts.gate_up_proj [E, 2 F, D]
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from diloco_jax.training.convert.families import decoder, to_hf
+from diloco_jax.training.convert.layers import of_layers
 from diloco_jax.training.convert.table import FAMILIES, LAYER, MERGED, OUTSIDE
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.options import DecoderConfig
@@ -29,8 +31,8 @@ from diloco_jax.training.models.protocol import find_model, split_model
 TABLES = ("embed/embedding", "head", "per_layer_table")
 
 
-class Place(NamedTuple):
-    """The place of one of our parameters in the files."""
+class TensorName(NamedTuple):
+    """The tensor of one of our parameters in the files."""
 
     name: str
     # False if a matrix is [in, out] in the files too.
@@ -104,13 +106,24 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
     return found
 
 
+def unread(model: ModelConfig) -> re.Pattern[str]:
+    """Return which names of tensors the files may have although transformers does not read them.
+
+    These are the keys and values of layers that use those of an earlier layer.
+    """
+    shared = [number for number, layer in enumerate(of_layers(decoder(model))) if layer.kv_from]
+    prefixes = "|".join(re.escape(LAYER.format(number)) for number in shared)
+    return re.compile(rf"({prefixes or '$.'})self_attn\.[kv]_(proj|norm)\..*")
+
+
 @lru_cache
 def _shapes_of_layer(module: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return path and shape of each parameter of a layer."""
 
     def build() -> Any:
         with nnx.use_eager_sharding(False):
-            return split_model(find_model(module).block_class(config, rngs=nnx.Rngs(0)))[1]  # type: ignore[attr-defined]
+            model: Any = find_model(module)
+            return split_model(model.block_class(config, rngs=nnx.Rngs(0)))[1]
 
     return {path: value.shape for path, value in jax.eval_shape(build).items()}
 
@@ -119,7 +132,7 @@ def of_layer(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Any], fa
     """Yield the parameters of one layer, with names that lack the layer's prefix."""
     if unknown := sorted(shapes.keys() - names.keys()):
         raise ValueError(f"models of {family} in transformers have no tensor for the parameter {unknown[0]}")
-    places = {path: _place(names[path]) for path in names if path in shapes}
+    places = {path: _name(names[path]) for path in names if path in shapes}
     for name in dict.fromkeys(place.name for place in places.values()):
         # Our parameters in this tensor; they share its last axis, in our order of axes.
         group = [path for path, place in places.items() if place.name == name]
@@ -137,9 +150,11 @@ def of_layer(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Any], fa
             start = stop
 
 
-def _outside(path: str) -> Place:
-    return Place(OUTSIDE[path], turned=path not in TABLES)
+def _outside(path: str) -> TensorName:
+    return TensorName(OUTSIDE[path], turned=path not in TABLES)
 
 
-def _place(entry: Any) -> Place:
-    return Place(entry) if isinstance(entry, str) else entry if isinstance(entry, Place) else Place(**entry)
+def _name(entry: Any) -> TensorName:
+    if isinstance(entry, TensorName):
+        return entry
+    return TensorName(entry) if isinstance(entry, str) else TensorName(**entry)

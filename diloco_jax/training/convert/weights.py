@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from diloco_jax.training.convert.families import family_name, from_hf
 from diloco_jax.training.convert.table import MERGED, OUTSIDE
-from diloco_jax.training.convert.tensors import Mapped, tensors
+from diloco_jax.training.convert.tensors import Mapped, tensors, unread
 from diloco_jax.training.models.config import ModelConfig
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -152,13 +152,13 @@ class Weights:
         """
         made = sorted(self.tensors(model), key=lambda mapped: mapped.path)
         needed = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
-        shapes = self.shapes
+        shapes, skipped = self.shapes, unread(model)
         for path, own, _, dtype in self._tensors.values():
             if dtype not in READ:
                 raise ValueError(f"tensor {own} of {path} is {dtype}; only {', '.join(READ)} are read")
         for name in sorted(needed.keys() | shapes):
             found, wanted = shapes.get(name), needed.get(name)
-            if found != wanted and not (wanted is None and SPARE.fullmatch(name)):
+            if found != wanted and not (wanted is None and (SPARE.fullmatch(name) or skipped.fullmatch(name))):
                 lacking = sum(other not in shapes for other in needed)
                 raise ValueError(
                     f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, but the "

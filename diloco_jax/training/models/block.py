@@ -28,7 +28,8 @@ from diloco_jax.training.state import Metrics
 
 # Keys and values of tokens; kinds of layers differ in the number and width of heads.
 KeysValues = tuple[Float[Array, "b _s _k _h"], Float[Array, "b _s _k _h"]]
-# The keys and values of a layer's latest C tokens; empty for a layer that uses those of another layer; or a delta layer's state.
+# The keys and values of a layer's latest C tokens, or the state of a delta layer; empty if the layer uses the keys and
+# values of another one.
 Cache = tuple[Float[Array, "*layers b _c _k _h"], Float[Array, "*layers b _c _k _h"]] | tuple[()] | DeltaCache
 
 
@@ -60,7 +61,7 @@ class Layer(NamedTuple):
     metrics: Metrics
     # The cache with the new tokens; None without a cache.
     cache: Cache | None
-    # The keys and values that the layer's queries saw, for layers that use those of another layer; None if there are none.
+    # The keys and values that the layer's queries saw, for later layers that use them; None if there are none.
     kv: KeysValues | None
 
 

@@ -197,6 +197,23 @@ def test_the_cap_of_logits_is_needed_for_parity(tmp_path: Path) -> None:
         assert error_of(logits_of_ours(other, values), want) > least
 
 
+def test_keys_that_shared_layers_do_not_use_are_skipped(tmp_path: Path) -> None:
+    """Released files of Gemma 4 have them, and transformers skips them."""
+    make(next(variant for variant in LIST if variant.name == "gemma4_shared"), tmp_path)
+    weights = Weights(tmp_path)
+    want = dict(weights.read(weights.model()))
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    for name in ("k_proj", "v_proj", "k_norm"):
+        found[f"model.layers.5.self_attn.{name}.weight"] = np.ones((16, 96), np.float32)
+    safetensors.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    again = dict(Weights(tmp_path).read(Weights(tmp_path).model()))
+    assert again.keys() == want.keys() and all(np.array_equal(again[path], want[path]) for path in want)
+    found["model.layers.5.self_attn.x_proj.weight"] = np.ones((16, 96), np.float32)
+    safetensors.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="x_proj"):
+        Weights(tmp_path).check(weights.model())
+
+
 @pytest.mark.parametrize("name", presets())
 def test_presets_are_what_configs_of_transformers_say(name: str) -> None:
     model = ModelConfig(preset=name)
