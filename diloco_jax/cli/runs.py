@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -21,6 +20,7 @@ from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
 from diloco_jax.runtime.records.liveness import tell_phase
+from diloco_jax.runtime.records.log_lines import formatter
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -434,20 +434,10 @@ def merge_shard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _JsonLines(logging.Formatter):
-    """Log records as lines of JSON with a severity, for Google Cloud's logging and similar readers."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage() + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
-        when = datetime.fromtimestamp(record.created, UTC).isoformat()
-        return json.dumps({"severity": record.levelname, "time": when, "logger": record.name, "message": text})
-
-
 def _begin_log() -> None:
     # A library may have added a handler when it was imported. `force` replaces it.
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
-    if os.environ.get("DILOCO_LOG") == "json":
-        logging.getLogger().handlers[0].setFormatter(_JsonLines())
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)
+    logging.getLogger().handlers[0].setFormatter(formatter())
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 

@@ -1,21 +1,13 @@
 """The command `python -m diloco_jax.maxtext`."""
 
 import argparse
-import importlib.util
 import sys
 import traceback
 
+from diloco_jax.maxtext.arguments import DATA, read_arguments
+from diloco_jax.maxtext.command import configs_folder
+from diloco_jax.runtime.own_loop.environment import place_of
 from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
-
-if importlib.util.find_spec("maxtext") is None:
-    sys.stderr.write(
-        "MaxText is not installed here: install maxtext and diloco_jax into one environment of Python 3.12 or newer "
-        "(docs/maxtext.md)\n"
-    )
-    raise SystemExit(WRONG_INPUT)
-
-from diloco_jax.maxtext.arguments import DATA
-from diloco_jax.maxtext.launch import run
 
 
 def main() -> int:
@@ -32,6 +24,11 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="base.yml key=value", help="arguments of MaxText")
     options = parser.parse_intermixed_args()
     try:
+        read_arguments(options.words, configs_folder())
+        place_of(options.syncer, options.name)
+        # The import takes half a minute.
+        from diloco_jax.maxtext.launch import run
+
         run(options.words, options.syncer, name=options.name, data=options.data, run_dir=options.run_dir)
     except (ValueError, ConnectionError, RuntimeError) as error:
         if not _is_ours(error):

@@ -4,6 +4,7 @@ MaxText takes a config file and `key=value` arguments. An argument of the user s
 must differ between islands: `data_shuffle_seed` and `run_name`, the folder of MaxText's outputs.
 """
 
+import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,6 +106,24 @@ def with_defaults(given: Arguments, *, run: str, island: str, steps: int, hosts:
     if data == "seed":
         values["data_shuffle_seed"] = str(island_seed(values.get("data_shuffle_seed", "0"), island))
     return Arguments(given.config, values)
+
+
+def own_command(given: Arguments, folder: Path, *, evaluates: bool = False) -> str:
+    """Return the command that starts MaxText itself, without an island, from an exported model.
+
+    Args:
+        given: The arguments of the export.
+        folder: Folder of the exported model.
+        evaluates: Whether MaxText shall only evaluate it: it evaluates after a step, which has a learning rate of 0.
+    """
+    # MaxText does not search its folder of configs, and does not accept a relative path of parameters.
+    values = {"run_name": folder.name, **given.values, "load_parameters_path": str(folder.absolute() / "items")}
+    if values.get("hardware") == "cpu":
+        values.setdefault("skip_jax_distributed_system", "true")
+    if evaluates:
+        values |= {"learning_rate": "0", "steps": "1", "eval_interval": "1", "enable_checkpointing": "false"}
+        values.setdefault("eval_steps", "20")
+    return shlex.join(["python", "-m", "maxtext.trainers.pre_train.train", *Arguments(given.config, values).as_words()])
 
 
 def island_seed(seed: str, island: str) -> int:

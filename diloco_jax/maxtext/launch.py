@@ -3,18 +3,17 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import absl.logging
 import jax
-import maxtext
 from maxtext.input_pipeline import grain_data_processing as pipeline
 from maxtext.trainers.pre_train import train
 from maxtext.utils import train_utils
 
 from diloco_jax.maxtext.arguments import Data, read_arguments, with_defaults
 from diloco_jax.maxtext.batches import Leases, leased_pipeline, replaced, sharded
+from diloco_jax.maxtext.command import configs_folder
 from diloco_jax.maxtext.loop import IslandLoop
 from diloco_jax.runtime.own_loop.data_shard import find_place
 from diloco_jax.runtime.own_loop.enter import reach
@@ -47,7 +46,7 @@ def run(
         RuntimeError: MaxText ended before the run, for instance because its data ended.
         RunComplete: The run is complete.
     """
-    given = read_arguments(words, Path(maxtext.__file__).parent / "configs")
+    given = read_arguments(words, configs_folder())
     # MaxText's own lines and those of the island, as when MaxText is started by its own command.
     absl.logging.use_absl_handler()
     absl.logging.set_verbosity(absl.logging.INFO)

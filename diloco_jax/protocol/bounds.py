@@ -131,7 +131,7 @@ _BY_FIELD: dict[str, Check] = {
     "parts": _between(0, PARTS_MAX),
     "reason": _TEXT,
     "scores": _scores,
-    "step_samples": _between(1, STEP_SAMPLES_MAX),
+    "step_samples": _between(0, STEP_SAMPLES_MAX),
     "version": _VERSION,
     "versions": _each(_VERSION, FRAGMENTS_MAX),
     # Only people read these two. When a model diverges, its losses are not finite.

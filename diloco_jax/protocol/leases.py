@@ -60,6 +60,7 @@ class Allotment:
     """The learner's side of leases: those that arrived, and how much of them is read.
 
     Args:
+        step_samples: leased samples of a step, 0 for a learner that reads its own data.
         keep_steps: steps whose positions are remembered, to be read again when no new lease arrives.
     """
 
@@ -112,7 +113,7 @@ class Allotment:
 
         If the learner has to give up a lease before it takes the data, other learners read it.
         """
-        known = min(steps, (self.granted - self._taken) // self.step_samples)
+        known = min(steps, (self.granted - self._taken) // max(1, self.step_samples))
         return self._positions(self._taken, known * self.step_samples)
 
     def _positions(self, start: int, count: int) -> tuple[Range, ...]:

@@ -125,8 +125,6 @@ class Membership:
                 f"{hello.learner_id} belongs to life {hello.epoch} of the run, which went back to a snapshot in life "
                 f"{rewound}; start the learner again"
             )
-        if hello.step_samples < 1:
-            return f"step_samples is {hello.step_samples}, but an inner step takes at least 1 sample"
         return ""
 
     def join(self, hello: Hello, now_s: float) -> Member:

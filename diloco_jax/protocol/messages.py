@@ -30,6 +30,8 @@ NO_VERSION = -1
 STALE = "is stale"
 # Name of the value in a report of metrics that holds the island's clock at sending, in seconds since 1970.
 OWN_TIME = "unix_s"
+# Names of the values that hold the number of the island's process, and a number of the machine that gave it.
+OWN_PROCESS, OWN_MACHINE = "island_process", "island_machine"
 # Values in one report of metrics, and characters of a name.
 METRICS_MAX = 64
 METRIC_LENGTH_MAX = 64
@@ -64,7 +66,7 @@ class Hello(NamedTuple):
     digests: tuple[int, ...]
     # Newest life of the syncer that this incarnation knows, 0 for none.
     epoch: int
-    # Samples in one inner step.
+    # Leased samples in one inner step, 0 if the learner reads its own data.
     step_samples: int
     # Samples of the leases that have arrived.
     granted: int

@@ -7,12 +7,12 @@ another library may have the same tensor under another name, with its axes in an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from diloco_jax.core.fragments import Slice
@@ -152,7 +152,7 @@ def _target(name: str, target: Any) -> tuple[str, tuple[int, ...] | None]:
 def _check(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"parameter {name!r} has no shape yet; run the module once before attach()")
-    if isinstance(parameter, DTensor) or "_fsdp" in name or type(parameter).__name__ == "FlatParameter":
+    if _is_distributed(parameter) or "_fsdp" in name or type(parameter).__name__ == "FlatParameter":
         raise ValueError(
             f"parameter {name!r} is sharded over processes (FSDP or DTensor), which is not supported; use one process "
             "for an island, or JAX for islands of several hosts"
@@ -164,3 +164,9 @@ def _check(name: str, parameter: nn.Parameter) -> None:
     dtype = DTYPES.get(parameter.dtype)
     if dtype is None or dtype.name not in FLOATS:
         raise ValueError(f"parameter {name!r} is {parameter.dtype}; only {', '.join(FLOATS)} can be merged")
+
+
+def _is_distributed(parameter: nn.Parameter) -> bool:
+    # The import takes seconds, and a program with such a tensor has done it.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(parameter, tensors.DTensor)

@@ -333,7 +333,7 @@ COMMAND_LINES = (
     Wrong("certs new --days 0", "--days is 0", "1 to 3650", "use"),
     Wrong("status none", "none has no status.json", "No such file", "give a run's folder or host:port"),
     Wrong("status damaged", "damaged/status.json", "is not readable", "try again, or remove it"),
-    Wrong("status cut", "cut has no status yet", "it is starting, or ended", "see cut/logs"),
+    Wrong("status cut", "cut has no status yet", "it is starting, or ended", "see the output of its syncer"),
     Wrong("status localhost:99999", "'localhost:99999'", "a port up to 65535", "write host:port"),
     Wrong("status 10.0.0.1:5000", "'10.0.0.1:5000'", "is not loopback", "set transport.tls_ca"),
     Wrong("drain island-0 none", "none", "is not the folder of a run: it has no config.yaml", "give one, such as"),

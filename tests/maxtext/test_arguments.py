@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.maxtext.arguments import DATA, Arguments, island_seed, read_arguments, with_defaults
+from diloco_jax.maxtext.arguments import DATA, Arguments, island_seed, own_command, read_arguments, with_defaults
 
 
 @pytest.fixture
@@ -64,6 +64,22 @@ def test_what_the_user_gave_stays(configs: Path) -> None:
 def test_maxtext_does_not_start_the_processes_of_cpus(configs: Path) -> None:
     assert completed("hardware=cpu", configs=configs)["skip_jax_distributed_system"] == "true"
     assert completed("hardware=tpu", hosts=2, configs=configs)["skip_jax_distributed_system"] == "true"
+
+
+def test_an_export_names_complete_commands_of_maxtext(
+    configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    given = read_arguments(["base.yml", "hardware=cpu", "learning_rate=3e-3"], configs)
+    start = f"python -m maxtext.trainers.pre_train.train {configs}/base.yml run_name=out hardware=cpu"
+    parameters = f"load_parameters_path={tmp_path}/here/out/items skip_jax_distributed_system=true"
+    assert own_command(given, Path("out")) == f"{start} learning_rate=3e-3 {parameters}"
+    only = "steps=1 eval_interval=1 enable_checkpointing=false eval_steps=20"
+    assert own_command(given, Path("out"), evaluates=True) == f"{start} learning_rate=0 {parameters} {only}"
+    given = read_arguments(["base.yml", "run_name=mine", "eval_steps=4"], configs)
+    on_tpu = own_command(given, Path("out"), evaluates=True)
+    assert "run_name=mine" in on_tpu and "eval_steps=4" in on_tpu and "skip_jax" not in on_tpu
 
 
 def test_islands_have_orders_of_their_own(configs: Path) -> None:

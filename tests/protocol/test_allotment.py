@@ -180,3 +180,8 @@ def test_a_value_says_from_which_sample_on_it_holds_what_was_taught(
     step()
     (second,) = sent(learner.answer(PullRequest(2, 0, 5), 3.0), SYNCER)
     assert isinstance(second, FragmentValue) and (second.since, second.samples) == (since, 10)
+
+
+def test_a_learner_with_its_own_data_needs_no_lease() -> None:
+    allotment = Allotment(0, 4)
+    assert allotment.ready and allotment.take() == allotment.take() == Batch((), 0) and allotment.upcoming(8) == ()

@@ -154,6 +154,20 @@ def test_a_learner_evaluates_between_two_steps_and_does_nothing_else() -> None:
     step(learner, 5.0)
 
 
+def test_a_request_that_is_repeated_while_it_waits_or_runs_has_one_answer() -> None:
+    learner = trained(steps=1)
+    mailbox: Mailbox[None] = Mailbox(learner)
+    for now_s in (2.0, 4.0):
+        assert mailbox.arrive(Evaluate(4, ()), None, now_s) is None
+    assert mailbox.take(5.0) is not None and learner.examination.running
+    assert mailbox.arrive(Evaluate(4, ()), None, 8.0) is None
+    (answer,) = learner.on_evaluated(Score("", 0, 0, 0, (), 2.0, nan, 64, (), 0.5, ""), 9.0)
+    assert isinstance(answer, Send) and mailbox.take(9.0) is None, "the syncer would drop a second answer"
+    mailbox.arrive(Evaluate(4, ()), None, 10.0)
+    again = mailbox.take(10.0)
+    assert again is not None and again.effects == [answer], "the answer may have been lost"
+
+
 def test_a_learner_waits_for_the_final_model_and_makes_no_step_after_it() -> None:
     learner = trained(steps=1)
     wanted = Evaluate(7, (0, 1, 0, 0))

@@ -80,6 +80,13 @@ def test_gone(how: str) -> None:
         assert said(syncer, "a", 99.0)[2] == "no connection; what it left undone goes to others"
 
 
+def test_the_data_of_a_lost_learner_that_reads_its_own_goes_to_nobody() -> None:
+    syncer = new()
+    syncer.on_message(hello("a", step_samples=0), 0.0)
+    syncer.on_disconnect("a", 1, "broke", 3.0)
+    assert said(syncer, "a", 9.0)[2] == "no connection"
+
+
 @pytest.mark.parametrize("reason", ON_PURPOSE)
 def test_who_was_asked_to_leave_has_left(reason: str) -> None:
     syncer = running("a", "b")

@@ -148,7 +148,7 @@ def test_made_up_messages_leave_rounds_alone(seed: int) -> None:
     assert syncer.membership.members["a"].state == "active"
 
 
-@pytest.mark.parametrize("step_samples", [0, STEP_SAMPLES_MAX + 1, 1 << 62])
+@pytest.mark.parametrize("step_samples", [-1, STEP_SAMPLES_MAX + 1, 1 << 62])
 def test_a_greeting_out_of_bounds_is_refused_and_moves_nobodys_data(step_samples: int) -> None:
     syncer = running("a")
     (refusal,) = sent(syncer.on_message(hello("evil", step_samples=step_samples), 2.0), "evil")

@@ -5,9 +5,11 @@ import random
 
 import pytest
 
+from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.leases import BOOK, Fates, LeaseBook
-from diloco_jax.protocol.messages import Adopted, Heartbeat, Lease
+from diloco_jax.protocol.messages import ON_PURPOSE, Adopted, Heartbeat, Lease, Leave
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.health import conditions
 from tests.protocol.syncer_inputs import expand, hello, indices, leases, merged, new, report, sent, value
 
 
@@ -196,6 +198,17 @@ def test_nobody_holds_leases_twice() -> None:
 def test_a_newcomer_gets_its_first_lease_with_the_welcome() -> None:
     syncer = new(lease_ahead_steps=8)
     assert leases(syncer.on_message(hello("a", step_samples=3), 0.0), "a") == [Lease(0, 0, 24)]
+
+
+def test_a_learner_with_its_own_data_gets_no_lease_and_leaves_none_to_others() -> None:
+    syncer = new(lease_ahead_steps=8, quorum=2)
+    effects = syncer.on_message(hello("a", step_samples=0), 0.0)
+    effects += syncer.on_message(report("a", 1, samples=0, granted=0), 1.0)
+    assert leases(effects, "a") == [] and syncer.leases.fates == (0, 0, 0, 0, 0)
+    effects = syncer.on_message(Leave("a", 1, ON_PURPOSE[0]), 2.0)
+    assert "released" not in [effect.kind for effect in effects if isinstance(effect, Note)]
+    (condition,) = conditions(syncer, 3.0)
+    assert condition.reason == ON_PURPOSE[0]
 
 
 def test_a_learner_gets_more_when_half_is_used_up() -> None:

@@ -52,7 +52,6 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
         (hello(versions=(-1,)), ["1 versions and 1 digests offered, 2 fragments expected", "same config"]),
         (hello()._replace(digests=(0,)), ["2 versions and 1 digests offered, 2 fragments"]),
         (hello()._replace(epoch=4), ["a has heard of life 4 of the syncer, this is life 3", "stop it"]),
-        (hello()._replace(step_samples=0), ["step_samples is 0", "at least 1 sample"]),
     ],
 )
 def test_refusals_say_what_differs_and_what_to_do(message: Hello, words: list[str]) -> None:

@@ -66,6 +66,15 @@ def test_a_round_is_merged_without_the_late_value_when_its_time_is_over() -> Non
     assert versions[:5] == [0, 1, 5, 9, 13]
 
 
+def test_a_waiting_round_names_those_that_it_waits_for_and_those_that_it_excludes() -> None:
+    it = pair("a", "b", "c", late={"c"})
+    for _ in range(2):
+        it.wait(1.5)
+        it.step("a", "b", "c")
+    reason = "0 of 2 live learners reported a step, the quorum is 2, without c: an earlier round waits long for that"
+    assert it.syncer.waiting_for(it.now_s) == f"round 12: {reason}; not yet: a, b"
+
+
 def test_a_learner_that_owes_a_value_counts_when_the_quorum_needs_it() -> None:
     it = pair("a", "b", "c", late={"c"}, quorum=3)
     it.rounds(1, "a", "b", "c")

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco_jax.core import codec
@@ -415,3 +418,14 @@ def test_sharded_parameters_are_refused(tmp_path: Any) -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, diloco_jax; diloco_jax.join; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0
+
+
+def test_a_parameter_that_is_sharded_over_processes_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module = nn.Linear(2, 2)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), init_device_mesh("cpu", (1,))))
+        with pytest.raises(ValueError, match="'weight' is sharded over processes"):
+            TorchHolder(module, ())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -163,6 +163,10 @@ class Examination:
         wanted, held = self._wanted, self._anchors.versions
         return wanted is not None and (NO_VERSION in held or held != (wanted.versions or held))
 
+    def answers(self, message: messages.Evaluate) -> bool:
+        """Return whether the evaluation that runs now is the answer to this request."""
+        return self.running and self._wanted is not None and self._wanted.number == message.number
+
     def on_request(self, message: messages.Evaluate) -> None:
         """Take a request; if it has an answer already, send the answer again."""
         if self._score is not None and self._score.number == message.number:

@@ -3,11 +3,12 @@
 Every driver receives messages while a step runs. Its mailbox decides when the machine gets each of them:
 
     PullRequest, AnchorRequest, StatePull   at once: a peer waits for the answer, and no step depends on it
-    StateChunk                               at once; dropped from the first step on, when a state is of no more use
+    StateChunk                              at once; dropped from the first step on, when a state is of no more use
     GlobalFragment                          read at once, adopted between two steps, and only the newest per fragment
+    Evaluate                                between two steps; a repetition is dropped while the request waits or runs
     any other                               between two steps
 
-The machine gets no message of the last two rows while the driver loads a whole state or evaluates the global model:
+The machine gets no message of the last three rows while the driver loads a whole state or evaluates the global model:
 the fragments and versions for that are decided already. Waiting messages keep their order. A newer value of a fragment
 takes a place at the end, not the place of the value that it replaces.
 
@@ -22,6 +23,7 @@ from diloco_jax.protocol.effects import Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import (
     AnchorRequest,
+    Evaluate,
     GlobalFragment,
     PullRequest,
     StateChunk,
@@ -62,9 +64,16 @@ class Mailbox(Generic[Item]):
             if self._machine.may_step():
                 return None
             return Given(message, item, self._machine.on_message(message, now_s))
+        if type(message) is Evaluate and self._repeated(message):
+            return None
         self._number -= 1
         self._waiting[self._number] = (message, item)
         return None
+
+    def _repeated(self, message: Evaluate) -> bool:
+        """Return whether the request waits already, or runs: each of them would send the same score again."""
+        waits = any(other == message for other, _ in self._waiting.values())
+        return waits or self._machine.examination.answers(message)
 
     def read(self, message: GlobalFragment, item: Item, now_s: float) -> None:
         """Take a global fragment that the machine wants, once its value is there with the right digest."""

@@ -326,8 +326,7 @@ class RoundBook:
         for learner_id in members:
             member = self.membership.members[learner_id]
             member.credit.used_step = member.local_step
-        excluded = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
-        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + excluded))
+        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + _without(late)))
         if snapshot:
             self.effects.append(SaveSnapshot(progress.global_step))
         if this.fragment_id < 0:
@@ -494,10 +493,11 @@ class RoundBook:
             oldest = min(self.flying.values(), key=lambda r: r.global_step, default=None)
             return oldest.waits_for if oldest is not None else "the first learner"
         connected = self.membership.connected()
-        late = [m.learner_id for m in connected if m.state == ACTIVE and m.learner_id not in self.fresh]
+        late = self._late(now_s)
+        missing = [m.learner_id for m in connected if m.state == ACTIVE and m.learner_id not in self.fresh | late]
         joining = [m.learner_id for m in connected if m.state == JOINING]
-        words = [f"round {this.global_step}: {self._decide(this, self._late(now_s), now_s).reason}"]
-        words += [f"not yet: {', '.join(late)}"] if late else []
+        words = [f"round {this.global_step}: {self._decide(this, late, now_s).reason}{_without(late)}"]
+        words += [f"not yet: {', '.join(missing)}"] if missing else []
         words += [f"joining: {', '.join(joining)}"] if joining else []
         return "; ".join(words)
 
@@ -515,3 +515,8 @@ class RoundBook:
         self.fresh = set(state["fresh"])
         *averages, self.closed_s = state["pace"]
         self.pace = Pace(*averages)
+
+
+def _without(late: set[str]) -> str:
+    """Return the text about the live learners that a round excludes."""
+    return f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""

@@ -71,6 +71,9 @@ class Roster:
 
     def supply(self, member: Member, message: Hello | StepReport) -> None:
         """Keep a learner in data: lease as much as it uses up, and repeat the leases that it lost."""
+        if not member.step_samples:
+            # It reads its own data.
+            return
         name, ahead = member.learner_id, self.config.lease_ahead_steps * member.step_samples
         holding = self.leases.holdings.get(name)
         if holding is not None and message.granted > holding.granted:
@@ -115,7 +118,7 @@ class Roster:
         self.matches.on_done(member.learner_id)
         count = self.leases.release(member.learner_id)
         if count:
-            self._note("released", member, f"{count} samples go to others")
+            self._note("released", member, f"its {count} leased samples go to others")
 
     def strike(self, member: Member, this: Round, now_s: float) -> None:
         """Count an unusable value, and expel a learner whose last values were all unusable."""

@@ -25,7 +25,8 @@ REMEDIES = {
     "expelled": "lower its learning rate or change its hardware, then start it again",
     "striking": "values that are not usable come from NaN or a high learning rate; look at its loss and its log",
     "unmerged": "check its link (`diloco doctor`); a larger protocol.overlap_steps gives it more time",
-    "slow": "look at its host; a smaller islands.each.NAME.batch_size makes its steps shorter",
+    "slow": "look at its host; fewer samples make its steps shorter: islands.each.NAME.batch_size, or the batch in "
+    "your own loop",
     "starved": "a larger data.prefetch, or a faster disk or network for the data",
     "loss": "look at its log and its data; a lower optimizer.learning_rate or clipping, and --resume from a snapshot",
     "link": "`diloco doctor` measures it; a smaller wire format, a longer protocol.sync_every or overlap_steps",

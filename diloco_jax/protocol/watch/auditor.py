@@ -29,6 +29,10 @@ class Auditor:
         self._orders: dict[int, tuple[Merge, tuple[Life, ...]]] = {}
         # After a restart: the versions that the syncer holds.
         self._held: list[int] = []
+        # Samples of its leases that each life reported as trained.
+        self._used: dict[Life, int] = {}
+        # Released samples that their life had trained on.
+        self.released_trained = 0
         # Newest local step that each life reported, whether the syncer used the report or not.
         self.reported: dict[Life, int] = {}
         self._snapshots: Moments[Book] = Moments(uses)
@@ -47,7 +51,7 @@ class Auditor:
         elif kind == "StepReport":
             self.reported[line[2], line[3]] = max(line[4], self.reported.get((line[2], line[3]), 0))
             if not dropped:
-                self._report((line[2], line[3]), line[4], line[7])
+                self._report((line[2], line[3]), line[4], line[7], line[10])
         elif kind == "FragmentValue" and not dropped:
             self._values[line[4], line[2]] = (line[2], line[3])
         elif (moment := back_to(kind, without_stamp(line))) is not None:
@@ -60,10 +64,10 @@ class Auditor:
             self._snapshots.keep(moment, lambda: deepcopy(self.book))
             self._forget()
 
-    def _report(self, life: Life, local_step: int, adopted: list[list[int]]) -> None:
+    def _report(self, life: Life, local_step: int, adopted: list[list[int]], samples: int) -> None:
         if local_step <= self._steps.get(life, 0) or self._lives.get(life[0]) != life:
             return
-        self._steps[life] = local_step
+        self._steps[life], self._used[life] = local_step, samples
         for fragment_id, (version, *_) in enumerate(adopted):
             self.book.on_held(fragment_id, version)
 
@@ -91,6 +95,7 @@ class Auditor:
 
     def _note(self, note: Note, kind: str) -> None:
         if note.kind == "released":
+            self.released_trained += self._trained(note.members[0])
             self.book.release(note.members[0])
         elif note.kind in ("lost", "restored"):
             version = self._held[note.fragment_id]
@@ -101,6 +106,16 @@ class Auditor:
             # A learner brought the result of the merge after a restart.
             names = [each.learner_id for each in self._orders[note.global_step][0].contributions]
             self._version(note.global_step, [name for name in names if name not in note.members])
+
+    @property
+    def out_trained(self) -> int:
+        """Return how many of the samples that are still leased were trained on."""
+        return sum(map(self._trained, self.book.owners))
+
+    def _trained(self, name: str) -> int:
+        """Return how many of the samples that a learner still leases it has trained on, by its reports."""
+        owner = self.book.owners.get(name)
+        return 0 if owner is None else max(0, min(self._used.get(owner.life, 0), owner.granted) - owner.settled)
 
     def _begin_life(self, kind: str, moment: Moment, line: list[Any]) -> None:
         """Record that a life of the syncer started from a snapshot; after a rewind, everything since then is void."""

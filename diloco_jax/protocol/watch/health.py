@@ -42,11 +42,8 @@ def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: fl
         if syncer.finished:
             return "left", since_s, "the run is complete"
         if member.goodbye in ON_PURPOSE:
-            return "left", since_s, f"{member.goodbye}; what it left undone goes to others"
-        waits = name in syncer.leases.holdings
-        after_s = max(0.0, syncer.config.release_s - (now_s - since_s))
-        rest = f"its data goes to others in {after_s:.0f} s" if waits else "what it left undone goes to others"
-        return "gone", since_s, f"{member.goodbye or 'no connection'}; {rest}"
+            return "left", since_s, member.goodbye + _rest(syncer, member, now_s)
+        return "gone", since_s, (member.goodbye or "no connection") + _rest(syncer, member, now_s)
     if member.state == SILENT:
         why = "stopped, or cut off"
         if not member.local_step:
@@ -68,3 +65,13 @@ def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: fl
         factor = member.step_s / median_s
         return "slow", since_s, f"steps take {member.step_s:.3f} s, {factor:.1f} times the median"
     return "training", since_s, f"last heard {quiet_s:.1f} s ago"
+
+
+def _rest(syncer: Syncer, member: Member, now_s: float) -> str:
+    """Return what happens to the leased data of a disconnected learner; "" if it reads its own."""
+    if not member.step_samples:
+        return ""
+    if member.learner_id not in syncer.leases.holdings:
+        return "; what it left undone goes to others"
+    after_s = max(0.0, syncer.config.release_s - (now_s - member.since_s))
+    return f"; its data goes to others in {after_s:.0f} s"

@@ -277,7 +277,7 @@ class LinkKeeper(NamedTuple):
             return machine.on_connected(now_s)
 
         self.decisions.apply(connected)
-        log.info("connected to the syncer")
+        log.info(f"{self.decisions.machine.learner_id}: connected to the syncer")
 
     def run(self) -> None:
         """Read messages until the learner ends; the body of the thread "link"."""

@@ -8,6 +8,7 @@ the network or the disk, except in lockstep (docs/protocol.md).
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,16 @@ from typing import NamedTuple
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import OWN_TIME, STALE, STOPPED_OUTSIDE, Leave, Metric, MetricsReport
+from diloco_jax.protocol.messages import (
+    OWN_MACHINE,
+    OWN_PROCESS,
+    OWN_TIME,
+    STALE,
+    STOPPED_OUTSIDE,
+    Leave,
+    Metric,
+    MetricsReport,
+)
 from diloco_jax.protocol.recovery import Saved
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
@@ -34,6 +44,7 @@ from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
+from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.resolved import ResolvedRun, resolve
@@ -104,7 +115,8 @@ def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 
 class StepSize(NamedTuple):
     """The data of one inner step."""
 
-    samples: int  # per step
+    # Leased samples per step, 0 if the loop reads its own data.
+    samples: int
     tokens: int  # per step
     # Description of the data, so that islands can compare what they read; "" if unknown.
     corpus: str = ""
@@ -124,8 +136,8 @@ class Joined:
     ) -> None:
         run, self._saved = host.run, host.find_saved()
         saved = self._saved
-        # The island whose moments were loaded: "" for none yet.
-        self._moments_of = ""
+        # Where the moments come from, as a text.
+        self.moments = "new"
         wire = run.config.wire
         self.machine = machine = Learner(
             joining.learner_id,
@@ -175,6 +187,7 @@ class Joined:
         except (Rejected, Denied) as error:
             raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
         start_thread(self._link.run, "link", daemon=True)
+        log.info(f"{self.machine.learner_id}: waiting for the run's model and for the compiler")
         return self.ready()
 
     def _compile(self) -> None:
@@ -227,7 +240,7 @@ class Joined:
         Raises:
             ValueError: the loader refuses its state, or has none that can be saved.
         """
-        saved, moments = self._saved_in_run(), self._moments_of or "none"
+        saved, moments = self._saved_in_run(), self.moments
         if self._host.resume_loader(saved) and saved is not None:
             self._tape.note("loader", saved.incarnation, saved.local_step)
             log.info(
@@ -286,7 +299,8 @@ class Joined:
     def _tell_metrics(self, machine: Learner) -> None:
         # Without a link the metrics wait, and become one mean.
         if self._decisions.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
-            told = (*(Metric(name, value) for name, value in values.items()), Metric(OWN_TIME, unix_s()))
+            values |= {OWN_TIME: unix_s(), OWN_PROCESS: os.getpid(), OWN_MACHINE: machine_number()}
+            told = tuple(Metric(name, float(value)) for name, value in values.items())
             self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self, reason: str = STOPPED_OUTSIDE) -> None:
@@ -348,7 +362,8 @@ class Joined:
             self._decisions.apply(lambda machine, now_s: machine.on_state_adopted(False, now_s))
             return
         log.info(f"loaded the state of {whose} at its step {local_step}")
-        self._moments_of = f"those of {whose}"
+        own = "" if self._saved is None else f"own save of global step {self._saved.global_step}"
+        self.moments = f"of peer {effect.donor}" if effect.donor else own
 
         def adopted(machine: Learner, now_s: float) -> list[Effect]:
             self._tape.state(effect, incarnation, local_step)

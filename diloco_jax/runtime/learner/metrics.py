@@ -23,8 +23,8 @@ EVERY_S = 1.0
 # Callbacks have this long at the end.
 CLOSE_S = 5.0
 OWN = ("step_s", "tokens_per_s", "model_flops_per_s", "mfu", "device_bytes", "device_bytes_peak", "host_bytes")
-# Steps may report this many names; the time needs one more.
-NAMES_MAX = METRICS_MAX - len(OWN) - 1
+# Steps may report this many names; time and process need three more.
+NAMES_MAX = METRICS_MAX - len(OWN) - 3
 
 log = logging.getLogger(__name__)
 

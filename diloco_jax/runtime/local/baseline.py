@@ -53,6 +53,7 @@ class DataParallelRun:
         self._busy_s = self._waited_s = 0.0
         self._tokens = 0
         self._eval_loss: float | None = None
+        self._eval_step: int | None = None
         self._last: dict[str, Any] = {}
         self._time_left = TimeLeft()
 
@@ -102,7 +103,7 @@ class DataParallelRun:
         self._pulse.rest()
         result = self._evaluator.evaluate(self._island.parameters(), batches, step)
         self._pulse.beat()
-        self._eval_loss = result["loss"]
+        self._eval_loss, self._eval_step = result["loss"], step
         record = {"kind": "eval", "t": self._now_s(), "global_step": step, "tokens": self._tokens}
         self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
         return result
@@ -135,6 +136,7 @@ class DataParallelRun:
             learners=[asdict(island)],
             alarms=[],
             eval_loss=self._eval_loss,
+            eval_step=self._eval_step,
             wire={"up_bytes": 0, "down_bytes": 0},
             num_parameters=self._evaluator.num_parameters,
         )

@@ -238,6 +238,10 @@ def check(config: RunConfig, machine: Machine) -> str:
         config.check_mesh(config.island(name)._replace(devices=emulated_devices(config, name)))
     each = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     why = f"no GPU or TPU is used ({machine.unused})" if machine.unused else "no GPU or TPU here"
+    if config.islands.command:
+        # The program need not use JAX.
+        program = " ".join(config.islands.command)
+        return f"{why}: {count_of(count, 'island')} of {program!r}; JAX has {each} emulated CPU devices in each"
     return f"{why}: {count_of(count, 'island')} on emulated CPU devices, {each} each"
 
 

@@ -19,15 +19,14 @@ from types import MappingProxyType
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, count_of, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, free_address
 from diloco_jax.runtime.local.standby import Spares, shared_by_several
+from diloco_jax.runtime.own_loop.environment import ISLAND_ENV, SYNCER_ENV
 from diloco_jax.runtime.own_loop.surroundings import (
     CONFIG_ENV,
     COORDINATOR_ENV,
     HOST_ENV,
     HOSTS_ENV,
     INCARNATION_ENV,
-    ISLAND_ENV,
     RUN_DIR_ENV,
-    SYNCER_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
 from diloco_jax.runtime.records.liveness import forget_phases, tell_phase

@@ -91,8 +91,9 @@ class Evaluator:
     def __init__(self, config: RunConfig) -> None:
         if config.model.own:
             raise ValueError(
-                "the run's model is the islands' own (model.module: own), so only their loops can evaluate or repeat "
-                "it; name a model with the same parameters in model.module if there is one"
+                "the run's model is the islands' own (model.module: own), so only their programs can evaluate or "
+                "repeat it; evaluate a snapshot there (docs/join.md, for MaxText docs/maxtext.md), or name a model "
+                "with the same parameters in model.module if there is one"
             )
         # A wrong source raises now instead of at the first evaluation.
         if not config.data.remote:

@@ -19,6 +19,7 @@ from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
 from diloco_jax.runtime.own_loop.surroundings import Surroundings, look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays
 from diloco_jax.runtime.records.files import SUMMARY_FILE
+from diloco_jax.runtime.records.log_lines import show_lines
 from diloco_jax.runtime.records.signals import die_with_parent
 from diloco_jax.runtime.records.status import is_over
 from diloco_jax.transport.endpoints.reach import await_listener
@@ -79,6 +80,8 @@ def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings,
     """
     here = look(syncer, options.get("name"), options.get("run_dir"), options.get("coordinator", ""))
     own = replace(options.get("transport") or here.transport, address=here.syncer)
+    show_lines()
+    log.info(f"{here.name}: connecting to the syncer at {own.address}")
     try:
         await_listener(own, here.given_by, log.warning)
     except TransportError:
@@ -107,7 +110,8 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     folder = here.run_dir or Path(config.runs_dir) / config.name
     pulse = island_pulse(config, folder, here.name, 0 if hosts is None else hosts.host)
     joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
-    size = StepSize(options["samples_per_step"], options["tokens_per_step"], options.get("corpus", ""))
+    leased = options["samples_per_step"] if data == "leased" else 0
+    size = StepSize(leased, options["tokens_per_step"], options.get("corpus", ""))
     flops_per_step = options.get("flops_per_step", 0.0)
     place = cache(partial(find_place, own, config, here.name))
     loader = loader_of(options.get("loader"), place, incarnation)

@@ -1,5 +1,6 @@
 """The introduction of a user's loop to a run: it gets the run's config, and sends the model if the run has none."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,8 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
+
+log = logging.getLogger(__name__)
 
 LOCAL = ("address", "tls_ca", "tls_certificate", "tls_key", "token_file", "allow_plaintext", "connect_timeout_s")
 POLL_S = 0.2
@@ -46,7 +49,10 @@ def introduce(
         if bad := next((path for path, values in whole.items() if not np.isfinite(values).all()), None):
             raise ValueError(f"params[{bad!r}] has values that are not finite as float32 (NaN or infinite); correct it")
 
+        size = sum(values.size for values in whole.values())
+
         def bring() -> str:
+            log.info(f"{learner_id}: the run has no model yet; sending this model's initial values ({size:,})")
             return offer_model(transport, learner_id, ours, list(_bytes(whole)))
 
         described = _await_model(transport, learner_id, bring if jax.process_index() == 0 else None)

@@ -139,6 +139,9 @@ class SteppedIsland:
                 if going and self.loader is not None:
                     side.resume_loader()
                 self._next(side, going)
+                if going:
+                    moments = side.moments if self._arrays.has_moments else "none given"
+                    log.info(f"{self.name}: training from global step {self.global_step}; optimizer state: {moments}")
             else:
                 self._follow()
 
@@ -240,6 +243,7 @@ class SteppedIsland:
                 if self.going:
                     self._stop.set()
                 side.leave(reason)
+                log.info(f"{self.name}: {side.finished or reason}, after {self.local_step} steps of this start")
                 side.check_end()
         finally:
             self._undo.close()

@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from diloco_jax.runtime.own_loop.environment import SYNCER_ENV, place_of
 from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.settings.text import load
-from diloco_jax.transport.link import TransportConfig, check_name
+from diloco_jax.transport.link import TransportConfig
 
-SYNCER_ENV = "DILOCO_SYNCER"  # host:port
-ISLAND_ENV = "DILOCO_ISLAND"  # name
 INCARNATION_ENV = "DILOCO_INCARNATION"  # this start
 RUN_DIR_ENV, CONFIG_ENV = "DILOCO_RUN_DIR", "DILOCO_CONFIG"
 COORDINATOR_ENV, HOSTS_ENV, HOST_ENV = "DILOCO_COORDINATOR", "DILOCO_HOSTS", "DILOCO_HOST"
@@ -41,9 +40,10 @@ class Surroundings(NamedTuple):
 def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coordinator: str) -> Surroundings:
     """Read the arguments of `join`, then the environment; ValueError if neither names the syncer or the island."""
     config, folder = os.environ.get(CONFIG_ENV), run_dir or os.environ.get(RUN_DIR_ENV)
+    address, island = place_of(syncer, name)
     return Surroundings(
-        _given(syncer, SYNCER_ENV, "syncer"),
-        check_name(_given(name, ISLAND_ENV, "name")),
+        address,
+        island,
         Path(folder) if folder else None,
         coordinator or os.environ.get(COORDINATOR_ENV, ""),
         int(os.environ.get(INCARNATION_ENV) or time.time() * 1000),
@@ -56,10 +56,3 @@ def unless_typed(config: RunConfig) -> RunConfig:
     """Return the config without its watchdog in a notebook or at a prompt, where a person may take any time."""
     typed = not hasattr(sys.modules["__main__"], "__file__")
     return replace(config, watchdog=WatchdogConfig(least_s=0.0)) if typed else config
-
-
-def _given(value: str | None, variable: str, argument: str) -> str:
-    found = value or os.environ.get(variable, "")
-    if not found:
-        raise ValueError(f"join() needs {argument}=, or {variable} in the environment")
-    return found

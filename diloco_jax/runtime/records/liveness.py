@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,11 @@ def _machine() -> str:
     except OSError:
         space = ""
     return f"{socket.gethostname()} {space}".strip()
+
+
+def machine_number() -> int:
+    """Return a number of this machine: processes with equal ones can signal each other by process number."""
+    return zlib.crc32(_machine().encode())
 
 
 class _Seen(NamedTuple):

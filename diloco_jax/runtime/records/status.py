@@ -17,7 +17,7 @@ from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
-from diloco_jax.runtime.records.liveness import judge, signature
+from diloco_jax.runtime.records.liveness import judge, read_phases, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.session.calls import ask_status
@@ -42,6 +42,7 @@ def compose_status(
     stopped: bool,
     blocked: str,
     metrics: Mapping[str, Mapping[str, float]],
+    processes: Mapping[str, int | None],
     left_s: float | None,
     **told: Any,
 ) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def compose_status(
         stopped: whether somebody has ended the run.
         blocked: what the syncer itself waits for, such as space on its disk; "" if it waits for islands or rounds.
         metrics: the newest values that each island measured.
+        processes: process numbers of the islands on the syncer's machine.
         left_s: seconds until the last global step; None while unknown.
         told: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
             newest evaluation.
@@ -72,7 +74,12 @@ def compose_status(
         tokens=stats.tokens,
         contributors_per_round=round(stats.contributors_per_round, 3),
         samples=syncer.leases.fates._asdict(),
-        learners=[row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)],
+        learners=[
+            row
+            | {"metrics": metrics.get(row["learner"], {})}
+            | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
+            for row in stats.status(now_s)
+        ],
         **told,
     )
 
@@ -119,6 +126,8 @@ class Earlier(NamedTuple):
     wire: dict[str, int]
     eval_loss: float | None
     episodes: Sequence[Standing] = ()
+    # Global step of the evaluated model.
+    eval_step: int | None = None
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
@@ -138,7 +147,8 @@ def read_earlier(run_dir: Path) -> Earlier:
     said = _last_status(run_dir)
     try:
         wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
-        return Earlier(wire, said["eval_loss"], [Standing.of(told) for told in said.get("episodes", ())])
+        episodes = [Standing.of(told) for told in said.get("episodes", ())]
+        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"))
     except (ValueError, KeyError, TypeError):
         return NOTHING_EARLIER
 
@@ -257,8 +267,15 @@ def read_status(
         status = read_object(path, "state", "global_step", "learners")
     except OSError as error:
         if (folder / CONFIG_FILE).exists():
-            raise ValueError(
-                f"the run in {run} has no status yet: it is starting, or ended before it started; see {folder / LOGS}"
-            ) from error
+            raise ValueError(f"the run in {run} has no status yet: {_before_status(folder)}") from error
         raise ValueError(f"{run} has no {STATUS_FILE} ({error.strerror}); give a run's folder or host:port") from error
     return judge(folder, status, ask_if_there)
+
+
+def _before_status(folder: Path) -> str:
+    """Describe a run that has no status: what its processes do, or where to look."""
+    if phases := read_phases(folder):
+        return "it is starting; " + "; ".join(f"{phase.name}: {phase.words}" for phase in phases)
+    # Only `diloco train` writes the outputs of its processes to files.
+    where = folder / LOGS if (folder / LOGS).exists() else "the output of its syncer"
+    return f"it is starting, or ended before it started; see {where}"

@@ -208,7 +208,8 @@ class SyncerDriver:
         """Ask a learner to leave for `diloco drain`, on the caller's thread."""
         self._execute(self._taped.on_drain(learner_id, self._now_s()))
         log.info(f"{learner_id} was asked to leave")
-        return f"{learner_id} leaves after its current step; others get its unfinished data"
+        leases = self._machine.membership.members[learner_id].step_samples
+        return f"{learner_id} leaves after its current step" + "; others get its unfinished data" * bool(leases)
 
     def _execute(self, requests: list[effects.Effect], payload: bytes | memoryview = b"") -> None:
         """Execute effects; `payload` belongs to the message that caused them."""
@@ -290,7 +291,8 @@ class SyncerRun:
     ) -> None:
         self._late_s = late_s
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
-        self._pulse.phase("drawing the initial model")
+        own = isinstance(model, OfferedModel)
+        self._pulse.phase("loading the model that the first island sent" if own else "drawing the initial model")
         resolved = resolve(config, model.shapes, model.kinds)
         self._config = config = resolved.config
         self._run_dir = run_dir

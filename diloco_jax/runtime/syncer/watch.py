@@ -10,13 +10,22 @@ from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import OWN_TIME, FragmentValue, MetricsReport, Score, StepReport
+from diloco_jax.protocol.messages import (
+    OWN_MACHINE,
+    OWN_PROCESS,
+    OWN_TIME,
+    FragmentValue,
+    MetricsReport,
+    Score,
+    StepReport,
+)
 from diloco_jax.protocol.watch.alarms import CALM, Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.records.files import STATUS_FILE
+from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
@@ -66,6 +75,8 @@ class Watch:
         self._told_s: float | None = None
         # Results of the newest evaluation.
         self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()
+        # Global step of the evaluated model.
+        self._eval_step = self.earlier.eval_step
         self.eval_bits: float | None = None
         # Failures of evaluations since the last good one, each once.
         self.eval_alarms: list[str] = []
@@ -75,6 +86,8 @@ class Watch:
         self._listener: Listener | None = None
         # Newest metrics of each island.
         self._metrics: dict[str, Mapping[str, float]] = {}
+        # Process number of each island that runs on this machine.
+        self._processes: dict[str, int | None] = {}
         # Seconds from the end of each round in flight until the value of each learner.
         self._came: dict[int, dict[str, float]] = {}
         self._news = False
@@ -129,6 +142,8 @@ class Watch:
         values = dict(report.values)
         if (unix_s := values.pop(OWN_TIME, None)) is not None:
             self.host.on_clock(report.learner_id, unix_s)
+        process, here = values.pop(OWN_PROCESS, None), values.pop(OWN_MACHINE, None) == machine_number()
+        self._processes[report.learner_id] = int(process) if here and process is not None else None
         self._metrics[report.learner_id] = values
         self.context.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))
         self._news = True
@@ -163,6 +178,7 @@ class Watch:
         else:
             self.eval_alarms.clear()
         self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
+        self._eval_step = score.global_step
         record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
         record |= {"global_step": score.global_step, "tokens": tokens}
         self._telemetry.write(record | {"learner": score.learner_id, "took_s": score.took_s})
@@ -223,9 +239,11 @@ class Watch:
             alarms=self._look(now_s),
             episodes=self._book.as_dicts(),
             eval_loss=self.eval_loss,
+            eval_step=self._eval_step,
             eval_scores=self.eval_scores,
             wire=self.wire(),
             metrics=self._metrics,
+            processes=self._processes,
             left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
             num_parameters=context.stats.num_parameters,
         )

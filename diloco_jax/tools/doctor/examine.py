@@ -47,8 +47,10 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     part = host.part_of(config, island)
     checks = [_check_config(config, island, part.parameters)]
     checks += check_link(config, side, part, seconds)
-    checks += [host.check_parts(config, island), host.check_data(config), host.check_memory(part.memory_bytes)]
-    checks.append(host.check_disk(part.disk_bytes, run_dir))
+    checks.append(host.check_parts(config, island))
+    if not config.model.own:
+        checks.append(host.check_data(config))
+    checks += [host.check_memory(part.memory_bytes), host.check_disk(part.disk_bytes, run_dir)]
     own = config.island(island)
     # This reads the machine's devices, not JAX's, because a check must not take chips from a running run.
     emulated = not own.topology and look({}).emulates
@@ -60,8 +62,9 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     return checks
 
 
-def _check_config(config: RunConfig, island: str, parameters: int) -> Check:
-    found = f"run {config.name!r}, {config.islands.count} islands, {parameters:,} parameters; "
+def _check_config(config: RunConfig, island: str, parameters: int | None) -> Check:
+    model = "a model that the islands' loops bring" if parameters is None else f"{parameters:,} parameters"
+    found = f"run {config.name!r}, {config.islands.count} islands, {model}; "
     if island and island not in config.islands.names:
         names = f"{config.islands.names[0]} to {config.islands.names[-1]}"
         return Check("config", "warn", f"{found}{island} is not among {names}", "correct --island if it is one of them")

@@ -83,13 +83,16 @@ def check_data(config: RunConfig) -> Check:
     return Check("data", "ok", f"{where}: {windows:,} training windows, the run {read}")
 
 
-def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
-    """Compare this host's free memory with the need of this process."""
+def check_memory(need_bytes: float | None, path: Path = MEMORY) -> Check:
+    """Compare this host's free memory with the need of this process, None if it is unknown."""
     try:
         rows = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines())
         free = int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        return Check("memory", "ok", f"this process needs about {size(need_bytes)}; the free memory is unknown")
+        needed = "an unknown amount" if need_bytes is None else f"about {size(need_bytes)}"
+        return Check("memory", "ok", f"this process needs {needed}; the free memory is unknown")
+    if need_bytes is None:
+        return Check("memory", "ok", f"{size(free)} available; the need depends on the model that the loops bring")
     found = f"{size(free)} available, about {size(need_bytes)} needed"
     if free < need_bytes:
         return Check("memory", "fail", found, "use a host with more memory, or end other processes")
@@ -98,8 +101,12 @@ def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
     return Check("memory", "ok", found)
 
 
-def check_disk(need_bytes: int, run_dir: Path) -> Check:
-    """Compare the free space at the run's folder with the need of its snapshots, including one being written."""
+def check_disk(need_bytes: int | None, run_dir: Path) -> Check:
+    """Compare the free space at the run's folder with the need of its snapshots, including one being written.
+
+    Args:
+        need_bytes: None if it is unknown.
+    """
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         wrong = "may not be written" if there.is_dir() else "is not a folder"
@@ -108,6 +115,8 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
         )
     free = shutil.disk_usage(there).free
     found = f"{size(free)} free at {there}, "
+    if need_bytes is None:
+        return Check("disk", "ok", f"{found}the size of snapshots depends on the model that the loops bring")
     found += f"snapshots take up to {size(need_bytes)}" if need_bytes else "and no snapshots (protocol.snapshot_every)"
     if free < need_bytes:
         fix = "free space, choose another --run-dir or runs_dir, or lower checkpoints.keep"
@@ -173,22 +182,24 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
 
 
 class ProcessPart(NamedTuple):
-    """The needs and settings of one process of a run."""
+    """The needs and settings of one process of a run; unknown ones are None, if the islands' loops bring the model."""
 
     # Parameters of the model.
-    parameters: int
+    parameters: int | None
     # The settings that learners and syncer must share.
     settings: Mapping[str, str]
     # The traffic of one learner.
-    links: LinkNeeds
+    links: LinkNeeds | None
     # Estimated memory of this process on its host.
-    memory_bytes: float
+    memory_bytes: float | None
     # Size of the run's folder on this host; 0 without snapshots.
-    disk_bytes: int
+    disk_bytes: int | None
 
 
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """Return the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
+    if config.model.own:
+        return ProcessPart(None, {}, None, None, None)
     found = outline(config, IslandKind(config.island(island), (island,)))
     settings = dict(found.run.fingerprint(_corpus(config)))
     # Only the syncer runs the user's outer optimizer and evaluation.

@@ -62,7 +62,7 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
     try:
         greeting = greet(side.transport, side.name)
     except (TransportError, ValueError) as error:
-        return [*checks, _unanswered(error)]
+        return [*checks, _unanswered(config, error)]
     checks.append(check_run(config, side, greeting))
     if checks[-1].status == "fail":
         # Measurements would disturb another run.
@@ -176,8 +176,11 @@ def _check_shard(address: str) -> Check:
     return Check("merge shard", "ok", f"TCP port {split_address(address)[1]} answers")
 
 
-def _unanswered(error: Exception) -> Check:
+def _unanswered(config: RunConfig, error: Exception) -> Check:
     if "UNIMPLEMENTED" in str(error):
+        if config.model.own:
+            found = "it waits for the first island, which sends the model; the link is not measured"
+            return Check("syncer", "warn", found, "run `diloco doctor` again when the first island has joined")
         return Check("syncer", "fail", "it does not know `diloco doctor`", "install the same version on both sides")
     return of_error("syncer", error)
 
@@ -192,9 +195,9 @@ def check_run(config: RunConfig, side: Side, greeting: Greeting) -> Check:
 
 
 def check_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Check]:
-    """Compare the settings that learners and syncer must agree on; no check if the syncer's run has not started."""
+    """Compare the settings that learners and syncer must agree on; none if a side does not know its own yet."""
     differ = [name for name in ours if theirs.get(name) != ours[name] and OPEN not in (ours[name], theirs.get(name))]
-    if not theirs:
+    if not (ours and theirs):
         return []
     if not differ:
         return [Check("settings", "ok", f"all {len(ours)} settings that must agree do agree")]
@@ -234,7 +237,7 @@ def check_versions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Check:
 
 
 def check_throughput(
-    config: RunConfig, side: Side, greeting: Greeting, needs: LinkNeeds, seconds: float
+    config: RunConfig, side: Side, greeting: Greeting, needs: LinkNeeds | None, seconds: float
 ) -> list[Check]:
     """Measure the link's rate, compare it with the bytes that a learner moves, and check what limits the rate."""
     try:
@@ -251,9 +254,11 @@ def check_throughput(
     return [*checks, check_windows(fastest, greeting.rtt_s, side.transport.stripes)]
 
 
-def _throughput(config: RunConfig, greeting: Greeting, needs: LinkNeeds, up: Rate, down: Rate) -> Check:
+def _throughput(config: RunConfig, greeting: Greeting, needs: LinkNeeds | None, up: Rate, down: Rate) -> Check:
     rates = up.bytes_per_s, down.bytes_per_s, greeting.rtt_s
     found = f"up {mbit(up.bytes_per_s)}, down {mbit(down.bytes_per_s)}, round trip {greeting.rtt_s * 1e3:.1f} ms"
+    if needs is None:
+        return Check("throughput", "ok", f"{found}; what a learner moves depends on the model that the loops bring")
     moved = needs.per_step
     found += f"; a learner moves {size(moved['up_bytes_per_step'])} up and {size(moved['down_bytes_per_step'])} down"
     found += " per global step"

@@ -24,7 +24,8 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse, read_values
-from diloco_jax.training.convert.families import HOW, tensors, to_hf
+from diloco_jax.training.convert.families import HOW, family_name, to_hf
+from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
 from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.corpus import tokenizer_of
@@ -99,9 +100,11 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
+    described: dict[str, Any] = {}
     if form == "hf":
         try:
-            tensors(config.model)
+            described = to_hf(config.model, _family(config))
+            tensors(config.model, described["model_type"])
         except ValueError as error:
             raise ValueError(f"{error}; --format orbax and npz work for any model") from error
     elif dtype != "float32":
@@ -114,7 +117,7 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
         whole.mkdir(parents=True)
         count, parameters = checkpoint.each_parameter(path)
         if form == "hf":
-            _write_hf(whole, config, watch(parameters, count), dtype)
+            _write_hf(whole, config, watch(parameters, count), described | {"dtype": dtype})
         elif form == "npz":
             _write_npz(whole, watch(parameters, count))
         else:
@@ -136,12 +139,21 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
     return {"format": form, "out": str(out), "files": files, "global_step": checkpoint.global_step_of(found[0])}
 
 
-def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, dtype: str) -> None:
-    write_weights(folder, config.model, parameters, dtype)
+def _family(config: RunConfig) -> str:
+    """Return the family of the public model that the run started from, as far as it is known."""
+    try:
+        return family_name(Weights(config.model.weights).config) if config.model.weights else ""
+    except ValueError:
+        # The folder may be only on the syncer's machine.
+        return ""
+
+
+def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described: dict[str, Any]) -> None:
+    write_weights(folder, config.model, parameters, described["dtype"], described["model_type"])
     tokenizer = _tokenizer(config)
     sources = _sources(config, tokenizer)
     end = {"eos_token_id": tokenizer.end} if tokenizer and tokenizer.end is not None else {}
-    described = to_hf(config.model) | {"dtype": dtype} | _token_ids(config, sources, tokenizer)
+    described |= _token_ids(config, sources, tokenizer)
     for name, content in ((CONFIG_FILE, described), (GENERATION_FILE, end)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name in (*OF_TOKENIZER, *OF_USE):

@@ -107,8 +107,11 @@ class Changes:
                 reason = f": {row['reason']}" if condition != "training" else ""
                 yield Fact(("island", name), condition, f"{name} is {condition}{reason}")
         if status["eval_loss"] is not None:
-            at = f"{status['eval_loss']:.4f} at step {status['global_step']}"
-            yield Fact(("evaluation",), str(status["eval_loss"]), f"evaluation loss {at}")
+            # Statuses of older versions do not have the step.
+            step = status.get("eval_step")
+            of_step = "" if step is None else f" of global step {step}"
+            text = f"evaluation loss {status['eval_loss']:.4f}{of_step}"
+            yield Fact(("evaluation",), f"{status['eval_loss']} {step}", text)
         tenth = int(share_done(status) * TENTHS)
         if tenth:
             yield Fact(("progress",), str(tenth), _progress(status))

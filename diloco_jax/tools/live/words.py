@@ -8,13 +8,14 @@ runtime/figures/facts.py it has these keys:
     left_s          seconds until the last global step (protocol/watch/time_left.py)
     num_parameters  of the model
     waiting_for     what the run waits for, as a text
+    eval_step       global step of the newest evaluated model
     eval_scores     numbers of the newest evaluation, by name
     samples         fates of the samples
     epoch           number of the syncer's process, counted over the run
     said            {machine, process, supervisor, unix_s}: who wrote the status, and when
     alarms          [{kind, who, text, remedy}]: alarms that stand (protocol/watch/alarms.py)
     episodes        all alarms, those that ended included
-    learners        facts of each island
+    learners        facts of each island, and `process`: its number, if it runs on the syncer's machine
 
 An island's numbers may be null until it has reported a step.
 """
@@ -107,7 +108,8 @@ def _condition(row: Mapping[str, Any]) -> str:
     if row["state"] == "active":
         details = ": " + ", ".join(table.texts(table.ISLAND_FIGURES, facts, lambda figure: figure.status))
     reason = f"; {row['reason']}" if row["reason"] else ""
-    return f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}; {always}"
+    process = f"; process {row['process']}" if row.get("process") else ""
+    return f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}; {always}{process}"
 
 
 def alarm_line(alarm: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
 
     Returns:
         leased: samples that were leased; merged, overwritten, released, out: their fates, where `out` is still leased;
+        released_trained, out_trained: samples of these two fates that their learner had trained on;
         repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
         samples leased in a history that the run returned from; rounds; exclusions_repeated: rounds whose exclusions
         were decided again from recorded norms; learner_tapes; data: for each learner what is known of the data that
@@ -63,13 +64,15 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     lives = [_check_tape(path, findings, auditor.reported) for path in tapes]
     return {
         **book.fates._asdict(),
+        "released_trained": auditor.released_trained,
+        "out_trained": auditor.out_trained,
         "repeated": book.repeated,
         "undone": book.undone,
         "void": auditor.void,
         "rounds": auditor.rounds,
         "exclusions_repeated": auditor.exclusions.repeated,
         "learner_tapes": len(tapes),
-        "data": guarantees(lives, [name for name, _ in findings.granted]),
+        "data": guarantees(lives, [name for name, _ in (*findings.granted, *auditor.reported)]),
         "violations": findings.count,
         "first_violations": findings.texts,
     }
@@ -121,11 +124,11 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
 def describe(result: Mapping[str, Any]) -> str:
     """Format the result of an audit as text."""
     data = result.get("data", {})
-    if data and all(found["guarantee"] in (OWN, RESUMED) for found in data.values()):
-        lines = [
-            f"{result['rounds']} merged rounds; no loop read what the syncer leased, so its {result['leased']} leased "
-            "positions are not samples of any data"
-        ]
+    own = all(found["guarantee"] in (OWN, RESUMED) for found in data.values())
+    if data and (own or not result["leased"]):
+        lines = [f"{result['rounds']} merged rounds; every loop read its own data"]
+        if result["leased"]:
+            lines[0] += f", so the {result['leased']} positions that the syncer leased are not samples of any data"
         return "\n".join([*lines, *describe_guarantees(data), *_verdict(result, "")])
     lines = [
         f"{result['leased']} samples were leased in {result['rounds']} merged rounds: {result['merged']} merged, "
@@ -137,6 +140,7 @@ def describe(result: Mapping[str, Any]) -> str:
             f"{result['overwritten']} were trained on without effect: their learner adopted newer values of every "
             "fragment before a round merged the result"
         )
+    lines += _unfinished(result)
     if result["repeated"]:
         lines.append(f"{result['repeated']} of them were leased again after a release")
     if result["undone"]:
@@ -153,6 +157,21 @@ def describe(result: Mapping[str, Any]) -> str:
         lines += describe_guarantees(data)
         one_fate = f"every leased position has one fate; {result['learner_tapes']} learner tapes have no other ones"
     return "\n".join([*lines, *_verdict(result, one_fate)])
+
+
+def _unfinished(result: Mapping[str, Any]) -> list[str]:
+    """Separate trained samples that are not merged from those that were leased ahead, which cost no work."""
+    told = (
+        ("released", "by a learner that ended before every fragment had merged them"),
+        ("out", "in the last steps, and not merged in every fragment when the tape ended"),
+    )
+    names = {"released": "released", "out": "still leased"}
+    return [
+        f"of the {result[fate]} {names[fate]}, {result[f'{fate}_trained']} were trained on {when}; "
+        f"{result[fate] - result[f'{fate}_trained']} were leased ahead and not trained on"
+        for fate, when in told
+        if result[fate]
+    ]
 
 
 def _verdict(result: Mapping[str, Any], holds: str) -> list[str]:

@@ -30,7 +30,7 @@ def guarantees(lives: Iterable[DataOfLife], learners: Iterable[str]) -> dict[str
 
     Args:
         lives: lives with a tape.
-        learners: names of all learners that got leases.
+        learners: names of all learners of the run.
 
     Returns:
         {learner: {"guarantee", "steps", "steps_again"}}; steps_again is None unless the guarantee is "resumed" and the
@@ -83,4 +83,4 @@ def _words(found: Mapping[str, Any]) -> str:
             )
         case "own":
             return "own data without a saved state; nothing is known of its samples"
-    return "no tape of it is here, so it is not known whether its loop read what it was leased"
+    return "no tape of it is here, so nothing is known of the data that its loop read"

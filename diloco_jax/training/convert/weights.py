@@ -18,13 +18,15 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from diloco_jax.training.convert.families import Mapped, from_hf, tensors
+from diloco_jax.training.convert.families import family_name, from_hf
+from diloco_jax.training.convert.table import MERGED, OUTSIDE
+from diloco_jax.training.convert.tensors import Mapped, tensors, unread
 from diloco_jax.training.models.config import ModelConfig
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = OUTSIDE["embed/embedding"], OUTSIDE["head"]
 JSON_BYTES_MAX = 1 << 26
 READ = ("F32", "BF16", "F16")
 WRITTEN = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
@@ -34,7 +36,9 @@ SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")
 TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
 # A model that was saved without its head has names without the usual prefix.
 BASE = re.compile(r"(embed_tokens|layers|norm)\.")
-SEEING = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+SEEING = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio|vision_embedder)\."
+)
 # The largest file that is written, unless one tensor is larger.
 SHARD_BYTES = 5_000_000_000
 # Bytes that are transposed, rounded or compared at a time.
@@ -67,6 +71,12 @@ class Weights:
         if self._has_own_head(model):
             return replace(model, args={**model.args, "tie_embeddings": False})
         return model
+
+    def tensors(self, model: ModelConfig) -> list[Mapped]:
+        """List a model's parameters with their tensors in these files; ValueError as in `tensors`."""
+        # Some files have a layer's experts in one tensor, although the usual ones of the family do not.
+        merged = any(name.endswith(MERGED["experts_up"]) for name in self._tensors)
+        return tensors(model, family_name(self.config), merged)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -123,7 +133,7 @@ class Weights:
 
         transformers does not share them then, even if config.json asks for it.
         """
-        if any(mapped.hf == (HEAD,) for mapped in tensors(model)) or not {EMBEDDING, HEAD} <= self._tensors.keys():
+        if any(mapped.hf == (HEAD,) for mapped in self.tensors(model)) or not {EMBEDDING, HEAD} <= self._tensors.keys():
             return False
         (first, own, shape, _), (second, head, other, _) = self._tensors[EMBEDDING], self._tensors[HEAD]
         if shape != other or not {self._tensors[name][3] for name in (EMBEDDING, HEAD)} <= {*READ}:
@@ -140,15 +150,15 @@ class Weights:
         Raises:
             ValueError: the model has no public family, or a tensor is missing, unknown, or of another shape or type.
         """
-        made = sorted(tensors(model), key=lambda mapped: mapped.path)
+        made = sorted(self.tensors(model), key=lambda mapped: mapped.path)
         needed = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
-        shapes = self.shapes
+        shapes, skipped = self.shapes, unread(model)
         for path, own, _, dtype in self._tensors.values():
             if dtype not in READ:
                 raise ValueError(f"tensor {own} of {path} is {dtype}; only {', '.join(READ)} are read")
         for name in sorted(needed.keys() | shapes):
             found, wanted = shapes.get(name), needed.get(name)
-            if found != wanted and not (wanted is None and SPARE.fullmatch(name)):
+            if found != wanted and not (wanted is None and (SPARE.fullmatch(name) or skipped.fullmatch(name))):
                 lacking = sum(other not in shapes for other in needed)
                 raise ValueError(
                     f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, but the "
@@ -210,17 +220,22 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is damaged, or not a safetensors file ({error}); copy it again") from error
 
 
-def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtype: str) -> None:
+def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtype: str, family: str = "") -> None:
     """Write a model's parameters as tensors of its family, one at a time.
 
+    If a tensor of the family holds several parameters, they stay in memory until the tensor is complete.
+
     Args:
+        folder: an existing folder.
+        model: the model.
         parameters: (path, float32 array) by ascending path; each is written before the next one is requested.
         dtype: a key of WRITTEN.
+        family: the family, as in `tensors`.
 
     Raises:
         ValueError: the model has no public family, or the parameters are not those of the model.
     """
-    made = {mapped.path: mapped for mapped in sorted(tensors(model), key=lambda mapped: mapped.path)}
+    made = {mapped.path: mapped for mapped in sorted(tensors(model, family), key=lambda mapped: mapped.path)}
     code, kind = WRITTEN[dtype]
     shards = _shards(made.values(), kind.itemsize)
     theirs = _theirs(made, parameters)
@@ -245,21 +260,32 @@ def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtyp
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
+def _completed(made: Iterable[Mapped]) -> dict[str, str]:
+    """Return the path of the parameter that completes each of their tensors, in the order of completion."""
+    made = list(made)
+    last = {name: mapped.path for mapped in made for name in mapped.hf}
+    return {name: mapped.path for mapped in made for name in mapped.hf if last[name] == mapped.path}
+
+
 def _shards(made: Iterable[Mapped], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
-    """Distribute tensors over files of at most SHARD_BYTES, in their order."""
+    """Distribute tensors over files of at most SHARD_BYTES, in the order of their completion."""
+    made = list(made)
+    shapes = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
     shards, size = [dict[str, tuple[int, ...]]()], 0
-    for mapped in made:
-        for name in mapped.hf:
-            size += (more := math.prod(mapped.hf_shape) * itemsize)
-            if shards[-1] and size > SHARD_BYTES:
-                shards.append({})
-                size = more
-            shards[-1][name] = mapped.hf_shape
+    for name in _completed(made):
+        size += (more := math.prod(shapes[name]) * itemsize)
+        if shards[-1] and size > SHARD_BYTES:
+            shards.append({})
+            size = more
+        shards[-1][name] = shapes[name]
     return shards
 
 
 def _theirs(made: Mapping[str, Mapped], parameters: Parameters) -> Iterator[np.ndarray]:
-    left = list(made)
+    """Yield the values of their tensors in the order of completion."""
+    left, completed = list(made), _completed(made.values())
+    # Tensors that hold several parameters, until the last of these is read.
+    open_: dict[str, np.ndarray] = {}
     for path, value in parameters:
         if left[:1] != [path] or made[path].shape != value.shape:
             raise ValueError(
@@ -267,7 +293,16 @@ def _theirs(made: Mapping[str, Mapped], parameters: Parameters) -> Iterator[np.n
                 "another config?"
             )
         del left[0]
-        yield from made[path].to_hf(value)
+        mapped = made[path]
+        for name, piece in zip(mapped.hf, mapped.to_hf(value), strict=True):
+            if mapped.part is None:
+                yield piece
+                continue
+            whole = open_.setdefault(name, np.empty(mapped.hf_shape, np.float32))
+            mapped.in_theirs(whole)[...] = piece
+            if completed[name] == path:
+                yield open_.pop(name)
+            del whole
         del value
     if left:
         raise ValueError(f"the parameter '{left[0]}', which the model of the config has, is missing; use its config")

@@ -28,7 +28,8 @@ from diloco_jax.training.state import Metrics
 
 # Keys and values of tokens; kinds of layers differ in the number and width of heads.
 KeysValues = tuple[Float[Array, "b _s _k _h"], Float[Array, "b _s _k _h"]]
-# The keys and values of a layer's latest C tokens; empty for a layer without keys of its own; or a delta layer's state.
+# The keys and values of a layer's latest C tokens, or the state of a delta layer; empty if the layer uses the keys and
+# values of another one.
 Cache = tuple[Float[Array, "*layers b _c _k _h"], Float[Array, "*layers b _c _k _h"]] | tuple[()] | DeltaCache
 
 
@@ -53,14 +54,14 @@ def places_of(segments: Int32[Array, "b t"]) -> Places:
 
 
 class Layer(NamedTuple):
-    """What a block returns."""
+    """Result of a block."""
 
     x: Float[Array, "b t d"]
     # The metrics of the mixture; empty without one.
     metrics: Metrics
     # The cache with the new tokens; None without a cache.
     cache: Cache | None
-    # The keys and values that the layer's queries saw, for layers without keys of their own; None if there are none.
+    # The keys and values that the layer's queries saw, for later layers that use them; None if there are none.
     kv: KeysValues | None
 
 
@@ -157,7 +158,7 @@ class Block(nnx.Module):
         Args:
           kv: keys and values of an earlier layer, for a layer without its own.
           vectors: the tokens' vectors for this layer, for a model with per-layer embeddings.
-          cache: the earlier tokens, to which the layer adds the new ones. Either the cache is empty, or there is only
+          cache: the earlier tokens; the layer adds the new ones. Either the cache is empty, or there is only
             one new token.
         """
         c = self.config
@@ -225,7 +226,7 @@ class Block(nnx.Module):
             cache = (cache[0].at[:, slots].set(own[0]), cache[1].at[:, slots].set(own[1]))
             kv = cache if one_more else own
         kv = kv if own is None or one_more else own
-        assert kv is not None, "a layer without keys of its own gets those of an earlier layer"
+        assert kv is not None, "a layer without keys gets those of an earlier layer"
         sinks = None if self.sinks is None else self.sinks[...]
         rules = Seeing(c.attention_width or c.head_dim, c.attention_cap, c.window, c.splash_block)
         if one_more:

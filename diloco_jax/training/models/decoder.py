@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32, Key
 from diloco_jax.training.models.block import Block, Cache, KeysValues, Layer, Places, block_norm, empty_cache, places_of
 from diloco_jax.training.models.delta import DeltaCache
 from diloco_jax.training.models.layers import Linear, checkpoint, soft_limit
-from diloco_jax.training.models.options import DecoderConfig, Stretch
+from diloco_jax.training.models.options import DecoderConfig, Period
 from diloco_jax.training.models.protocol import config_from_args
 from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of, look_up
 from diloco_jax.training.sharding import constrain, gather
@@ -258,12 +258,12 @@ class Decoder(nnx.Module):
         blocks = [self.blocks] if isinstance(self.blocks, Block) else list(self.blocks)
         state = (x, self._no_keys(x, caches))
         metrics, after, stacks, at = list[Any](), list[Cache](), c.stacks(), 0
-        for stretch in c.stretches():
-            here = slice(at, at + len(stretch.kinds))
+        for period in c.periods():
+            here = slice(at, at + len(period.kinds))
             rows = None if vectors is None else vectors[stacks[at].layers[0] : stacks[here.stop - 1].layers[-1] + 1]
-            given = [None] * len(stretch.kinds) if caches is None else caches[here]
-            state, (parts, kept) = self._stretch(
-                stretch, blocks[here], state, places, rows, given, stacked=stacks[at].stacked
+            given = [None] * len(period.kinds) if caches is None else caches[here]
+            state, (parts, kept) = self._period(
+                period, blocks[here], state, places, rows, given, stacked=stacks[at].stacked
             )
             metrics += parts
             after += kept
@@ -287,9 +287,9 @@ class Decoder(nnx.Module):
             found[kind] = (zeros, zeros)
         return found
 
-    def _stretch(
+    def _period(
         self,
-        stretch: Stretch,
+        period: Period,
         blocks: Sequence[Block],
         state: tuple[Float[Array, "b t d"], dict[str, KeysValues]],
         places: Places,
@@ -298,19 +298,19 @@ class Decoder(nnx.Module):
         *,
         stacked: bool,
     ) -> tuple[Any, tuple[list[Any], list[Any]]]:
-        """Apply the layers of a stretch to the stream and to the latest keys and values of each kind."""
+        """Apply the layers of a repeated period to the stream and to the latest keys and values of each kind."""
         split = [nnx.split(block) for block in blocks]
 
-        def period(state: Any, given: Any) -> Any:
+        def once(state: Any, given: Any) -> Any:
             (x, latest), metrics, after = state, [], []
-            for at, (kind, params, cache) in enumerate(zip(stretch.kinds, *given[:2], strict=True)):
+            for at, (kind, params, cache) in enumerate(zip(period.kinds, *given[:2], strict=True)):
                 rows = None if given[2] is None else given[2][at]
                 source = latest.get(self.config.of_kind(kind).kv_from)
 
                 def alone(x: Array, params: Any, kv: Any, cache: Any, rows: Any, at: int = at) -> Layer:
                     layer: Layer = nnx.merge(split[at][0], params)(x, places, kv=kv, vectors=rows, cache=cache)
                     # What no later layer needs is not kept for the backward pass.
-                    return layer if stretch.kinds[at] in state[1] else layer._replace(kv=None)
+                    return layer if period.kinds[at] in state[1] else layer._replace(kv=None)
 
                 layer = checkpoint(alone, self.config.remat, scanned=stacked)(x, params, source, cache, rows)
                 x, latest = layer.x, {**latest, kind: layer.kv} if kind in latest else latest
@@ -320,7 +320,7 @@ class Decoder(nnx.Module):
 
         params = [each for _, each in split]
         if not stacked:
-            return period(state, (params, caches, vectors))
+            return once(state, (params, caches, vectors))
         if vectors is not None:
-            vectors = vectors.reshape(stretch.repeats, len(blocks), *vectors.shape[1:])
-        return jax.lax.scan(period, state, (params, list(caches), vectors))
+            vectors = vectors.reshape(period.repeats, len(blocks), *vectors.shape[1:])
+        return jax.lax.scan(once, state, (params, list(caches), vectors))

@@ -1,7 +1,7 @@
 """Options of the built-in decoder: the differences between public families, and trade-offs of memory and time.
 
-A model's layers may be of several kinds: `pattern` names each layer's kind, and `kinds` has the options in which a kind
-differs. `DecoderConfig.of_kind` resolves them, so that a layer is built from the options of its kind, and knows nothing
+A model's layers may be of several kinds: `pattern` names each layer's kind, and `kinds` has the options that a kind
+changes. `DecoderConfig.of_kind` resolves them, so that a layer is built from the options of its kind, and knows nothing
 about the others.
 """
 
@@ -19,7 +19,7 @@ from diloco_jax.training.named import check_choices
 
 # The kinds of layers that `window` and `global_every` describe.
 LOCAL, GLOBAL = "local", "global"
-# Options of the whole model, in which its kinds of layers cannot differ.
+# Options of the whole model, which a kind of layers cannot change.
 WHOLE = {
     "vocab_size", "dim", "num_layers", "pattern", "kinds", "seq_len_max", "rope_theta_local", "global_every",
     "logit_cap", "logit_scale", "embed_scale", "embed_multiplier", "tie_embeddings", "per_layer_dim", "per_layer_vocab",
@@ -41,28 +41,28 @@ class Stack(NamedTuple):
     stacked: bool
 
 
-class Stretch(NamedTuple):
-    """Successive layers: a period of kinds that is repeated."""
+class Period(NamedTuple):
+    """Successive layers: kinds of layers that are repeated in this order."""
 
     kinds: tuple[str, ...]
     repeats: int
 
 
-def stretches_of(kinds: Sequence[str]) -> list[Stretch]:
-    """Cut a model's layers into stretches, so that few different layers are compiled.
+def periods_of(kinds: Sequence[str]) -> list[Period]:
+    """Cut a model's layers into repeated periods, so that few different layers are compiled.
 
     At each layer, the period is taken that covers most layers by its repetitions; of equals the shortest one. A layer
-    that no period repeats is a stretch of its own.
+    that no period repeats is a period with one repetition.
     """
-    found, at = list[Stretch](), 0
+    found, at = list[Period](), 0
     while at < len(kinds):
-        best = Stretch((kinds[at],), 1)
-        for period in range(1, min(PERIOD_MAX, (len(kinds) - at) // 2) + 1):
-            unit, repeats = tuple(kinds[at : at + period]), 1
-            while tuple(kinds[at + repeats * period : at + (repeats + 1) * period]) == unit:
+        best = Period((kinds[at],), 1)
+        for length in range(1, min(PERIOD_MAX, (len(kinds) - at) // 2) + 1):
+            unit, repeats = tuple(kinds[at : at + length]), 1
+            while tuple(kinds[at + repeats * length : at + (repeats + 1) * length]) == unit:
                 repeats += 1
-            if repeats > 1 and period * repeats > len(best.kinds) * best.repeats:
-                best = Stretch(unit, repeats)
+            if repeats > 1 and length * repeats > len(best.kinds) * best.repeats:
+                best = Period(unit, repeats)
         found.append(best)
         at += len(best.kinds) * best.repeats
     return found
@@ -82,7 +82,7 @@ class DecoderConfig:
     """The kind of each layer, a name in `kinds`; a shorter list is repeated ([local, local, global]). Empty: all layers
     are alike, but for `window` and `global_every`."""
     kinds: Mapping[str, Any] = field(default_factory=FrozenDict)
-    """For each kind of layers, the options of one layer in which it differs, such as {local: {window: 512}}."""
+    """For each kind of layers, the options that it changes, such as {local: {window: 512}}."""
     num_heads: int = 4
     """Query heads; a multiple of num_kv_heads."""
     num_kv_heads: int = 2
@@ -189,7 +189,7 @@ class DecoderConfig:
     expert_dim: int = 0
     """Width of one expert; 0 = mlp_dim."""
     dense_beside: bool = False
-    """The MLP and the mixture compute every token, each with norms of its own. The router reads the stream itself."""
+    """The MLP and the mixture compute every token, each with separate norms. The router reads the stream itself."""
     shared_dim: int = 0
     """Width of an expert that computes every token, weighted by a sigmoid; 0 = none."""
     normalize_weights: bool = True
@@ -332,7 +332,7 @@ class DecoderConfig:
             if (source := sources[kind]) and source not in earlier:
                 raise ValueError(
                     f"model.args.kinds.{kind}.kv_from is '{source}', but no layer before layer {layer} is of that kind "
-                    f"and has keys of its own; use one of {', '.join(sorted(earlier)) or 'the kinds'}"
+                    f"and has keys; use one of {', '.join(sorted(earlier)) or 'the kinds'}"
                 )
             if not source and self.of_kind(kind).mixer == "attention":
                 earlier.add(kind)
@@ -362,23 +362,24 @@ class DecoderConfig:
         except ValueError as error:
             raise ValueError(f"{error} (in model.args.kinds.{name})") from None
 
-    def stretches(self) -> list[Stretch]:
+    def periods(self) -> list[Period]:
         """Return the layers as the decoder applies them: each period of several repetitions is a scan."""
         kinds = [self.kind(layer) for layer in range(self.num_layers)]
         if self.scan_layers:
             # One layer alone is a scan too, so that its parameters have the same form as those of more layers.
-            return stretches_of(kinds) if len({*kinds}) > 1 else [Stretch((kinds[0],), len(kinds))]
-        return [Stretch((kind,), 1) for kind in kinds]
+            return periods_of(kinds) if len({*kinds}) > 1 else [Period((kinds[0],), len(kinds))]
+        return [Period((kind,), 1) for kind in kinds]
 
     def stacks(self) -> list[Stack]:
         """Return how the blocks' parameters are stored, in the order of the decoder's blocks."""
-        stretches, found, at = self.stretches(), list[Stack](), 0
-        if self.scan_layers and len(stretches) == 1 == len(stretches[0].kinds):
+        periods, found, at = self.periods(), list[Stack](), 0
+        if self.scan_layers and len(periods) == 1 == len(periods[0].kinds):
             return [Stack("blocks", range(self.num_layers), stacked=True)]
-        for kinds, repeats in stretches:
-            period, end = len(kinds), at + len(kinds) * repeats
-            for first in range(at, at + period):
-                found.append(Stack(f"blocks/{len(found)}", range(first, end, period), stacked=repeats > 1))
+        for kinds, repeats in periods:
+            end = at + len(kinds) * repeats
+            for first in range(at, at + len(kinds)):
+                layers = range(first, end, len(kinds))
+                found.append(Stack(f"blocks/{len(found)}", layers, stacked=repeats > 1))
             at = end
         return found
 

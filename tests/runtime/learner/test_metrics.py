@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.messages import METRICS_MAX, Metric, MetricsReport
+from diloco_jax.protocol.messages import METRICS_MAX, OWN_MACHINE, OWN_PROCESS, Metric, MetricsReport
 from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
+from diloco_jax.runtime.records.liveness import machine_number
+from diloco_jax.runtime.records.status import NOTHING_EARLIER
 from diloco_jax.runtime.syncer.watch import Watch, merged_metrics
 
 STEPS: list[tuple[Any, ...]] = []
@@ -65,13 +67,26 @@ def test_islands_together() -> None:
     assert merged_metrics(values) == {"loss": 1.5, "tokens_per_s": 40.0, "own": 4.0}
 
 
-def test_another_incarnation_is_not_heard(tmp_path: Any) -> None:
+def _watch(tmp_path: Any) -> Watch:
+    """The reports about a run with incarnation 2 of each island."""
     members = SimpleNamespace(get=lambda name, incarnation: incarnation == 2 or None)
     config = SimpleNamespace(name="run", trackers=(), callbacks=())
     parts: Any = SimpleNamespace(run_dir=tmp_path, machine=SimpleNamespace(membership=members, global_step=5))
     parts.config, parts.stats = config, SimpleNamespace(on_waiting=lambda name, share: None)
-    earlier: Any = SimpleNamespace(wire={}, eval_loss=None, episodes=())
-    watch = Watch(parts, earlier, lambda: (), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    others: Any = (lambda: (), SimpleNamespace(), SimpleNamespace())
+    return Watch(parts, NOTHING_EARLIER, *others)
+
+
+def test_another_incarnation_is_not_heard(tmp_path: Any) -> None:
+    watch = _watch(tmp_path)
     for incarnation, value in ((1, 1.0), (2, 2.0), (3, 3.0)):
         watch.on_metrics(MetricsReport("a", incarnation, 7, (Metric("loss", value),)), 1.5)
     assert watch._metrics == {"a": {"loss": 2.0}}
+
+
+@pytest.mark.parametrize(("machine", "told"), [(machine_number(), 1234), (machine_number() + 1, None)])
+def test_the_process_of_an_island_is_known_on_its_machine(tmp_path: Any, machine: int, told: int | None) -> None:
+    watch = _watch(tmp_path)
+    values = (Metric("loss", 1.0), Metric(OWN_PROCESS, 1234.0), Metric(OWN_MACHINE, float(machine)))
+    watch.on_metrics(MetricsReport("a", 2, 7, values), 1.5)
+    assert (watch._metrics, watch._processes) == ({"a": {"loss": 1.0}}, {"a": told})

@@ -163,6 +163,8 @@ def test_emulation_is_said_aloud_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert said == ["no GPU or TPU here: 4 islands on emulated CPU devices, 2 each"]
     mixed = run_of(2, each={"island-1": {"devices": 4}})
     assert check(mixed, Machine()).endswith("2 to 4 each")
+    of_a_program = check(run_of(2, command=("python", "loop.py")), Machine())
+    assert of_a_program.endswith("2 islands of 'python loop.py'; JAX has 2 emulated CPU devices in each")
 
 
 def test_a_number_emulates_as_many_where_there_is_nothing_better() -> None:

@@ -1,6 +1,7 @@
 """Libraries that an island in a user's loop does not load, before and after a whole run."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,13 @@ def test_join_is_imported_without_the_libraries_of_a_syncer() -> None:
     assert ended.stdout.strip() == "[]"
 
 
+def test_an_island_of_pytorch_imports_no_part_of_pytorch_for_several_processes() -> None:
+    pytest.importorskip("torch")
+    code = "import diloco_jax.torch, sys\nprint('torch.distributed.tensor' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "False", "it takes as long to import as PyTorch itself"
+
+
 @pytest.mark.net
 @pytest.mark.timeout(120)
 def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path) -> None:
@@ -66,3 +74,15 @@ def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path)
     ended = run("train", config, "--json", "--run-dir", run_dir)
     assert json.loads(ended.stdout.splitlines()[-1])["complete"], ended.stdout + ended.stderr
     assert json.loads((tmp_path / "loaded.json").read_text(encoding="utf-8")) == []
+    # The island prints what it waits for, and where it starts.
+    lines = (run_dir / "logs" / "island-0.log").read_text(encoding="utf-8")
+    told = re.findall(r"^[-0-9]+ [0-9:,]+ island-0: ([a-z ]+)", lines, re.MULTILINE)
+    assert told == [
+        "connecting to the syncer at ",
+        "the run has no model yet",
+        "connected to the syncer",
+        "waiting for the run",
+        "training from global step ",
+        "run complete",
+    ]
+    assert "training from global step 0; optimizer state: new\n" in lines

@@ -80,7 +80,9 @@ def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Pat
     process = start("train", write(tmp_path, train={"steps": 700}), "--quiet", "--run-dir", run_dir, step_s=0.04)
     wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
     wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state")
-    os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
+    pid = island_pid(run_dir, "island-1")
+    assert pid in [row["process"] for row in status(run_dir)["learners"] if row["learner"] == "island-1"]
+    os.kill(pid, signal.SIGKILL)
     wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1")
     tapes = lambda: [path.read_text() for path in (run_dir / "tapes").glob("island-1.*")]  # noqa: E731
     wait_for(lambda: any('["state",' in tape for tape in tapes()), "its whole state, or a peer's")

@@ -108,7 +108,7 @@ def kill_and_return(tmp_path: Path, python: str, steps: int = 700) -> None:
     assert process.returncode == 0, output
     audit = json.loads(call("audit", run_dir, "--json").stdout)
     text = call("audit", run_dir).stdout
-    assert "no loop read what the syncer leased" in text and "every sample has one fate" not in text
+    assert "every loop read its own data" in text and "lease" not in text
     assert audit["violations"] == 0 and sorted(audit["data"]) == ["island-0", "island-1"]
     for index, name in enumerate(audit["data"]):
         _, overlap = check_sequence(tmp_path, name, uninterrupted(python, index, 2, 3000))

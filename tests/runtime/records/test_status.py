@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.runtime.records.liveness import judge, signature
+from diloco_jax.runtime.records.liveness import judge, signature, tell_phase
 from diloco_jax.runtime.records.status import read_earlier, read_status, start_again
 
 
@@ -97,13 +97,29 @@ def test_a_data_parallel_run_cannot_be_resumed(tmp_path: Path) -> None:
     assert "data-parallel" in found["remedy"] and "--resume" not in found["remedy"]
 
 
+def test_a_run_without_a_status_names_what_it_waits_for_or_where_to_look(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ValueError, match=r"see the output of its syncer$"):
+        read_status(str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(ValueError, match=rf"see {tmp_path}/logs$"):
+        read_status(str(tmp_path))
+    tell_phase(tmp_path, "syncer", "waiting for the first island, which sends the model")
+    with pytest.raises(ValueError, match="it is starting; syncer: waiting for the first island"):
+        read_status(str(tmp_path))
+
+
 def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
-    earlier = word(age_s=1e5, process=GONE) | {"wire": {"up_bytes": 5, "down_bytes": 7}, "eval_loss": 1.5}
+    earlier = word(age_s=1e5, process=GONE) | {
+        "wire": {"up_bytes": 5, "down_bytes": 7},
+        "eval_loss": 1.5,
+        "eval_step": 3,
+    }
     (tmp_path / "status.json").write_text(json.dumps(earlier))
     start_again(tmp_path)
     told = read_status(str(tmp_path))
     assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
-    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, []), "what only it tells stays"
+    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, [], 3), "what only it tells stays"
     (tmp_path / "status.json").unlink()
     start_again(tmp_path)
     assert not (tmp_path / "status.json").exists()

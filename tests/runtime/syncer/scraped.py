@@ -59,6 +59,7 @@ class Scraped:
         """Pass a status to the exposition, and return it."""
         told: dict[str, Any] = {"stopped": False, "blocked": "", "eval_loss": 2.25, "eval_scores": {}}
         told |= {"alarms": [Alarm("tape", "", "a disk is full").as_dict()], "metrics": self.metrics, "left_s": None}
+        told |= {"processes": {}}
         told |= {"wire": {"up_bytes": 7, "down_bytes": 9}, "episodes": []}
         status = compose_status("run", self.syncer, self.stats, now_s, **told)
         self.exposed.tell(status, now_s)

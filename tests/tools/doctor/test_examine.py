@@ -23,7 +23,9 @@ from diloco_jax.tools.doctor import link as doctor_link
 from diloco_jax.tools.doctor.examine import listening
 from diloco_jax.tools.doctor.host import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import greet
+from diloco_jax.training.models.config import OWN, ModelConfig
 from diloco_jax.transport.endpoints import grpc_link, probe
+from diloco_jax.transport.endpoints.greeting import Description, ModelDesk
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.trust import certificates, security
@@ -218,6 +220,25 @@ def test_throughput_of_a_slow_link(look: Look, listener: GrpcListener) -> None:
     words = found.found.replace(",", "").split()
     up, down = float(words[1]), float(words[4])
     assert 1 < up < 10 and 2 < down < 20 and words[2] == words[5] == "Mbit/s", found
+
+
+def test_a_run_whose_model_the_loops_bring(
+    tmp_path: Path, config: RunConfig, listener: GrpcListener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.yaml"
+    own = RunConfig(name=config.name, model=ModelConfig(module=OWN), transport=config.transport)
+    path.write_text(dump(own), encoding="utf-8")
+    words = ["doctor", str(path), "--run-dir", str(tmp_path), "--island", "island-0", "--seconds", "0.2", "--json"]
+    assert cli.main([*words, "--syncer", listener.address]) == 0
+    checks = {check["name"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks.keys() >= {"config", "syncer", "throughput", "memory", "disk", "environment", "open files"}
+    assert "a model that the islands' loops bring" in checks["config"] and "data" not in checks
+    desk = ModelDesk(dataclasses.replace(config.transport, address="127.0.0.1:0"), Description("", ""), lambda _: 0)
+    try:
+        assert cli.main([*words, "--syncer", desk.address]) == 0
+    finally:
+        desk.close()
+    assert "waits for the first island, which sends the model" in capsys.readouterr().out
 
 
 def test_a_shard_behind_a_firewall(look: Look, config: RunConfig) -> None:

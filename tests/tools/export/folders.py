@@ -8,7 +8,8 @@ import yaml
 
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE
-from diloco_jax.training.convert.families import FAMILIES, tensors
+from diloco_jax.training.convert.table import FAMILIES
+from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches
@@ -22,8 +23,9 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "routing": "dropless"}
 def model_of(family: str = "llama", **args: Any) -> ModelConfig:
     """A small model of a public family."""
     found = FAMILIES[family]
-    sizes = SIZES | (EXPERTS if found.experts else {}) | dict(found.args) | args
-    return ModelConfig(module=MOE if found.experts else ModelConfig().module, args=sizes)
+    shared = {"shared_dim": 40} if "shared_dim" in found.keys else {}
+    sizes = SIZES | (EXPERTS if found.mixture else {}) | shared | dict(found.args) | args
+    return ModelConfig(module=MOE if found.mixture else ModelConfig().module, args=sizes)
 
 
 def drawn(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

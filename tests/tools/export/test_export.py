@@ -16,7 +16,8 @@ from diloco_jax.cli import inference
 from diloco_jax.cli.main import main
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.training.convert import weights
-from diloco_jax.training.convert.families import FAMILIES, from_hf, to_hf
+from diloco_jax.training.convert.families import from_hf, to_hf
+from diloco_jax.training.convert.table import FAMILIES
 from diloco_jax.training.data.documents import TextSource
 from diloco_jax.training.data.tokenizer import train_tokenizer
 from diloco_jax.training.data.tokenizing import build_store
@@ -100,6 +101,24 @@ def test_an_export_has_the_files_and_ids_of_the_public_model(tmp_path: Path, whe
     assert [name for name, text in OF_WEIGHTS.items() if (tmp_path / "out" / name).read_text() != text] == []
     assert [config[f"{token}_token_id"] for token in ("bos", "eos", "pad")] == [3, [0, 7], 5]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (public / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("begun", ["phi3", "qwen2", ""])
+def test_an_export_is_of_the_family_that_the_run_started_from(tmp_path: Path, begun: str) -> None:
+    """If the model can be of it; otherwise it is of the first family that fits."""
+    model = model_of("llama")
+    if begun:
+        (tmp_path / "public").mkdir()
+        (tmp_path / "public" / "config.json").write_text(json.dumps({**to_hf(model_of(begun)), "model_type": begun}))
+    run = make_run(tmp_path / "run", model, values := drawn(model))
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"]["weights"] = str(tmp_path / "public") if begun else ""
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert export(run, tmp_path / "out") == 0
+    found = weights.Weights(tmp_path / "out")
+    assert found.config["model_type"] == ("phi3" if begun == "phi3" else "llama")
+    assert ("model.layers.0.self_attn.qkv_proj.weight" in found.shapes) is (begun == "phi3")
+    same(dict(found.read(model)), values)
 
 
 def test_bfloat16_is_the_nearest(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def copy_tensor(folder: Path, name: str) -> None:
         (only("pytorch_model.bin"), ["has its tensors in pytorch_model.bin", "save it with save_pretrained"]),
         (only("adapter_model.safetensors"), ["has only an adapter; merge it into its model"]),
         (only(""), ["has 0 *.safetensors", "copy the whole model"]),
-        (both(described(model_type="mistral"), only("pytorch_model.bin")), ["model_type is 'mistral'"]),
+        (both(described(model_type="gpt2"), only("pytorch_model.bin")), ["model_type is 'gpt2'"]),
         (
             both(described(model_type="bert"), tensors_of(lambda found: found.update(x=np.ones(3, np.int64)))),
             ["model_type is 'bert'"],

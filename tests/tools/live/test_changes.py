@@ -36,12 +36,12 @@ def test_the_lines_of_a_run() -> None:
             (60.0, running(*both, step=99), []),
             *((61.0 + n, running(*both, step=99), []) for n in range(3)),
             (65.0, running(*both, step=250), []),
-            (66.0, running(*both, step=260, eval_loss=1.25), []),
-            (70.0, running(*one, step=270, eval_loss=1.25, alarms=[SILENT]), []),
-            (71.5, running(*one, step=270, eval_loss=1.25, alarms=[SILENT]), []),
-            (125.0, running(*both, step=280, eval_loss=1.25), []),
-            (126.0, running(*both, step=280, eval_loss=1.25, state="complete"), []),
-            (127.0, running("gone", "gone", step=280, eval_loss=1.25, state="complete"), []),
+            (66.0, running(*both, step=260, eval_loss=1.25, eval_step=256), []),
+            (70.0, running(*one, step=270, eval_loss=1.25, eval_step=256, alarms=[SILENT]), []),
+            (71.5, running(*one, step=270, eval_loss=1.25, eval_step=256, alarms=[SILENT]), []),
+            (125.0, running(*both, step=280, eval_loss=1.25, eval_step=256), []),
+            (126.0, running(*both, step=280, eval_loss=1.25, eval_step=256, state="complete"), []),
+            (127.0, running("gone", "gone", step=280, eval_loss=1.25, eval_step=256, state="complete"), []),
         ]
     )
     remedy = "look at its process and its network; its log is in logs/ of the run's folder where it runs"
@@ -55,7 +55,7 @@ def test_the_lines_of_a_run() -> None:
         "[1 min 00 s] island-1 is training",
         "[1 min 05 s] 25%, step 250 of 1000, 2 of 2 islands active, 1.64M tokens at 26.5k/s, "
         "1.97 contributors per round, about 5 min 00 s left",
-        "[1 min 06 s] evaluation loss 1.2500 at step 260",
+        "[1 min 06 s] evaluation loss 1.2500 of global step 256",
         f"[1 min 10 s] alarm: {SILENT['text']}; {remedy}",
         f"[2 min 05 s] alarm over: {SILENT['text']}",
         "[2 min 06 s] quickstart is complete",

@@ -206,6 +206,8 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
     assert islands[1].startswith(f"island-1 silent for 7 s after step 410; {REASONS['silent']}; last merged in")
     assert islands[2].startswith(f"island-2 joining for 1 min 32 s after step 0; {REASONS['joining']}; never merged")
     assert islands[3].startswith("island-10 gone for 1 min 32 s")
+    on_this_machine = describe(status(learners=[learner("island-0", process=1234)])).splitlines()[-1]
+    assert on_this_machine.endswith("participation 98%; process 1234")
     assert islands[3].endswith("last merged in round 5, participation 98%, 1 restart")
     assert describe(STARTING).splitlines()[-1] == "no island has connected yet"
 

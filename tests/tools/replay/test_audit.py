@@ -272,13 +272,50 @@ def test_an_audit_names_the_guarantee_of_each_learner(tmp_path: Path) -> None:
     of_own_data(pair, "a", "own")
     text = describe(result := result_of(pair))
     assert result["violations"] == 0 and "a: own data without a saved state; nothing is known" in text
-    assert "no loop read what the syncer leased" in text and "one fate" not in text
+    assert "that the syncer leased are not samples of any data" in text and "one fate" not in text
     learner_tape_path(pair.folder, "b", 1).unlink()
     learner_tape_path(pair.folder, "a", 1).unlink()
     text = describe(result := result_of(pair))
     assert result["data"]["a"] == {"guarantee": "unknown", "steps": 0, "steps_again": None}
     assert result["data"]["b"]["steps_again"] is None
     assert "a: no tape of it is here" in text and "b: resumed" in text and "an unknown number of 10 steps" in text
+
+
+def test_trained_samples_are_told_from_those_that_were_leased_ahead(tmp_path: Path) -> None:
+    """Every trained sample is merged, or unfinished in one of the two places that the audit names."""
+    pair = TapedPair(tmp_path)
+    pair.join("a", "b")
+    pair.steps(6, "a", "b")
+    pair.held.add("b:FragmentValue")
+    pair.steps(3, "a", "b")
+    pair.crash("b")
+    pair.held.clear()
+    pair.join("b", incarnation=2)
+    pair.steps(5, "a", "b")
+    result = result_of(pair)
+    steps = 6 + 3 + 5 + 6 + 3 + 5
+    unfinished = result["released_trained"], result["out_trained"]
+    assert result["merged"] + result["overwritten"] + sum(unfinished) == steps * pair.step_samples
+    assert min(unfinished) > 0, "the case is none otherwise"
+    text = describe(result)
+    ahead = result["out"] - result["out_trained"]
+    assert f"of the {result['out']} still leased, {result['out_trained']} were trained on" in text
+    assert f"; {ahead} were leased ahead and not trained on" in text
+
+
+def test_an_audit_of_own_data_speaks_of_no_lease(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path, step_samples=0)
+    pair.join("a", "b")
+    pair.steps(6, "a", "b")
+    pair.crash("b")
+    for name in ("a", "b"):
+        of_own_data(pair, name, "own")
+    learner_tape_path(pair.folder, "b", 1).unlink()
+    result = result_of(pair)
+    assert result["leased"] == 0 and result["violations"] == 0 and [*result["data"]] == ["a", "b"]
+    of_b = result["data"].pop("b")
+    assert of_b["guarantee"] == "unknown" and "every loop read its own data" in describe(result)
+    assert "lease" not in describe(result)
 
 
 def test_broken_tapes_are_named(tmp_path: Path) -> None:

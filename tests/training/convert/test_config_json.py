@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.training.convert.families import FAMILIES, READ, REFUSED, ROPE, from_hf, to_hf
+from diloco_jax.training.convert.families import from_hf, to_hf
+from diloco_jax.training.convert.table import FAMILIES, REFUSED, ROPE
 from tests.tools.export.folders import model_of
+from tests.training.convert import page
 
 # What PretrainedConfig of transformers 4.57 writes beside the keys of transformers 5, with its usual values.
 OF_VERSION_4: dict[str, Any] = {
@@ -26,6 +28,11 @@ OF_VERSION_4: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "architectures": ["X"], "auto_map": {"a": "b"},
 }  # fmt: skip
 OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {"hidden_activation": None, "attention_bias": False},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 4096},
+    "seed_oss": {"residual_dropout": 0.1, "attention_out_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+    "phi3": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 128, "attention_bias": False},
+    "olmoe": {"clip_qkv": None, "attention_bias": False, "output_router_logits": False},
     "llama": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
     "gemma3_text": {"_sliding_window_pattern": 6, "attn_logit_softcapping": None, "cache_implementation": "hybrid"},
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0},
@@ -51,7 +58,7 @@ def test_any_value_of_any_key_is_read_or_refused_with_a_sentence(name: str) -> N
     config = json.loads(json.dumps(to_hf(model_of(name))))
     rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
     for value in ODD:
-        changes = [{key: value} for key in sorted({*READ, *FAMILIES[name].read, *REFUSED, "text_config", "model_type"})]
+        changes = [{key: value} for key in sorted({*FAMILIES[name].known, *REFUSED, "text_config", "model_type"})]
         changes += [{"rope_scaling": {**rope, key: value}} for key in ROPE]
         changes += [{"rope_parameters": {kind: value}} for kind in ("full_attention", "sliding_attention")]
         for change in changes:
@@ -76,3 +83,9 @@ def test_the_outer_config_of_a_model_that_sees_is_checked_too() -> None:
     for wrong in ({"is_causal": False}, {"quantization_config": {}}, {"tie_word_embeddings": 1}):
         with pytest.raises(ValueError, match=f"config.json of gemma3.* {next(iter(wrong))}"):
             from_hf(seeing | wrong)
+
+
+def test_the_page_lists_the_families_of_the_table() -> None:
+    table, errors = page.listed()
+    assert table == page.rows(dict.fromkeys(FAMILIES, 0.0) | errors), "docs/models.md is old: ./scripts/bless_families"
+    assert all(0 < error <= page.LIMIT for error in errors.values())

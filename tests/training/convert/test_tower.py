@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.convert.families import Mapped
+from diloco_jax.training.convert.tensors import Mapped
 from diloco_jax.training.convert.tower import tower_tensors
 from diloco_jax.training.models.protocol import join_model, split_model
 from diloco_jax.training.models.tower import TowerConfig, VisionTower
@@ -76,8 +76,7 @@ def load(folder: Path, config: TowerConfig) -> Any:
     theirs = {name: value for name, value in files.items() if "vision" in name}
     values, back = {}, {}
     for path, shape, hf, hf_shape, transposed in tower_tensors(config):
-        mapped = Mapped(hf, path, shape, hf_shape)
-        assert mapped._turned is transposed
+        mapped = Mapped(hf, path, shape, hf_shape, turned=transposed)
         values[path] = mapped.to_ours([theirs[name] for name in hf])
         back |= dict(zip(hf, mapped.to_hf(values[path]), strict=True))
     assert back.keys() == theirs.keys()

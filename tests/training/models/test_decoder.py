@@ -10,7 +10,7 @@ from flax import nnx
 
 from diloco_jax.training.models.decoder import Decoder, draw_token
 from diloco_jax.training.models.moe import MoeConfig, MoeDecoder
-from diloco_jax.training.models.options import DecoderConfig, stretches_of
+from diloco_jax.training.models.options import DecoderConfig, periods_of
 from diloco_jax.training.models.protocol import join_model, split_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -188,7 +188,7 @@ def test_every_parameter_but_constants_has_a_gradient_and_rematerialisation_does
 
 
 @pytest.mark.parametrize(
-    ("kinds", "stretches"),
+    ("kinds", "periods"),
     [
         ("LLLLG" * 3 + "llllg" * 4, [("LLLLG", 3), ("llllg", 4)]),
         ("LLLLLG" * 5 + "LLLL", [("LLLLLG", 5), ("L", 4)]),
@@ -197,8 +197,8 @@ def test_every_parameter_but_constants_has_a_gradient_and_rematerialisation_does
         ("GL" * 3 + "G", [("GL", 3), ("G", 1)]),
     ],
 )
-def test_layers_are_cut_into_few_stretches(kinds: str, stretches: list[tuple[str, int]]) -> None:
-    assert [("".join(each.kinds), each.repeats) for each in stretches_of(kinds)] == stretches
+def test_layers_are_cut_into_few_periods(kinds: str, periods: list[tuple[str, int]]) -> None:
+    assert [("".join(each.kinds), each.repeats) for each in periods_of(kinds)] == periods
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""The tensors of public families: for each of our parameters, the tensors in the files that it corresponds to.
+
+Matrices in these files are [out, in], in this package [in, out]. One of our parameters may be a stack of several of
+their tensors, and one of their tensors may hold several of our parameters:
+
+    stack      blocks/q/kernel [L, D, X]       model.layers.0.self_attn.q_proj.weight [X, D], model.layers.1. ...
+    stack      experts_up [E, D, F]            mlp.experts.0.up_proj.weight [F, D], mlp.experts.1. ...
+    fused      q/kernel, k/kernel, v/kernel    self_attn.qkv_proj.weight [X + 2 Y, D]
+    merged     experts_gate, experts_up        mlp.experts.gate_up_proj [E, 2 F, D]
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from diloco_jax.training.convert.families import decoder, to_hf
+from diloco_jax.training.convert.layers import of_layers
+from diloco_jax.training.convert.table import FAMILIES, LAYER, MERGED, OUTSIDE
+from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.protocol import find_model, split_model
+
+# Tables have the same axes in both formats, so they are not transposed.
+TABLES = ("embed/embedding", "head", "per_layer_table")
+
+
+class TensorName(NamedTuple):
+    """The tensor of one of our parameters in the files."""
+
+    name: str
+    # False if a matrix is [in, out] in the files too.
+    turned: bool = True
+    # True if the parts of a fused tensor alternate, instead of one behind the other.
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """One of our parameters with the tensors of a public family that it corresponds to."""
+
+    # The names of their tensors; for a stack in the order of its layers and, within a layer, of its experts.
+    hf: tuple[str, ...]
+    path: str
+    shape: tuple[int, ...]
+    # The shape of each tensor in `hf`.
+    hf_shape: tuple[int, ...]
+    # Whether the last two axes of their tensors are exchanged.
+    turned: bool = False
+    # Our part of the last axis, in our order of axes; None unless the tensor holds several of our parameters.
+    part: slice | None = None
+
+    def to_ours(self, arrays: Sequence[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:
+        """Build our parameter from their tensors, which are in the order of `hf`."""
+        pieces = [self._exchange(self.in_theirs(array)) for array in arrays]
+        return pieces[0] if self.shape == pieces[0].shape else np.stack(pieces).reshape(self.shape)
+
+    def to_hf(self, array: Float[np.ndarray, "..."]) -> list[Float[np.ndarray, "..."]]:
+        """Cut our parameter into what each of their tensors has of it, as views in their order of axes."""
+        pieces = array.reshape(len(self.hf), *array.shape[len(array.shape) - len(self.hf_shape) :])
+        # The ellipsis makes a view of a number too, where plain indexing would copy it out of the array.
+        return [self._exchange(pieces[i, ...]) for i in range(len(pieces))]
+
+    def in_theirs(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        """Return the part of one of their tensors that belongs to our parameter, as a view."""
+        return array if self.part is None else self._exchange(self._exchange(array)[..., self.part])
+
+    def _exchange(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        return array.swapaxes(-1, -2) if self.turned else array
+
+
+def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[Mapped]:
+    """List all parameters of a model with the corresponding tensors in the files of a family.
+
+    Args:
+        model: a model whose module is a built-in decoder.
+        family: a key of FAMILIES; if empty, the one of `to_hf`.
+        merged: whether the files have a layer's experts in one tensor although the family usually does not.
+
+    Raises:
+        ValueError: the model has no family, or parameters without a name in it.
+    """
+    c, name = decoder(model), family or to_hf(model)["model_type"]
+    table = (c.vocab_size, c.dim)
+    outside = {"embed/embedding": table, "norm_final/scale": (c.dim,)} | ({} if c.tie_embeddings else {"head": table})
+    if c.per_layer_dim:
+        width = c.num_layers * c.per_layer_dim
+        outside["per_layer_table"] = (c.per_layer_vocab or c.vocab_size, width)
+        outside |= {"per_layer_project/kernel": (c.dim, width), "per_layer_norm/scale": (c.per_layer_dim,)}
+    found = list(of_layer(outside, {path: _outside(path) for path in OUTSIDE}, name))
+    names = {**FAMILIES[name].layer, **(MERGED if merged else {})}
+    for stack in c.stacks():
+        axis = (len(stack.layers),) if stack.stacked else ()
+        shapes = _shapes_of_layer(model.module, c.of_kind(c.kind(stack.layers[0])))
+        for one in of_layer(shapes, names, name):
+            theirs = tuple(LAYER.format(i) + each for i in stack.layers for each in one.hf)
+            found.append(
+                Mapped(theirs, f"{stack.path}/{one.path}", axis + one.shape, one.hf_shape, one.turned, one.part)
+            )
+    return found
+
+
+def unread(model: ModelConfig) -> re.Pattern[str]:
+    """Return which names of tensors the files may have although transformers does not read them.
+
+    These are the keys and values of layers that use those of an earlier layer.
+    """
+    shared = [number for number, layer in enumerate(of_layers(decoder(model))) if layer.kv_from]
+    prefixes = "|".join(re.escape(LAYER.format(number)) for number in shared)
+    return re.compile(rf"({prefixes or '$.'})self_attn\.[kv]_(proj|norm)\..*")
+
+
+@lru_cache
+def _shapes_of_layer(module: str, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return path and shape of each parameter of a layer."""
+
+    def build() -> Any:
+        with nnx.use_eager_sharding(False):
+            model: Any = find_model(module)
+            return split_model(model.block_class(config, rngs=nnx.Rngs(0)))[1]
+
+    return {path: value.shape for path, value in jax.eval_shape(build).items()}
+
+
+def of_layer(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Any], family: str) -> Iterator[Mapped]:
+    """Yield the parameters of one layer, with names that lack the layer's prefix."""
+    if unknown := sorted(shapes.keys() - names.keys()):
+        raise ValueError(f"models of {family} in transformers have no tensor for the parameter {unknown[0]}")
+    places = {path: _name(names[path]) for path in names if path in shapes}
+    for name in dict.fromkeys(place.name for place in places.values()):
+        # Our parameters in this tensor; they share its last axis, in our order of axes.
+        group = [path for path, place in places.items() if place.name == name]
+        width, start = sum(shapes[path][-1] for path in group), 0
+        for number, path in enumerate(group):
+            each = range(shapes[path][0]) if "{}" in name else range(1)
+            piece = shapes[path][1:] if "{}" in name else shapes[path]
+            stop = start + piece[-1]
+            part = slice(number, None, len(group)) if places[path].interleaved else slice(start, stop)
+            turned = places[path].turned and len(piece) > 1
+            whole = (*piece[:-1], width)
+            theirs = (*whole[:-2], whole[-1], whole[-2]) if turned else whole
+            names_of = tuple(name.format(e) for e in each)
+            yield Mapped(names_of, path, shapes[path], theirs, turned, part if len(group) > 1 else None)
+            start = stop
+
+
+def _outside(path: str) -> TensorName:
+    return TensorName(OUTSIDE[path], turned=path not in TABLES)
+
+
+def _name(entry: Any) -> TensorName:
+    if isinstance(entry, TensorName):
+        return entry
+    return TensorName(entry) if isinstance(entry, str) else TensorName(**entry)
