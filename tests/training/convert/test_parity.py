@@ -69,7 +69,7 @@ def stacked(model: ModelConfig, stack: bool) -> ModelConfig:
 
 @cache
 def _marks(name: str) -> Any:
-    return () if name in ALWAYS else (pytest.mark.long,)
+    return () if name in ALWAYS else (pytest.mark.slow,)
 
 
 def bytes_of(folder: Path) -> dict[str, tuple[str, bytes]]:
