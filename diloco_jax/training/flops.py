@@ -5,11 +5,12 @@ pass, nothing for recomputation. Causal attention counts half, because half of i
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.moe import MoeConfig, decoder_of
+from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.vision import VisionConfig
 
@@ -40,25 +41,35 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
         seq_len += config.patches
     tokens = batch * seq_len
     if config is not None:
-        # Scores and mixing of values need 4 N H FLOPs per layer for each pair of a token and a token that it sees. On
-        # average a token sees half of the sequence, or fewer tokens with a window.
-        windows = [config.window if config.local(layer) else seq_len for layer in range(config.num_layers)]
-        seen = [min(window, seq_len) * (1 - min(window, seq_len) / (2 * seq_len)) for window in windows]
-        whole = 4.0 * tokens * config.num_heads * config.head_dim
-        attention, masked = whole * sum(seen), whole * sum(seq_len - each for each in seen)
-        forward = 2.0 * tokens * _decoder_weights(config) + attention
+        kinds = Counter(config.kind(layer) for layer in range(config.num_layers))
+        attention = masked = 0.0
+        weights = config.vocab_size * config.dim
+        for kind, layers in kinds.items():
+            layer = config.of_kind(kind)
+            # Scores and mixing of values need 4 N H FLOPs for each pair of a token and a token that it sees. On average
+            # a token sees half of the sequence, or fewer tokens with a window.
+            window = min(layer.window or seq_len, seq_len)
+            seen = window * (1 - window / (2 * seq_len))
+            pairs = 4.0 * tokens * layer.num_heads * layer.head_dim * layers
+            attention, masked = attention + pairs * seen, masked + pairs * (seq_len - seen)
+            weights += layers * _layer_weights(layer)
+        if config.per_layer_dim:
+            weights += config.num_layers * 3 * config.dim * config.per_layer_dim
+        forward = 2.0 * tokens * weights + attention
         return ModelFlops(3 * forward, 3 * masked, "matrix products and the attention scores that are not masked")
     parameters = sum(map(math.prod, shapes.values()))
     return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
 
 
-def _decoder_weights(config: DecoderConfig) -> int:
-    """Count the weights that each token is multiplied with; the embedding counts once, as the output layer."""
-    layer = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
-    mlp = 3 * config.dim * config.mlp_dim
-    if isinstance(config, MoeConfig):
-        # Only a token's experts and the router count; unused slots of experts do not.
-        layer += config.experts_per_token * mlp + config.dim * config.num_experts
-    else:
-        layer += mlp
-    return config.num_layers * layer + config.vocab_size * config.dim
+def _layer_weights(c: DecoderConfig) -> int:
+    """Count the weights that a layer multiplies each token with; of a mixture those of the token's experts."""
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    key_matrices = 0 if c.kv_from else 1 if c.keys_as_values else 2
+    weights = c.dim * (queries * (3 if c.attention_gate else 2) + keys * key_matrices)
+    if not c.num_experts or c.dense_beside:
+        weights += 3 * c.dim * c.mlp_dim
+    if c.num_experts:
+        # Unused slots of experts do not count.
+        weights += 3 * c.dim * (c.expert_dim or c.mlp_dim) * c.experts_per_token + c.dim * c.num_experts
+        weights += c.dim * (3 * c.shared_dim + 1 if c.shared_dim else 0)
+    return weights

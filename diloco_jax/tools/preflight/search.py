@@ -153,12 +153,15 @@ def _candidates(config: RunConfig, kind: IslandKind, topology: Topology, decoder
 
 def _kept_bytes(decoder: DecoderConfig, policy: str, tensor: int) -> float:
     """Return the least bytes per token that a policy keeps of all layers for the backward pass."""
-    mixed, keys = decoder.num_heads * decoder.head_dim, 2 * decoder.num_kv_heads * decoder.head_dim
-    # Experts keep the contents of their slots, which are not counted.
-    gated = 2 * decoder.mlp_dim if type(decoder) is DecoderConfig else 0
-    sizes = {"attention": mixed, "qkv": mixed + keys, "out": decoder.dim, "gated": gated}
-    kept = sum(sizes[name] for name in KEPT.get(policy, ()))
-    return decoder.num_layers * (decoder.dim + kept / tensor) * jax.numpy.dtype(decoder.dtype).itemsize
+    kept = 0.0
+    for number in range(decoder.num_layers):
+        layer = decoder.of_kind(decoder.kind(number))
+        mixed, keys = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim
+        # Experts keep the contents of their slots, which are not counted.
+        gated = 0 if layer.num_experts else 2 * layer.mlp_dim
+        sizes = {"attention": mixed, "qkv": mixed + keys, "out": layer.dim, "gated": gated}
+        kept += layer.dim + sum(sizes[name] for name in KEPT.get(policy, ())) / tensor
+    return kept * jax.numpy.dtype(decoder.dtype).itemsize
 
 
 def _may_be_best(setting: Found, tried: list[Found], limit: float, topology: Topology) -> bool:

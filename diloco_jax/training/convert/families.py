@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
 from diloco_jax.training.models.moe import MoeConfig, decoder_of
-from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.options import LOCAL, DecoderConfig
 
 
 class Family(NamedTuple):
@@ -161,7 +161,7 @@ def to_hf(model: ModelConfig) -> dict[str, Any]:
     if c.rope_scaling != "none":
         theirs["rope_scaling"] = {"rope_type": c.rope_scaling, "factor": c.rope_factor}
         theirs["rope_scaling"] |= {key: getattr(c, ours) for ours, key in SCALINGS[c.rope_scaling].items()}
-    local = [c.local(layer) for layer in range(c.num_layers)]
+    local = [c.kind(layer) == LOCAL for layer in range(c.num_layers)]
     if any(local):
         theirs["sliding_window"] = c.window
         if "use_sliding_window" in family.read:
@@ -170,7 +170,7 @@ def to_hf(model: ModelConfig) -> dict[str, Any]:
             theirs["layer_types"] = [SLIDING if each else FULL for each in local]
     if name == "gemma3_text":
         theirs |= {"sliding_window_pattern": c.global_every or 1, "hidden_activation": theirs.pop("hidden_act")}
-        theirs["query_pre_attn_scalar"] = c.attention_width or c.head_dim
+        theirs["query_pre_attn_scalar"] = int(c.attention_width) or c.head_dim
         theirs["final_logit_softcapping"] = c.logit_cap or None
     if name == "mixtral":
         theirs["num_local_experts"] = theirs.pop("num_experts")
@@ -196,7 +196,7 @@ def _decoder(model: ModelConfig) -> DecoderConfig:
 
 def _family_of(c: DecoderConfig) -> str:
     """Return the name of the family nearest to a decoder."""
-    if isinstance(c, MoeConfig):
+    if c.num_experts:
         return "mixtral" if c.qk_norm == "none" else "qwen3_moe"
     if c.norms != "pre":
         return "olmo2" if c.norms == "post" else "gemma3_text"
@@ -344,14 +344,12 @@ def tensors(model: ModelConfig) -> list[Mapped]:
     ]
     if not c.tie_embeddings:
         found.append(Mapped(("lm_head.weight",), "head", table, table))
-    stacks = [range(c.num_layers)] if c.scan_layers else [range(i, i + 1) for i in range(c.num_layers)]
-    for layers in stacks:
-        where, stack = ("blocks", (c.num_layers,)) if c.scan_layers else (f"blocks/{layers[0]}", ())
+    for stack in c.stacks():
         for path, name, shape in _layer(c, family):
-            ours = stack + shape
+            ours = (len(stack.layers), *shape) if stack.stacked else shape
             count = range(shape[0] if len(shape) == 3 else 1)
-            names = tuple(f"model.layers.{i}.{name.format(e)}" for i in layers for e in count)
-            found.append(Mapped(names, f"{where}/{path}", ours, shape[-2:][::-1]))
+            names = tuple(f"model.layers.{i}.{name.format(e)}" for i in stack.layers for e in count)
+            found.append(Mapped(names, f"{stack.path}/{path}", ours, shape[-2:][::-1]))
     return found
 
 
@@ -377,7 +375,6 @@ def _layer(c: DecoderConfig, family: Family) -> Iterator[tuple[str, str, tuple[i
         for ours, shape in (("gate", wide), ("up", wide), ("down", narrow)):
             yield f"{ours}/kernel", f"mlp.{ours}_proj.weight", shape
         return
-    assert isinstance(c, MoeConfig), "only families with experts get here"
     prefix, *names = family.experts
     yield "router", f"{prefix}.gate.weight", (c.dim, c.num_experts)
     for ours, theirs, shape in zip(("gate", "up", "down"), names, (wide, wide, narrow), strict=True):

@@ -30,7 +30,7 @@ class Seeing(NamedTuple):
     """The options of attention, in addition to that no query sees a later key."""
 
     # Scores are divided by the square root of this number.
-    width: int
+    width: float
     # The soft limit of the scores; 0 for none.
     cap: float = 0.0
     # The number of tokens that a query sees, itself included; 0 for all.
@@ -46,19 +46,21 @@ def attend(
     method: str,
     rules: Seeing,
     segments: Int32[Array, "b t"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Compute causal grouped-query attention, softmax(q k^T / sqrt(width)) v; query head i reads key i // (N / K).
 
     Args:
       method: one of `Attention`. On devices other than TPUs, splash is computed as einsum, with a warning; dot_product
-        with a cap is computed as einsum too.
+        with a cap, and all methods with sinks, are computed as einsum too.
       segments: a token sees only tokens of its segment; None: all tokens belong to one.
+      sinks: as in `attend_to`.
     """
-    if method == "splash":
+    if method == "splash" and sinks is None:
         if _platform() == "tpu":
             return splash(q, k, v, rules, segments)
         _warn_of_einsum(_platform())
-    if method == "dot_product" and not rules.cap:
+    if method == "dot_product" and not rules.cap and sinks is None:
         # If `width` is the head's width, JAX computes the scale, because its number may differ in the last place.
         scale = None if rules.width == q.shape[3] else rules.width**-0.5
         same = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
@@ -75,7 +77,7 @@ def attend(
         seen &= (distance < rules.window)[None]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
-    return keep(attend_to(q, k, v, seen, rules), "attention")
+    return keep(attend_to(q, k, v, seen, rules, sinks), "attention")
 
 
 @cache
@@ -97,8 +99,14 @@ def attend_to(
     v: Float[Array, "b s k h"],
     seen: Bool[Array, "_ t s"],
     rules: Seeing,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Compute attention to the keys that each query sees; the first axis of `seen` is the batch, or 1 for all alike."""
+    """Compute attention to the keys that each query sees.
+
+    Args:
+      seen: the first axis is the batch, or 1 for all alike.
+      sinks: for each query head a score that takes a share of the softmax, and adds nothing to the result.
+    """
     b, t, n, h = q.shape
     groups = n // k.shape[2]
     # The G query heads of a group are stacked along time, so that there is one matrix product per example and key head.
@@ -109,9 +117,14 @@ def attend_to(
     scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
     scores = soft_limit(scores, rules.cap)
     scores = jnp.where(jnp.tile(seen, (1, groups, 1))[:, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    sink = None if sinks is None else jnp.repeat(sinks.reshape(-1, groups), t, axis=1)[None, :, :, None]
+    top = top if sink is None else jnp.maximum(top, jax.lax.stop_gradient(sink))
+    weights = jnp.exp(scores - top)
     mixed = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    mixed = (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(v.dtype)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
+    mixed = (mixed / total).astype(v.dtype)
     return mixed.reshape(b, -1, groups, t, h).transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
 
 

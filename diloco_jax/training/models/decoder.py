@@ -1,39 +1,28 @@
 """A decoder-only transformer, small enough to read in one sitting; options turn it into public families (options.py).
 
-Shapes: B batch, T length, D model width, N query heads, K key and value heads, G = N / K queries per key head,
-H head width, F width of the MLP, V vocabulary, L layers.
+Shapes: B batch, T length, D model width, V vocabulary, L layers, P width of per-layer embeddings.
 
-    x = E[tokens] sqrt(D);   x += Attention(RMSNorm(x));   x += MLP(RMSNorm(x));   logits = RMSNorm(x) E^T
+    x = E[tokens] sqrt(D);   x = Block(x) for each layer (block.py);   logits = RMSNorm(x) E^T
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32, Key
+from jaxtyping import Array, Float, Int32, Key
 
-from diloco_jax.training.models.attention import Seeing, attend, attend_to
-from diloco_jax.training.models.layers import Linear, checkpoint, keep, make_norm, soft_limit
-from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.block import Block, Cache, KeysValues, Layer, Places, block_norm, empty_cache, places_of
+from diloco_jax.training.models.layers import Linear, checkpoint, soft_limit
+from diloco_jax.training.models.options import DecoderConfig, Stretch
 from diloco_jax.training.models.protocol import config_from_args
-from diloco_jax.training.models.rotary import apply_rope, frequencies, size_of
 from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of, look_up
 from diloco_jax.training.sharding import constrain, gather
 from diloco_jax.training.state import Batch, Metrics
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": jax.nn.gelu,
-    "silu": jax.nn.silu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
-# Whether a layer has the window.
-Local = bool | Bool[Array, ""]
-# The keys and values of a layer's latest C tokens.
-Cache = tuple[Float[Array, "b c k h"], Float[Array, "b c k h"]]
 
 
 def draw_token(logits: Float[Array, " v"], key: Key[Array, ""], temperature: float, top_p: float) -> Int32[Array, ""]:
@@ -50,112 +39,8 @@ def draw_token(logits: Float[Array, " v"], key: Key[Array, ""], temperature: flo
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-class Places(NamedTuple):
-    """The positions of tokens in their texts."""
-
-    # None: 0, 1, 2, ...
-    positions: Int32[Array, "b t"] | None = None
-    # The number of each token's text; None: all tokens belong to one text.
-    segments: Int32[Array, "b t"] | None = None
-
-
-def places_of(segments: Int32[Array, "b t"]) -> Places:
-    """Return the places of tokens whose positions start at 0 in every segment."""
-    index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
-    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-    return Places(index - jax.lax.cummax(jnp.where(first, index, 0), axis=1), segments)
-
-
-def _norm(c: DecoderConfig, width: int, rngs: nnx.Rngs) -> Callable[[Array], Array]:
-    return make_norm(width, c.norm_epsilon, c.dtype, offset=c.norm_offset, rngs=rngs)
-
-
-class Block(nnx.Module):
-    """One layer: attention and gated MLP, each between its norms and added to the residual stream."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        c = self.config = config
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        before, after = c.norms != "post", c.norms != "pre"
-        self.norm_attention = _norm(c, c.dim, rngs) if before else None
-        self.q = Linear(c.dim, queries, ("embed", "heads"), c.dtype, bias=c.qkv_bias, rngs=rngs)
-        self.k = Linear(c.dim, keys, ("embed", "heads"), c.dtype, bias=c.qkv_bias, rngs=rngs)
-        self.v = Linear(c.dim, keys, ("embed", "heads"), c.dtype, bias=c.qkv_bias, rngs=rngs)
-        self.out = Linear(queries, c.dim, ("heads", "embed"), c.dtype, rngs=rngs)
-        if c.qk_norm != "none":
-            full = c.qk_norm == "full"
-            self.norm_q = _norm(c, queries if full else c.head_dim, rngs)
-            self.norm_k = _norm(c, keys if full else c.head_dim, rngs)
-        self.norm_attention_out = _norm(c, c.dim, rngs) if after else None
-        self.norm_mlp = _norm(c, c.dim, rngs) if before else None
-        self.init_mlp(rngs)
-        self.norm_mlp_out = _norm(c, c.dim, rngs) if after else None
-
-    def init_mlp(self, rngs: nnx.Rngs) -> None:
-        """Create the parameters of the MLP."""
-        c = self.config
-        self.gate = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)
-        self.up = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)
-        self.down = Linear(c.mlp_dim, c.dim, ("mlp", "embed"), c.dtype, rngs=rngs)
-
-    def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """Apply the MLP to the normalised stream; return the result and the metrics of this layer."""
-        gate, up = keep(self.gate(x), "gated"), keep(self.up(x), "gated")
-        return keep(self.down(ACTIVATIONS[self.config.activation](gate) * up), "out"), {}
-
-    def __call__(
-        self, x: Float[Array, "b t d"], places: Places, local: Local = False, cache: Cache | None = None
-    ) -> tuple[Float[Array, "b t d"], Metrics, Cache | None]:
-        """Apply the layer to the residual stream; return the stream, the metrics of the MLP, and the cache.
-
-        The cache has the earlier tokens, and the layer adds the new ones. Either the cache is empty, or there is only
-        one new token.
-        """
-        y = x if self.norm_attention is None else self.norm_attention(x)
-        mixed, cache = self._attention(y, places, local, cache)
-        y = keep(self.out(mixed.reshape(*x.shape[:2], -1)), "out")
-        y = y if self.norm_attention_out is None else self.norm_attention_out(y)
-        x = constrain(x + y, "batch", None, None)
-        y, metrics = self.mlp(x if self.norm_mlp is None else self.norm_mlp(x))
-        y = y if self.norm_mlp_out is None else self.norm_mlp_out(y)
-        return constrain(x + y, "batch", None, None), metrics, cache
-
-    def _attention(
-        self, y: Float[Array, "b t d"], places: Places, local: Local, cache: Cache | None
-    ) -> tuple[Float[Array, "b t n h"], Cache | None]:
-        c = self.config
-        q, k, v = self._heads(y, places, local)
-        rules = Seeing(c.attention_width or c.head_dim, c.attention_cap, c.window, c.splash_block)
-        if cache is not None:
-            length, at = cache[0].shape[1], places.positions
-            assert at is not None, "tokens for a cache have positions"
-            cache = (cache[0].at[:, at[0] % length].set(k), cache[1].at[:, at[0] % length].set(v))
-            if y.shape[1] == 1:
-                distance = (at - jnp.arange(length)[None]) % length
-                seen = (distance <= at) & (distance < jnp.where(jnp.logical_and(local, c.window), c.window, length))
-                return attend_to(q, *cache, seen[:, None], rules), cache
-
-        def see(window: int) -> Array:
-            return attend(q, k, v, c.attention, rules._replace(window=window), places.segments)
-
-        if isinstance(local, bool):
-            return see(c.window if local else 0), cache
-        return jax.lax.cond(local, lambda: see(c.window), lambda: see(0)), cache
-
-    def _heads(
-        self, y: Float[Array, "b t d"], places: Places, local: Local
-    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-        """Return queries, keys and values; queries and keys are rotated by their positions."""
-        c = self.config
-        q, k, v = (keep(linear(y), "qkv") for linear in (self.q, self.k, self.v))
-        if c.qk_norm == "full":
-            q, k = self.norm_q(q), self.norm_k(k)
-        q, k, v = (x.reshape(*y.shape[:2], -1, c.head_dim) for x in (q, k, v))
-        if c.qk_norm == "head":
-            q, k = self.norm_q(q), self.norm_k(k)
-        frequency, size = frequencies(c, local), size_of(c)
-        q, k = (apply_rope(x, frequency, places.positions, size) for x in (q, k))
-        return q, k, v
+def _repeated(count: int, one: Array) -> Array:
+    return jnp.broadcast_to(one, (count, *one.shape))
 
 
 class Decoder(nnx.Module):
@@ -165,30 +50,33 @@ class Decoder(nnx.Module):
     block_class: type[Block] = Block
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
+        c = self.config = config
         # Axis names must not require a mesh here, because the island places the parameters later.
         with nnx.use_eager_sharding(False):
             init = nnx.with_partitioning(nnx.initializers.normal(0.02), TABLE_AXES)
-            self.embed = nnx.Embed(config.vocab_size, config.dim, dtype=config.dtype, embedding_init=init, rngs=rngs)
-            self.blocks: Block | nnx.List[Block] = (
-                self._stacked_blocks(rngs)
-                if config.scan_layers
-                else nnx.List(self.block_class(config, rngs=rngs) for _ in range(config.num_layers))
-            )
-            self.norm_final = _norm(config, config.dim, rngs)
-            self.head = (
-                None if config.tie_embeddings else nnx.Param(init(rngs.params(), (config.vocab_size, config.dim)))
-            )
+            self.embed = nnx.Embed(c.vocab_size, c.dim, dtype=c.dtype, embedding_init=init, rngs=rngs)
+            blocks = [self._make_block(stack.layers, stack.stacked, rngs) for stack in c.stacks()]
+            self.blocks: Block | nnx.List[Block] = blocks[0] if c.stacks()[0].path == "blocks" else nnx.List(blocks)
+            self.norm_final = block_norm(c, c.dim, rngs)
+            self.head = None if c.tie_embeddings else nnx.Param(init(rngs.params(), (c.vocab_size, c.dim)))
+            if c.per_layer_dim:
+                width = c.num_layers * c.per_layer_dim
+                self.per_layer_table = nnx.Param(init(rngs.params(), (c.per_layer_vocab or c.vocab_size, width)))
+                self.per_layer_project = Linear(c.dim, width, ("embed", None), c.dtype, rngs=rngs)
+                self.per_layer_norm = block_norm(c, c.per_layer_dim, rngs)
 
-    def _stacked_blocks(self, rngs: nnx.Rngs) -> Block:
-        """Return all blocks as one module, whose parameters have a leading `layers` axis."""
+    def _make_block(self, layers: range, stacked: bool, rngs: nnx.Rngs) -> Block:
+        """Return a block, or the blocks of several layers as one module whose parameters have an axis `layers`."""
+        options = self.config.of_kind(self.config.kind(layers[0]))
+        if not stacked:
+            return self.block_class(options, rngs=rngs)
 
         # The scan creates one layer after the other. vmap gives the same numbers, but fifty times the compiler's work
         # on TPU.
-        @nnx.split_rngs(splits=self.config.num_layers)
+        @nnx.split_rngs(splits=len(layers))
         @nnx.scan(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
         def create(layer_rngs: nnx.Rngs) -> Block:
-            return self.block_class(self.config, rngs=layer_rngs)
+            return self.block_class(options, rngs=layer_rngs)
 
         return create(rngs)
 
@@ -202,7 +90,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "b t v"]:
         """Return the float32 logits of the next token at every position."""
         table = self._table()
-        x, _ = self.hidden(self.embedded(tokens, table), segments)
+        x = self.embedded(tokens, table)
+        x, _ = self.hidden(x, segments, self.layer_vectors(tokens, x))
         return self._logits(x, table)
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
@@ -210,16 +99,21 @@ class Decoder(nnx.Module):
 
         With `segments` in the batch, a token is predicted only from earlier tokens of its segment. The first token of a
         segment and all tokens of segment 0 are not predicted. The metric `weight` is the number of predicted tokens.
+        The balance of a mixture enters only the gradient, so that losses of different models can be compared.
         """
         tokens, segments = batch["tokens"], batch.get("segments")
         table = self._table() if self.config.lookup == "gather" else None
         x = self.embedded(tokens[:, :-1], table)
-        if segments is None:
-            x, metrics = self.hidden(x)
-            return self.mean_loss(x, tokens[:, 1:], table), metrics
-        x, metrics = self.hidden(x, segments[:, :-1])
-        weights = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
-        return self.mean_loss(x, tokens[:, 1:], table, weights), {**metrics, "weight": jnp.sum(weights)}
+        vectors, weights = self.layer_vectors(tokens[:, :-1], x), None
+        x, metrics = self.hidden(x, None if segments is None else segments[:, :-1], vectors)
+        if segments is not None:
+            weights = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
+            metrics = {**metrics, "weight": jnp.sum(weights)}
+        loss = self.mean_loss(x, tokens[:, 1:], table, weights)
+        if "balance" in metrics:
+            balance = metrics["balance"]
+            loss = loss + self.config.balance_coefficient * (balance - jax.lax.stop_gradient(balance))
+        return loss, metrics
 
     def embedded(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"] | None = None) -> Float[Array, "b t d"]:
         """Return the embeddings of tokens, the input of the first layer; `table` is the gathered embedding if any."""
@@ -228,20 +122,44 @@ class Decoder(nnx.Module):
             x = look_up(self.embed.embedding[...], tokens, c.dtype)
         else:
             x = jnp.take(self._table() if table is None else table, tokens, axis=0)
-        return constrain(x * c.dim**0.5 if c.embed_scale else x, "batch", None, None)
+        x = x * c.dim**0.5 if c.embed_scale else x
+        return constrain(x if c.embed_multiplier == 1 else x * c.embed_multiplier, "batch", None, None)
+
+    def layer_vectors(self, tokens: Int32[Array, "b t"], x: Float[Array, "b t d"]) -> Float[Array, "l b t p"] | None:
+        """Return the tokens' vectors for each layer; None for a model without per-layer embeddings.
+
+            vectors = (E2[tokens] sqrt(P) + RMSNorm(x W / sqrt(D))) / sqrt(2)
+
+        Args:
+          tokens: ids.
+          x: their embeddings, the input of the first layer.
+        """
+        c = self.config
+        if not c.per_layer_dim:
+            return None
+        shape = (*tokens.shape, c.num_layers, c.per_layer_dim)
+        stored = look_up(self.per_layer_table[...], tokens, c.dtype).reshape(shape) * c.per_layer_dim**0.5
+        projected = self.per_layer_norm((self.per_layer_project(x) * c.dim**-0.5).reshape(shape))
+        return jnp.moveaxis((stored + projected) * 2**-0.5, 2, 0)
 
     def hidden(
-        self, x: Float[Array, "b t d"], segments: Int32[Array, "b t"] | None = None
+        self,
+        x: Float[Array, "b t d"],
+        segments: Int32[Array, "b t"] | None = None,
+        vectors: Float[Array, "l b t p"] | None = None,
     ) -> tuple[Float[Array, "b t d"], Metrics]:
         """Apply all layers and the last norm; return the result and the mean of the metrics over the layers.
 
         A token sees only tokens of its segment, and positions start at 0 in each segment.
 
+        Args:
+          vectors: the result of `layer_vectors`.
+
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
         """
         self._check_length(x.shape[1])
-        x, metrics, _ = self._layers(x, Places() if segments is None else places_of(segments), None)
+        x, metrics, _ = self._layers(x, Places() if segments is None else places_of(segments), vectors)
         return self.norm_final(x), metrics
 
     def mean_loss(
@@ -255,6 +173,7 @@ class Decoder(nnx.Module):
         c = self.config
         if c.loss_chunk:
             stored = self.embed.embedding if self.head is None else self.head
+            x = x if c.logit_scale == 1 else x * c.logit_scale
             return chunked_cross_entropy(x, stored[...], labels, c.loss_chunk, c.logit_cap, weights)
         return cross_entropy(self._logits(x, table), labels, weights)
 
@@ -283,15 +202,14 @@ class Decoder(nnx.Module):
           top_p: tokens are drawn from the likeliest ones that together have this probability; 1 = from all.
           ids: only tokens with smaller ids are drawn.
         """
-        c, table, prompt = self.config, self._table(), prompt[-context:]
+        table, prompt = self._table(), prompt[-context:]
         kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
         self._check_length(kept)
-        empty = jnp.zeros((1, kept, c.num_kv_heads, c.head_dim), c.dtype)
-        stacked = jnp.zeros((c.num_layers, *empty.shape), c.dtype)
-        caches = (stacked, stacked) if c.scan_layers else [(empty, empty)] * c.num_layers
+        caches = self._empty_caches(kept)
 
         def read(tokens: Array, positions: Array, caches: Any, last: int | Array = 0) -> tuple[Array, Any]:
-            x, _, caches = self._layers(self.embedded(tokens[None], table), Places(positions[None]), caches)
+            x = self.embedded(tokens[None], table)
+            x, _, caches = self._layers(x, Places(positions[None]), self.layer_vectors(tokens[None], x), caches)
             x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
             return self._logits(self.norm_final(x), table)[0, 0, :ids], caches
 
@@ -313,35 +231,92 @@ class Decoder(nnx.Module):
     def _logits(self, x: Float[Array, "b t d"], table: Float[Array, "v d"] | None) -> Float[Array, "b t v"]:
         if self.head is not None:
             table = gather(self.head[...].astype(self.config.dtype), *TABLE_AXES)
+        x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         return soft_limit(logits_of(x, self._table() if table is None else table), self.config.logit_cap)
 
+    def _empty_caches(self, length: int) -> list[Cache]:
+        """Return a cache of `length` tokens for each block; that of stacked layers has a leading axis of layers."""
+        c, caches = self.config, list[Cache]()
+        for stack in c.stacks():
+            cache = empty_cache(c.of_kind(c.kind(stack.layers[0])), length)
+            caches.append(jax.tree.map(partial(_repeated, len(stack.layers)), cache) if stack.stacked else cache)
+        return caches
+
     def _layers(
-        self, x: Float[Array, "b t d"], places: Places, caches: Any
-    ) -> tuple[Float[Array, "b t d"], Metrics, Any]:
-        """Apply all blocks; caches are None, or stacked or listed like the blocks."""
+        self,
+        x: Float[Array, "b t d"],
+        places: Places,
+        vectors: Float[Array, "l b t p"] | None,
+        caches: Sequence[Any] | None = None,
+    ) -> tuple[Float[Array, "b t d"], Metrics, Sequence[Any] | None]:
+        """Apply all blocks; return the stream, the means of the layers' metrics, and the caches, one for each block."""
         c = self.config
-        local = [c.local(layer) for layer in range(c.num_layers)]
-        if isinstance(self.blocks, Block):
-            graphdef, stacked = nnx.split(self.blocks)
-            mixed = jnp.asarray(local) if len({*local}) > 1 else None
+        blocks = [self.blocks] if isinstance(self.blocks, Block) else list(self.blocks)
+        state = (x, self._no_keys(x, caches))
+        metrics, after, stacks, at = list[Any](), list[Cache](), c.stacks(), 0
+        for stretch in c.stretches():
+            here = slice(at, at + len(stretch.kinds))
+            rows = None if vectors is None else vectors[stacks[at].layers[0] : stacks[here.stop - 1].layers[-1] + 1]
+            given = [None] * len(stretch.kinds) if caches is None else caches[here]
+            state, (parts, kept) = self._stretch(
+                stretch, blocks[here], state, places, rows, given, stacked=stacks[at].stacked
+            )
+            metrics += parts
+            after += kept
+            at = here.stop
+        names = dict.fromkeys(name for part in metrics for name in part)
+        means = {
+            name: jnp.mean(jnp.concatenate([jnp.atleast_1d(part[name]) for part in metrics if name in part]))
+            for name in names
+        }
+        return state[0], means, None if caches is None else after
 
-            def one(x: Array, layer: Any) -> tuple[Array, Any]:
-                params, is_local, cache = layer
-                x, metrics, cache = nnx.merge(graphdef, params)(
-                    x, places, local[0] if is_local is None else is_local, cache
-                )
-                return x, (metrics, cache)
+    def _no_keys(self, x: Float[Array, "b t d"], caches: Sequence[Any] | None) -> dict[str, KeysValues]:
+        """Return zeros in the place of the keys and values that later layers get from layers of each kind."""
+        found, length = dict[str, KeysValues](), x.shape[1]
+        if caches is not None and length == 1:
+            # The queries of one new token see a whole cache.
+            length = max(cache[0].shape[-3] for cache in caches if cache)
+        for kind in {self.config.of_kind(kind).kv_from for kind in self.config.kinds} - {""}:
+            options = self.config.of_kind(kind)
+            zeros = jnp.zeros((len(x), length, options.num_kv_heads, options.head_dim), x.dtype)
+            found[kind] = (zeros, zeros)
+        return found
 
-            x, (metrics, caches) = jax.lax.scan(checkpoint(one, c.remat, scanned=True), x, (stacked, mixed, caches))
-            return x, jax.tree.map(jnp.mean, metrics), caches
-        parts, after = [], []
-        for block, is_local, cache in zip(self.blocks, local, caches or [None] * c.num_layers, strict=True):
-            graphdef, layer = nnx.split(block)
+    def _stretch(
+        self,
+        stretch: Stretch,
+        blocks: Sequence[Block],
+        state: tuple[Float[Array, "b t d"], dict[str, KeysValues]],
+        places: Places,
+        vectors: Float[Array, "n b t p"] | None,
+        caches: Sequence[Any],
+        *,
+        stacked: bool,
+    ) -> tuple[Any, tuple[list[Any], list[Any]]]:
+        """Apply the layers of a stretch to the stream and to the latest keys and values of each kind."""
+        split = [nnx.split(block) for block in blocks]
 
-            def alone(x: Array, layer: Any, cache: Any, of: Any = graphdef, is_local: bool = is_local) -> Any:
-                return nnx.merge(of, layer)(x, places, is_local, cache)
+        def period(state: Any, given: Any) -> Any:
+            (x, latest), metrics, after = state, [], []
+            for at, (kind, params, cache) in enumerate(zip(stretch.kinds, *given[:2], strict=True)):
+                rows = None if given[2] is None else given[2][at]
+                source = latest.get(self.config.of_kind(kind).kv_from)
 
-            x, part, cache = checkpoint(alone, c.remat, scanned=False)(x, layer, cache)
-            parts.append(part)
-            after.append(cache)
-        return x, jax.tree.map(lambda *values: jnp.mean(jnp.stack(values)), *parts), after
+                def alone(x: Array, params: Any, kv: Any, cache: Any, rows: Any, at: int = at) -> Layer:
+                    layer: Layer = nnx.merge(split[at][0], params)(x, places, kv=kv, vectors=rows, cache=cache)
+                    # What no later layer needs is not kept for the backward pass.
+                    return layer if stretch.kinds[at] in state[1] else layer._replace(kv=None)
+
+                layer = checkpoint(alone, self.config.remat, scanned=stacked)(x, params, source, cache, rows)
+                x, latest = layer.x, {**latest, kind: layer.kv} if kind in latest else latest
+                metrics.append(layer.metrics)
+                after.append(layer.cache)
+            return (x, latest), (metrics, after)
+
+        params = [each for _, each in split]
+        if not stacked:
+            return period(state, (params, caches, vectors))
+        if vectors is not None:
+            vectors = vectors.reshape(stretch.repeats, len(blocks), *vectors.shape[1:])
+        return jax.lax.scan(period, state, (params, list(caches), vectors))

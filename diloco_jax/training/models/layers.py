@@ -15,6 +15,11 @@ Remat = Literal[
     "none", "full", "attention", "mlp", "minimal", "offload", "dots_saveable", "dots_with_no_batch_dims_saveable"
 ]
 LayerFunction = Callable[..., Any]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 # For each policy, the results of a layer that it keeps in addition to the layer's input. `keep` gives them these names.
 KEPT = {
     "attention": ("attention",),
@@ -27,11 +32,18 @@ class Linear(nnx.Module):
     """A linear map x W, or x W + b; the weight is cast to the computation's dtype, then gathered for each use."""
 
     def __init__(
-        self, n_in: int, n_out: int, names: tuple[str, str], dtype: str, *, bias: bool = False, rngs: nnx.Rngs
+        self,
+        n_in: int,
+        n_out: int,
+        names: tuple[str | None, str | None],
+        dtype: str,
+        *,
+        bias: bool = False,
+        rngs: nnx.Rngs,
     ) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
         self.kernel = nnx.Param(init(rngs.params(), (n_in, n_out)))
-        self.bias = _vector(n_out, nnx.initializers.zeros_init(), rngs) if bias else None
+        self.bias = vector(n_out, nnx.initializers.zeros_init(), rngs) if bias else None
         self.names = names
         self.dtype = dtype
 
@@ -47,7 +59,7 @@ class OffsetNorm(nnx.Module):
     """A norm, x / sqrt(mean(x^2) + epsilon) (1 + scale), over the last dimension, computed in float32."""
 
     def __init__(self, width: int, epsilon: float, dtype: str, *, rngs: nnx.Rngs) -> None:
-        self.scale = _vector(width, nnx.initializers.zeros_init(), rngs)
+        self.scale = vector(width, nnx.initializers.zeros_init(), rngs)
         self.epsilon = epsilon
         self.dtype = dtype
 
@@ -58,6 +70,12 @@ class OffsetNorm(nnx.Module):
         return (full * scale).astype(self.dtype)
 
 
+def unit_norm(x: Float[Array, "*b d"], epsilon: float) -> Float[Array, "*b d"]:
+    """Return x / sqrt(mean(x^2) + epsilon) over the last dimension, computed in float32; a norm without weights."""
+    full = x.astype(jnp.float32)
+    return (full * jax.lax.rsqrt(jnp.mean(jnp.square(full), axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
 def make_norm(width: int, epsilon: float, dtype: str, *, offset: bool, rngs: nnx.Rngs) -> nnx.RMSNorm | OffsetNorm:
     """Return an RMS norm with an initial scale of 1; with `offset` the parameter is scale - 1, initially 0."""
     if offset:
@@ -66,7 +84,8 @@ def make_norm(width: int, epsilon: float, dtype: str, *, offset: bool, rngs: nnx
     return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, scale_init=init, rngs=rngs)
 
 
-def _vector(width: int, init: nnx.Initializer, rngs: nnx.Rngs) -> nnx.Param:
+def vector(width: int, init: nnx.Initializer, rngs: nnx.Rngs) -> nnx.Param:
+    """Return a parameter of one axis, which is not sharded."""
     # The axis needs a name, even None, because a scan adds the name `layers` only to parameters with named axes.
     return nnx.Param(nnx.with_partitioning(init, (None,))(rngs.params(), (width,)))
 

@@ -1,12 +1,71 @@
-"""Options of the built-in decoder: the differences between public families, and trade-offs of memory and time."""
+"""Options of the built-in decoder: the differences between public families, and trade-offs of memory and time.
+
+A model's layers may be of several kinds: `pattern` names each layer's kind, and `kinds` has the options in which a kind
+differs. `DecoderConfig.of_kind` resolves them, so that a layer is built from the options of its kind, and knows nothing
+about the others.
+"""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from flax.core import FrozenDict, freeze
 
 from diloco_jax.training.models.attention import SPLASH_BLOCKS, Attention
 from diloco_jax.training.models.layers import Remat
+from diloco_jax.training.models.protocol import typed_args
 from diloco_jax.training.named import check_choices
+
+# The kinds of layers that `window` and `global_every` describe.
+LOCAL, GLOBAL = "local", "global"
+# Options of the whole model, in which its kinds of layers cannot differ.
+WHOLE = {
+    "vocab_size", "dim", "num_layers", "pattern", "kinds", "seq_len_max", "rope_theta_local", "global_every",
+    "logit_cap", "logit_scale", "embed_scale", "embed_multiplier", "tie_embeddings", "per_layer_dim", "per_layer_vocab",
+    "scan_layers", "remat", "lookup", "loss_chunk", "dtype",
+}  # fmt: skip
+LAYERS_MAX = 10_000
+# The longest period of a pattern of layers that is looked for.
+PERIOD_MAX = 16
+
+
+class Stack(NamedTuple):
+    """Layers whose parameters are stored together: one block, or the blocks at one position of a repeated period."""
+
+    # The first keys of the parameters' paths: `blocks`, or `blocks/3`.
+    path: str
+    # The numbers of the layers.
+    layers: range
+    # Whether the parameters have a leading axis that counts the layers.
+    stacked: bool
+
+
+class Stretch(NamedTuple):
+    """Successive layers: a period of kinds that is repeated."""
+
+    kinds: tuple[str, ...]
+    repeats: int
+
+
+def stretches_of(kinds: Sequence[str]) -> list[Stretch]:
+    """Cut a model's layers into stretches, so that few different layers are compiled.
+
+    At each layer, the period is taken that covers most layers by its repetitions; of equals the shortest one. A layer
+    that no period repeats is a stretch of its own.
+    """
+    found, at = list[Stretch](), 0
+    while at < len(kinds):
+        best = Stretch((kinds[at],), 1)
+        for period in range(1, min(PERIOD_MAX, (len(kinds) - at) // 2) + 1):
+            unit, repeats = tuple(kinds[at : at + period]), 1
+            while tuple(kinds[at + repeats * period : at + (repeats + 1) * period]) == unit:
+                repeats += 1
+            if repeats > 1 and period * repeats > len(best.kinds) * best.repeats:
+                best = Stretch(unit, repeats)
+        found.append(best)
+        at += len(best.kinds) * best.repeats
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +78,11 @@ class DecoderConfig:
     """Width of the residual stream."""
     num_layers: int = 4
     """Number of blocks."""
+    pattern: tuple[str, ...] = ()
+    """The kind of each layer, a name in `kinds`; a shorter list is repeated ([local, local, global]). Empty: all layers
+    are alike, but for `window` and `global_every`."""
+    kinds: Mapping[str, Any] = field(default_factory=FrozenDict)
+    """For each kind of layers, the options of one layer in which it differs, such as {local: {window: 512}}."""
     num_heads: int = 4
     """Query heads; a multiple of num_kv_heads."""
     num_kv_heads: int = 2
@@ -30,12 +94,15 @@ class DecoderConfig:
     seq_len_max: int = 2048
     """Longest sequence, tokens; a longer batch is an error."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths; larger reaches further."""
+    """Base of the rotary wavelengths; larger reaches further; 0 = no positions."""
     rope_theta_local: float = 0.0
     """Base in the layers with a window, which are not scaled then; 0 = the same as in other layers."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    rope_fraction: float = 1.0
+    """Share of a head that is rotated; the rest of the head has no positions."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
     """Scaling of wavelengths for longer texts: none, linear (all wavelengths), llama3 or yarn (only wavelengths with
-    few turns within rope_length)."""
+    few turns within rope_length), or proportional (none, but the wavelengths spread over the whole head although only
+    rope_fraction of it is rotated)."""
     rope_factor: float = 1.0
     """Factor of the wavelengths' scaling."""
     rope_length: int = 8192
@@ -44,16 +111,34 @@ class DecoderConfig:
     """Turns within rope_length below which a wavelength is stretched in full."""
     rope_fast: float = 4.0
     """Turns within rope_length above which a wavelength stays; in between it is stretched in part."""
+    rope_truncate: bool = True
+    """With yarn, round the first and last wavelength that are stretched in part to whole numbers."""
+    rope_attention: float = 0.0
+    """With yarn, the factor of queries and keys; 0 = 1 + 0.1 ln(rope_factor)."""
+    query_beta: float = 0.0
+    """Multiply queries at position p by 1 + query_beta ln(1 + floor(p / rope_length)); 0 = do not."""
     window: int = 0
     """Number of tokens that a token sees in a layer, itself included; 0 = all earlier tokens."""
     global_every: int = 0
     """Every n-th layer has no window (6: five layers with a window, then one without); 0 = all layers have it."""
-    attention_width: int = 0
+    attention_width: float = 0.0
     """Attention scores are divided by the square root of this; 0 = head_dim."""
     attention_cap: float = 0.0
     """Soft limit of attention scores, cap tanh(score / cap); 0 = none."""
+    attention_sinks: bool = False
+    """Each query head has a trained score that takes a share of the softmax and adds nothing."""
+    attention_gate: bool = False
+    """Multiply the result of attention by the sigmoid of a gate, which `q` computes beside the queries."""
+    keys_as_values: bool = False
+    """Values are the keys before their norm and rotation, and there is no `v`."""
+    value_norm: bool = False
+    """Divide the values of each head by their root mean square."""
+    kv_from: str = ""
+    """A kind of layers: keys and values are those of its latest earlier layer, and there is no `k` or `v`."""
     logit_cap: float = 0.0
     """Soft limit of the logits; 0 = none."""
+    logit_scale: float = 1.0
+    """Factor of the logits, before their soft limit."""
     norms: Literal["pre", "post", "both"] = "pre"
     """Norms of attention and MLP: pre (of their input), post (of their output), or both."""
     norm_offset: bool = False
@@ -64,12 +149,46 @@ class DecoderConfig:
     """Norms of queries and keys: none, head (each head by itself), or full (all heads together)."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
+    out_bias: bool = False
+    """Add a bias to the output of attention."""
+    mlp_bias: bool = False
+    """Add biases in the MLP."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    layer_scale: bool = False
+    """Multiply the stream by a constant at the end of a layer. It is 1 in a new model, and is never trained."""
     embed_scale: bool = True
     """Multiply embeddings by the square root of dim."""
+    embed_multiplier: float = 1.0
+    """A further factor of embeddings."""
+    per_layer_dim: int = 0
+    """Width of the vectors that a second embedding gives each token for each layer; 0 = there is no such embedding."""
+    per_layer_vocab: int = 0
+    """Rows of the second embedding; 0 = vocab_size."""
     tie_embeddings: bool = True
     """Compute logits with the embedding; otherwise with a separate table, `head`."""
     activation: Literal["gelu", "silu", "relu2"] = "gelu"
     """Gate of the MLP: gelu (Gemma), silu, or relu2 (squared relu, cheapest on CPU)."""
+    num_experts: int = 0
+    """Experts of a mixture, which replaces the MLP; a multiple of the mesh axis `expert`; 0 = an MLP."""
+    experts_per_token: int = 2
+    """Experts that compute each token."""
+    expert_dim: int = 0
+    """Width of one expert; 0 = mlp_dim."""
+    dense_beside: bool = False
+    """The MLP and the mixture compute every token, each with norms of its own. The router reads the stream itself."""
+    shared_dim: int = 0
+    """Width of an expert that computes every token, weighted by a sigmoid; 0 = none."""
+    normalize_weights: bool = True
+    """Normalise the weights of a token's experts to the sum 1; otherwise they are the router's probabilities."""
+    routing: Literal["capacity", "dropless"] = "capacity"
+    """capacity: an expert has slots, and tokens without a free slot are dropped; dropless: an expert computes all its
+    tokens (not with the mesh axis `expert`)."""
+    capacity_factor: float = 1.25
+    """Slots of an expert as a multiple of its fair share of a sequence's choices; with num_experts / experts_per_token
+    no choice is ever dropped."""
+    balance_coefficient: float = 0.01
+    """Weight of the load-balancing term in the gradient; the reported loss is the cross-entropy alone."""
     attention: Attention = "einsum"
     """einsum (fastest on CPU), dot_product (jax.nn.dot_product_attention), or splash (Pallas kernel for TPUs, which
     keeps no length x length matrix; on other devices it is computed as einsum)."""
@@ -93,33 +212,12 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_choices("model.args", self)
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.args.num_heads is {self.num_heads}; make it a multiple of num_kv_heads ({self.num_kv_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"model.args.head_dim is {self.head_dim}; it must be even")
-        if self.seq_len_max < 1 or not 0 < self.rope_theta < math.inf:
-            raise ValueError(
-                f"model.args: seq_len_max {self.seq_len_max} and rope_theta {self.rope_theta} must be finite and > 0"
-            )
-        for name in ("window", "global_every", "attention_width", "attention_cap", "logit_cap", "rope_theta_local"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 0, and finite")
-        if not (0 < self.norm_epsilon < 1 and 1 <= self.rope_factor < math.inf and self.rope_length > 0):
-            raise ValueError(
-                f"model.args: norm_epsilon {self.norm_epsilon} must be in (0, 1), rope_factor {self.rope_factor} and "
-                f"rope_length {self.rope_length} at least 1"
-            )
-        if not 0 < self.rope_slow < self.rope_fast < math.inf:
-            raise ValueError(
-                f"model.args.rope_slow {self.rope_slow} must be above 0 and below rope_fast {self.rope_fast}"
-            )
-        if self.rope_scaling == "yarn" and self.rope_theta_local:
-            raise ValueError("model.args.rope_scaling yarn needs one base for all layers; set rope_theta_local to 0")
+        # A module's options are part of the key of its compiled programs, so they must be hashable.
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        object.__setattr__(self, "kinds", freeze(_tuples(self.kinds)))
+        self._check_sizes()
+        self._check_rope()
+        self._check_mixture()
         if self.splash_block and self.splash_block not in SPLASH_BLOCKS:
             raise ValueError(
                 f"model.args.splash_block is {self.splash_block}; use one of {', '.join(map(str, SPLASH_BLOCKS))}, or 0"
@@ -128,7 +226,148 @@ class DecoderConfig:
             raise ValueError(
                 f"model.args.loss_chunk is {self.loss_chunk}; it must divide vocab_size ({self.vocab_size}), or be 0"
             )
+        if self.pattern or self.kinds:
+            self._check_kinds()
 
-    def local(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0, has the window."""
-        return self.window > 0 and (self.global_every == 0 or (layer + 1) % self.global_every > 0)
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_layers > LAYERS_MAX:
+            raise ValueError(f"model.args.num_layers is {self.num_layers}; use at most {LAYERS_MAX}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.args.num_heads is {self.num_heads}; make it a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.args.head_dim is {self.head_dim}; it must be even")
+        if self.seq_len_max < 1 or not 0 <= self.rope_theta < math.inf:
+            raise ValueError(
+                f"model.args: seq_len_max {self.seq_len_max} and rope_theta {self.rope_theta} must be finite, "
+                "seq_len_max at least 1, and rope_theta at least 0"
+            )
+        for name in (
+            "window", "global_every", "attention_width", "attention_cap", "logit_cap", "rope_theta_local", "query_beta",
+            "rope_attention", "per_layer_dim", "per_layer_vocab", "num_experts", "expert_dim", "shared_dim",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 0, and finite")
+        for name in ("residual_scale", "logit_scale", "embed_multiplier"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be finite")
+        if not (0 < self.norm_epsilon < 1 and 1 <= self.rope_factor < math.inf and self.rope_length > 0):
+            raise ValueError(
+                f"model.args: norm_epsilon {self.norm_epsilon} must be in (0, 1), rope_factor {self.rope_factor} and "
+                f"rope_length {self.rope_length} at least 1"
+            )
+
+    def _check_rope(self) -> None:
+        if not 0 < self.rope_slow < self.rope_fast < math.inf:
+            raise ValueError(
+                f"model.args.rope_slow {self.rope_slow} must be above 0 and below rope_fast {self.rope_fast}"
+            )
+        if not 0 < self.rope_fraction <= 1 or int(self.head_dim * self.rope_fraction) % 2:
+            raise ValueError(
+                f"model.args.rope_fraction is {self.rope_fraction}; it must be in (0, 1], and rotate an even number of "
+                f"the {self.head_dim} numbers of a head"
+            )
+
+    def _check_mixture(self) -> None:
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"model.args.experts_per_token is {self.experts_per_token}; use 1 to num_experts ({self.num_experts})"
+            )
+        if not (0 < self.capacity_factor < math.inf and 0 <= self.balance_coefficient < math.inf):
+            raise ValueError(
+                f"model.args.capacity_factor {self.capacity_factor} must be > 0, and balance_coefficient "
+                f"{self.balance_coefficient} at least 0, both finite"
+            )
+        if (self.dense_beside or self.shared_dim) and not self.num_experts:
+            raise ValueError("model.args.dense_beside and shared_dim need a mixture; set num_experts, or remove them")
+        if self.dense_beside and self.norms != "both":
+            raise ValueError(f"model.args.dense_beside needs norms both, not {self.norms}")
+
+    def _check_kinds(self) -> None:
+        if self.window or self.global_every or self.rope_theta_local or not (self.pattern and self.kinds):
+            raise ValueError(
+                "model.args.pattern and kinds need each other, and replace window, global_every and rope_theta_local; "
+                "give both, and set the window within a kind"
+            )
+        if len(self.pattern) > self.num_layers:
+            raise ValueError(
+                f"model.args.pattern names {len(self.pattern)} layers, but num_layers is {self.num_layers}; shorten it"
+            )
+        for name in {*self.pattern, *self.kinds}:
+            if name not in self.kinds or not isinstance(options := self.kinds[name], Mapping):
+                raise ValueError(f"model.args.kinds needs a mapping for '{name}'; it has {', '.join(self.kinds)}")
+            if wrong := sorted(WHOLE & {*options}):
+                raise ValueError(
+                    f"model.args.kinds.{name} has {wrong[0]}, an option of the whole model; move it to model.args"
+                )
+        sources = {name: self.of_kind(name).kv_from for name in self.kinds}
+        earlier = set[str]()
+        for layer in range(self.num_layers):
+            kind = self.kind(layer)
+            if (source := sources[kind]) and source not in earlier:
+                raise ValueError(
+                    f"model.args.kinds.{kind}.kv_from is '{source}', but no layer before layer {layer} is of that kind "
+                    f"and has keys of its own; use one of {', '.join(sorted(earlier)) or 'the kinds'}"
+                )
+            if not source:
+                earlier.add(kind)
+
+    def kind(self, layer: int) -> str:
+        """Return the kind of a layer, counted from 0."""
+        if self.pattern:
+            return self.pattern[layer % len(self.pattern)]
+        if not self.window:
+            return GLOBAL
+        return LOCAL if self.global_every == 0 or (layer + 1) % self.global_every else GLOBAL
+
+    def of_kind(self, name: str) -> "DecoderConfig":
+        """Return the options of a model whose layers are all of this kind.
+
+        Raises:
+          ValueError: an option of the kind is unknown, or its value is impossible.
+        """
+        if not self.pattern:
+            options: dict[str, Any] = {"window": self.window if name == LOCAL else 0}
+            if name == LOCAL and self.rope_theta_local:
+                options |= {"rope_theta": self.rope_theta_local, "rope_scaling": "none"}
+            return replace(self, global_every=0, rope_theta_local=0.0, **options)
+        options = typed_args(type(self), self.kinds[name], f"model.args.kinds.{name}")
+        try:
+            return replace(self, pattern=(), kinds={}, **options)
+        except ValueError as error:
+            raise ValueError(f"{error} (in model.args.kinds.{name})") from None
+
+    def stretches(self) -> list[Stretch]:
+        """Return the layers as the decoder applies them: each period of several repetitions is a scan."""
+        kinds = [self.kind(layer) for layer in range(self.num_layers)]
+        if self.scan_layers:
+            # One layer alone is a scan too, so that its parameters have the same form as those of more layers.
+            return stretches_of(kinds) if len({*kinds}) > 1 else [Stretch((kinds[0],), len(kinds))]
+        return [Stretch((kind,), 1) for kind in kinds]
+
+    def stacks(self) -> list[Stack]:
+        """Return how the blocks' parameters are stored, in the order of the decoder's blocks."""
+        stretches, found, at = self.stretches(), list[Stack](), 0
+        if self.scan_layers and len(stretches) == 1 == len(stretches[0].kinds):
+            return [Stack("blocks", range(self.num_layers), stacked=True)]
+        for kinds, repeats in stretches:
+            period, end = len(kinds), at + len(kinds) * repeats
+            for first in range(at, at + period):
+                found.append(Stack(f"blocks/{len(found)}", range(first, end, period), stacked=repeats > 1))
+            at = end
+        return found
+
+    def capacity(self, length: int) -> int:
+        """Return the number of slots of an expert for a sequence of `length` tokens."""
+        return min(length, math.ceil(self.capacity_factor * self.experts_per_token * length / self.num_experts))
+
+
+def _tuples(value: Any) -> Any:
+    """Return the value with lists as tuples, and mappings as dicts."""
+    if isinstance(value, Mapping):
+        return {key: _tuples(each) for key, each in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -6,7 +6,7 @@ the order of `flax.nnx`. Other variables of a module are described in variables.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -49,22 +49,34 @@ class TrainableModel(Protocol):
 
 
 def config_from_args(config_class: type[T], args: Mapping[str, Any], where: str = "model.args") -> T:
-    """Make a dataclass from untyped arguments.
+    """Make a dataclass from untyped arguments; ValueError as `typed_args`."""
+    return config_class(**typed_args(config_class, args, where))
+
+
+def typed_args(config_class: type, args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return untyped arguments of a dataclass with the types of its fields.
 
     Raises:
       ValueError: a key is unknown, or a value's type is not that of the field's default.
     """
-    defaults = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
+    defaults = {
+        f.name: f.default_factory() if f.default is MISSING and f.default_factory is not MISSING else f.default
+        for f in fields(config_class)
+    }
+    typed = dict[str, Any]()
     for key, value in args.items():
         if key not in defaults:
             near = get_close_matches(str(key), defaults, 1)
             advice = f"did you mean {where}.{near[0]}?" if near else f"known keys: {', '.join(sorted(defaults))}"
             raise ValueError(f"{where}.{key} is unknown (value {value!r}); {advice}")
-        wanted = type(defaults[key])
-        accepted = (float, int) if wanted is float else (wanted,)
+        wanted: Any = type(defaults[key])
+        accepted: tuple[type, ...] = {float: (float, int), tuple: (tuple, list)}.get(wanted, (wanted,))
+        if isinstance(defaults[key], Mapping):
+            wanted, accepted = dict, (Mapping,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(f"{where}.{key} is {value!r}, a {type(value).__name__}; it must be a {wanted.__name__}")
-    return config_class(**{key: float(value) if type(defaults[key]) is float else value for key, value in args.items()})
+        typed[key] = wanted(value) if wanted in (float, tuple) else value
+    return typed
 
 
 def find_model(module: str) -> type[nnx.Module]:

@@ -3,7 +3,7 @@
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from diloco_jax.training.models.options import DecoderConfig
 
@@ -14,29 +14,38 @@ def apply_rope(
     positions: Int32[Array, "b t"] | None,
     size: float = 1.0,
 ) -> Float[Array, "b t n h"]:
-    """Rotate the pairs (x[i], x[i + H/2]) by the angle position * frequency[i], and multiply them by `size`.
+    """Rotate the pairs (x[i], x[i + R/2]) by the angle position * frequency[i], and multiply them by `size`.
 
-    Without `positions` they are 0, 1, 2, ...
+    R is twice the number of frequencies; the numbers of a head from R on are returned unchanged. Without `positions`
+    they are 0, 1, 2, ...
     """
-    half = x.shape[-1] // 2
+    half = len(frequency)
     place = jnp.arange(x.shape[1])[None] if positions is None else positions
     angle = place.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
     cos, sin = ((size * f(angle))[:, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def frequencies(c: DecoderConfig, local: bool | Bool[Array, ""]) -> Float[Array, " half"]:
-    """Return a layer's frequencies in radians per token; `local` is whether the layer has the window."""
-    whole = _scaled(c, _plain(c.rope_theta, c.head_dim // 2))
-    if not c.rope_theta_local or local is False:
-        return whole
-    return jnp.where(local, _plain(c.rope_theta_local, c.head_dim // 2), whole)
+def frequencies(c: DecoderConfig) -> Float[Array, " half"]:
+    """Return the frequencies, in radians per token, of a layer with these options."""
+    half = int(c.head_dim * c.rope_fraction) // 2
+    if c.rope_scaling == "proportional":
+        # The rest of the head is paired as well, but with a frequency of 0, so it keeps its numbers.
+        return jnp.pad(_plain(c.rope_theta, c.head_dim // 2)[:half], (0, c.head_dim // 2 - half))
+    return _scaled(c, _plain(c.rope_theta, half))
 
 
 def size_of(c: DecoderConfig) -> float:
     """Return the factor of queries and keys; yarn uses it to sharpen attention for longer texts, others have 1."""
-    return 1 + 0.1 * math.log(c.rope_factor) if c.rope_scaling == "yarn" else 1.0
+    if c.rope_scaling != "yarn":
+        return 1.0
+    return c.rope_attention or 1 + 0.1 * math.log(c.rope_factor)
+
+
+def query_scale(c: DecoderConfig, positions: Int32[Array, "b t"]) -> Float[Array, "b t 1 1"]:
+    """Return the factor of queries by their position, 1 + query_beta ln(1 + floor(position / rope_length))."""
+    return 1 + c.query_beta * jnp.log1p((positions // c.rope_length).astype(jnp.float32))[:, :, None, None]
 
 
 def _plain(theta: float, half: int) -> Float[Array, " half"]:
@@ -58,7 +67,9 @@ def _scaled(c: DecoderConfig, frequency: Float[Array, " half"]) -> Float[Array, 
             half * math.log(c.rope_length / (2 * math.pi * turns)) / math.log(c.rope_theta)
             for turns in (c.rope_fast, c.rope_slow)
         )
-        first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
+        if c.rope_truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        first, last = max(fast, 0), min(slow, 2 * half - 1)
         kept = 1 - (jnp.arange(half) - first) / max(last - first, 0.001)
     kept = jnp.clip(kept, 0, 1)
     return frequency * (kept + (1 - kept) / c.rope_factor)

@@ -17,7 +17,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int32, Shaped
 
-from diloco_jax.training.models.decoder import Block, Cache, Decoder, Local, Places
+from diloco_jax.training.models.attention import Seeing
+from diloco_jax.training.models.block import Block, Places
+from diloco_jax.training.models.decoder import Decoder
 from diloco_jax.training.models.layers import Linear
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.vocabulary import TABLE_AXES
@@ -111,10 +113,17 @@ class ImageTextDecoder(Decoder):
 class VisionBlock(Block):
     """A layer of the decoder where all patches see each other."""
 
-    def _attention(
-        self, y: Float[Array, "b t d"], places: Places, local: Local, cache: Cache | None
-    ) -> tuple[Float[Array, "b t n h"], Cache | None]:
-        return jax.nn.dot_product_attention(*self._heads(y, places, local)), cache
+    def mix(
+        self,
+        q: Float[Array, "b t n h"],
+        k: Float[Array, "b t k h"],
+        v: Float[Array, "b t k h"],
+        rules: Seeing,
+        places: Places,
+        sinks: Float[Array, " n"] | None,
+    ) -> Float[Array, "b t n h"]:
+        """Mix the values of all patches."""
+        return jax.nn.dot_product_attention(q, k, v)
 
 
 class VisionTransformer(ImageTextDecoder):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from diloco_jax.training.models.decoder import Decoder, draw_token
 from diloco_jax.training.models.moe import MoeConfig, MoeDecoder
-from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.options import DecoderConfig, stretches_of
 from diloco_jax.training.models.protocol import join_model, split_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -20,7 +20,7 @@ TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
 
 
 def build(seed: int = 0, **changes: object) -> Decoder:
-    return Decoder(DecoderConfig(**{**TINY, **changes}), rngs=nnx.Rngs(seed))
+    return Decoder.from_config({**TINY, **changes}, rngs=nnx.Rngs(seed))
 
 
 def randomised(model: Decoder) -> Decoder:
@@ -113,20 +113,112 @@ GEMMA = {"norms": "both", "norm_offset": True, "qk_norm": "head", "window": 3, "
 OLMO = {"norms": "post", "qk_norm": "full", "window": 4, "tie_embeddings": False, "qkv_bias": True}
 
 
-@pytest.mark.parametrize("options", [{}, GEMMA], ids=["plain", "gemma"])
-def test_scanned_layers_equal_unrolled_ones(options: dict[str, object]) -> None:
-    plain, scanned = (build(num_layers=3, scan_layers=scan, **options) for scan in (False, True))
-    plain = randomised(plain)
+# Layers that differ in window, head width, key heads and rope, whose global layers use their keys as values.
+KINDS = {"num_layers": 7, "pattern": ["local", "local", "global"], "norms": "both", "qk_norm": "head",
+         "value_norm": True, "layer_scale": True, "attention_width": 1.0,
+         "kinds": {"local": {"window": 3},
+                   "global": {"head_dim": 8, "num_kv_heads": 1, "keys_as_values": True, "rope_theta": 100.0,
+                              "rope_scaling": "proportional", "rope_fraction": 0.25}}}  # fmt: skip
+# Four layers with keys, then six that use the keys of these; and per-layer embeddings.
+SHARED = {"num_layers": 10, "per_layer_dim": 4,
+          "pattern": ["local", "global"] * 2 + ["local2", "local2", "global2"] * 2,
+          "kinds": {"local": {"window": 3}, "global": {"head_dim": 8},
+                    "local2": {"window": 3, "kv_from": "local", "mlp_dim": 24},
+                    "global2": {"head_dim": 8, "kv_from": "global"}}}  # fmt: skip
+# A layer without positions and without a mixture, then layers with sinks, gates, biases, and mixtures of two kinds.
+MIXED = {"num_layers": 5, "pattern": ["plain", "beside", "shared", "beside", "shared"], "norms": "both",
+         "num_experts": 4, "routing": "dropless", "qkv_bias": True, "out_bias": True, "residual_scale": 0.5,
+         "embed_multiplier": 3.0, "logit_scale": 0.25,
+         "kinds": {"plain": {"rope_theta": 0.0, "num_experts": 0, "mlp_bias": True, "query_beta": 0.5,
+                             "rope_length": 2},
+                   "beside": {"dense_beside": True, "attention_sinks": True, "expert_dim": 8},
+                   "shared": {"shared_dim": 6, "attention_gate": True, "rope_fraction": 0.34}}}  # fmt: skip
+ALL = {
+    "plain": {"num_layers": 3},
+    "gemma": {**GEMMA, "num_layers": 7},
+    "kinds": KINDS,
+    "shared": SHARED,
+    "mixed": MIXED,
+}
+
+
+def scanned_like(plain: Decoder, options: dict[str, object]) -> Decoder:
+    """Return the model with the same parameters, in stacks."""
     params = split_model(plain)[1]
+    scanned = build(scan_layers=True, **options)
     graphdef, stacked = split_model(scanned)
-    for path in stacked:
-        if path.startswith("blocks/"):
-            rest = path.removeprefix("blocks/")
-            stacked[path] = jnp.stack([params[f"blocks/{i}/{rest}"] for i in range(3)])
-        else:
-            stacked[path] = params[path]
-    scanned = join_model(graphdef, stacked)
-    np.testing.assert_allclose(logits_of(scanned, TOKENS), logits_of(plain, TOKENS), atol=1e-5)
+    stacks = scanned.config.stacks()
+    assert sorted(layer for stack in stacks for layer in stack.layers) == list(range(scanned.config.num_layers))
+    for stack in stacks:
+        for path in [path for path in stacked if path.startswith(f"{stack.path}/")]:
+            rest = path.removeprefix(f"{stack.path}/")
+            of_layers = [params.pop(f"blocks/{layer}/{rest}") for layer in stack.layers]
+            stacked[path] = jnp.stack(of_layers) if stack.stacked else of_layers[0]
+    stacked |= params
+    return join_model(graphdef, stacked)
+
+
+@pytest.mark.parametrize("options", ALL.values(), ids=ALL)
+def test_scanned_layers_equal_unrolled_ones(options: dict[str, object]) -> None:
+    plain = randomised(build(**options))
+    scanned = scanned_like(plain, options)
+    np.testing.assert_allclose(logits_of(scanned, TOKENS), logits_of(plain, TOKENS), atol=2e-5)
+
+
+@pytest.mark.parametrize("options", ALL.values(), ids=ALL)
+def test_every_parameter_but_constants_has_a_gradient_and_rematerialisation_does_not_change_it(
+    options: dict[str, object],
+) -> None:
+    graphdef, params = split_model(randomised(build(**options)))
+    gradients = jax.jit(jax.grad(lambda p: join_model(graphdef, p).loss({"tokens": jnp.asarray(TOKENS)})[0]))(params)
+    still = {path for path, g in gradients.items() if not np.abs(np.asarray(g)).max()}
+    assert still == {path for path in params if path.endswith("layer_scale")}
+    scanned = scanned_like(join_model(graphdef, params), {**options, "remat": "full"})
+    other, stacked = split_model(scanned)
+    found = jax.jit(jax.grad(lambda p: join_model(other, p).loss({"tokens": jnp.asarray(TOKENS)})[0]))(stacked)
+    for path in ("embed/embedding", "norm_final/scale"):
+        np.testing.assert_allclose(found[path], gradients[path], atol=2e-5)
+    assert sum(float(jnp.sum(jnp.square(g))) for g in found.values()) == pytest.approx(
+        sum(float(jnp.sum(jnp.square(g))) for g in gradients.values()), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stretches"),
+    [
+        ("LLLLG" * 3 + "llllg" * 4, [("LLLLG", 3), ("llllg", 4)]),
+        ("LLLLLG" * 5 + "LLLL", [("LLLLLG", 5), ("L", 4)]),
+        ("DMMMM", [("D", 1), ("M", 4)]),
+        ("ABC", [("A", 1), ("B", 1), ("C", 1)]),
+        ("GL" * 3 + "G", [("GL", 3), ("G", 1)]),
+    ],
+)
+def test_layers_are_cut_into_few_stretches(kinds: str, stretches: list[tuple[str, int]]) -> None:
+    assert [("".join(each.kinds), each.repeats) for each in stretches_of(kinds)] == stretches
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": ["a"]}, "pattern and kinds need each other"),
+        ({"kinds": {"a": {}}, "pattern": ["a"], "window": 3}, "replace window, global_every"),
+        ({"kinds": {"a": {}}, "pattern": ["b"]}, "needs a mapping for 'b'; it has a"),
+        ({"kinds": {"a": {"vocab_size": 3}}, "pattern": ["a"]}, "vocab_size, an option of the whole model"),
+        ({"kinds": {"a": {"windw": 3}}, "pattern": ["a"]}, "kinds.a.windw is unknown"),
+        ({"kinds": {"a": {"window": -3}}, "pattern": ["a"]}, r"window is -3.*\(in model.args.kinds.a\)"),
+        ({"kinds": {"a": {}}, "pattern": ["a"] * 5, "num_layers": 4}, "names 5 layers, but num_layers is 4"),
+        (
+            {"kinds": {"a": {"kv_from": "b"}, "b": {}}, "pattern": ["a", "b"], "num_layers": 2},
+            "no layer before layer 0 is of that kind",
+        ),
+        ({"kinds": {"a": {"kv_from": "a"}}, "pattern": ["a"]}, "no layer before layer 0"),
+        ({"dense_beside": True}, "need a mixture"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000; use at most 10000"),
+    ],
+)
+def test_impossible_kinds_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
 
 
 @pytest.mark.parametrize("options", [{}, GEMMA | {"scan_layers": True}, OLMO | {"loss_chunk": 11}])
@@ -190,9 +282,17 @@ def test_a_too_long_sequence_is_refused() -> None:
         build(seq_len_max=4)(jnp.asarray(TOKENS))
 
 
-@pytest.mark.parametrize("options", [GEMMA, GEMMA | {"scan_layers": True}, OLMO])
+@pytest.mark.parametrize(
+    "options",
+    [
+        GEMMA,
+        GEMMA | {"scan_layers": True},
+        OLMO,
+        *({**each, "scan_layers": scan} for each in (KINDS, SHARED, MIXED) for scan in (False, True)),
+    ],
+)
 def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, object]) -> None:
-    model, prompt = randomised(build(num_layers=3, **options)), jnp.asarray([3, 1, 4, 1, 5])
+    model, prompt = randomised(build(**{"num_layers": 3, **options})), jnp.asarray([3, 1, 4, 1, 5])
     write = jax.jit(lambda p: model.generate(p, 9, jax.random.key(0), context=14, temperature=0.0, ids=11))
     tokens = np.concatenate([prompt, write(prompt)])
     np.testing.assert_array_equal(logits_of(model, tokens[None])[0, 4:-1].argmax(axis=-1), tokens[5:])

@@ -10,7 +10,9 @@ from flax import nnx
 
 from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
-from diloco_jax.training.models.moe import MoeBlock, MoeConfig, MoeDecoder, route
+from diloco_jax.training.models.block import Block
+from diloco_jax.training.models.mixture import route
+from diloco_jax.training.models.moe import MoeConfig, MoeDecoder
 from diloco_jax.training.models.protocol import join_model, split_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -20,9 +22,9 @@ TINY = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "num_kv_hea
 rng = np.random.default_rng(7)
 
 
-def block(**changes: object) -> MoeBlock:
+def block(**changes: object) -> Block:
     with nnx.use_eager_sharding(False):
-        return MoeBlock(MoeConfig(**{**TINY, "num_experts": 4, **changes}), rngs=nnx.Rngs(0))
+        return Block(MoeConfig(**{**TINY, "num_experts": 4, "norms": "post", **changes}), rngs=nnx.Rngs(0))
 
 
 def reference(p: dict[str, np.ndarray], x: np.ndarray, c: MoeConfig) -> tuple[np.ndarray, float]:
@@ -60,7 +62,7 @@ def reference(p: dict[str, np.ndarray], x: np.ndarray, c: MoeConfig) -> tuple[np
 def test_the_layer_is_the_numpy_reference(chosen: int, factor: float, options: dict[str, object]) -> None:
     layer = block(experts_per_token=chosen, capacity_factor=factor, **options)
     x = rng.normal(size=(3, 10, 8)).astype(np.float32)
-    y, metrics = jax.jit(lambda x: layer.mlp(x))(jnp.asarray(x))
+    y, metrics = jax.jit(lambda x: layer.feed_forward(x))(jnp.asarray(x))
     p = {path: np.asarray(v, np.float64) for path, v in split_model(layer)[1].items()}
     wanted = [reference(p, one.astype(np.float64), layer.config) for one in x]
     np.testing.assert_allclose(y, np.stack([w[0] for w in wanted]), atol=2e-5)

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.flops import model_flops
-from diloco_jax.training.models import decoder
+from diloco_jax.training.models import block
 from diloco_jax.training.models.attention import attend_to
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
@@ -50,7 +50,7 @@ def loss_of(model: Any, **batch: np.ndarray) -> tuple[float, dict[str, float]]:
 
 def test_classes_are_read_where_all_patches_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = jnp.ones((1, 4, 4), bool)
-    monkeypatch.setattr(decoder, "attend", lambda q, k, v, _, rules, __: attend_to(q, k, v, everything, rules))
+    monkeypatch.setattr(block, "attend", lambda q, k, v, _, rules, *__: attend_to(q, k, v, everything, rules))
     model, each = model_and_reference("VisionTransformer")
     logits, labels = each.mean(1), np.array([0, 4, 2], np.int32)
     loss, metrics = loss_of(model, image=IMAGES, label=labels)
