@@ -114,7 +114,7 @@ def _check_model(config: RunConfig) -> Blueprint:
         blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), 1, seed=config.seed)
         rate = jax.ShapeDtypeStruct((), np.float32)
         draw = jax.ShapeDtypeStruct((2,), np.uint32) if blueprint.streams.kinds else None
-        jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw)
+        jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw, blueprint.frozen)
     except Exception as error:
         # The user's model may raise anything.
         raise error if is_ours(error) else failure("model.module", config.model.module, error) from error
