@@ -10,6 +10,7 @@ import numpy as np
 
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
+from diloco_jax.training.models.blockwise import BITS, to_blocks
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Variables
 
@@ -37,10 +38,17 @@ def read_base(blueprint: Blueprint) -> Base:
     values: Variables = {}
     hashed = hashlib.sha256()
     for path, value in Weights(model.weights).read(model):
-        described = blueprint.frozen[path]
-        stored = value.astype(described.dtype, copy=False)
-        flat = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-        for start in range(0, flat.size, HASH_BYTES):
-            hashed.update(flat[start : start + HASH_BYTES].data)
-        values[path] = put_array(stored, described.sharding)
+        for name, stored in _as_stored(path, value, blueprint).items():
+            flat = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, HASH_BYTES):
+                hashed.update(flat[start : start + HASH_BYTES].data)
+            values[name] = put_array(stored, blueprint.frozen[name].sharding)
     return Base(values, hashed.hexdigest()[:32])
+
+
+def _as_stored(path: str, value: np.ndarray, blueprint: Blueprint) -> dict[str, np.ndarray]:
+    """Return a float32 array of the folder as the model stores it: in a narrower type, or as codes and scales."""
+    if path in blueprint.frozen:
+        return {path: value.astype(blueprint.frozen[path].dtype, copy=False)}
+    codes, scales = to_blocks(value, BITS[blueprint.model_config.lora.base_dtype])
+    return {f"{path}/codes": codes, f"{path}/scales": scales}

@@ -138,8 +138,8 @@ class Evaluator:
         Raises:
             ValueError: The weights are damaged, or belong to another model.
         """
-        if self._config.model.weights and not self._config.model.lora.rank:
-            yield from Weights(self._config.model.weights).read(self._config.model)
+        if self._config.model.initial:
+            yield from Weights(self._config.model.initial).read(self._config.model)
             return
         drawn = self._blueprint.draw()
         for path in sorted(drawn):

@@ -76,6 +76,11 @@ class ModelConfig:
         """Return whether the islands' own loops bring the model."""
         return self.module == OWN
 
+    @property
+    def initial(self) -> str:
+        """Return the folder with the initial values; "" if they are drawn, as those of adapters are."""
+        return "" if self.lora.rank else self.weights
+
     def __post_init__(self) -> None:
         if not self.module:
             raise ValueError("model.module is ''; write it as package.module:Name, or own")

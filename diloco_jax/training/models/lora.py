@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from diloco_jax.core.kinds import LAYER_AXES
+from diloco_jax.training.models.blockwise import BITS, BLOCK, Blockwise
 from diloco_jax.training.models.config import LoraConfig
 from diloco_jax.training.models.layers import Linear
 from diloco_jax.training.models.variables import Frozen, path_of
@@ -33,7 +34,7 @@ class Adapter(nnx.Module):
 
     def __init__(self, linear: Linear, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         *stack, n_in, n_out = linear.kernel[...].shape
-        names = axes_of(linear.kernel)[: len(stack)]
+        names: LogicalAxes = ("layers",) * len(stack)
         into, out = linear.names
         bound = n_in**-0.5
 
@@ -76,7 +77,7 @@ def adapt(model: nnx.Module, config: LoraConfig, seed: int) -> None:
       seed: seed of the adapters' initial values.
 
     Raises:
-      ValueError: no layer of the model has a linear map of a target's name.
+      ValueError: no layer of the model has a linear map of a target's name, or a map is not a multiple of blocks.
     """
     maps = sorted(linear_maps(model), key=lambda named: named[0])
     known = list(dict.fromkeys(name for name, _ in maps))
@@ -86,14 +87,22 @@ def adapt(model: nnx.Module, config: LoraConfig, seed: int) -> None:
                 f"model.lora.targets names '{target}', which is not a linear map of the model's layers; use "
                 f"{', '.join(known) or 'another model'}, or {ALL}"
             )
-    freeze(model, config)
+    for name, linear in maps if config.base_dtype in BITS else ():
+        n_in = linear.kernel[...].shape[-2]
+        if n_in % BLOCK:
+            raise ValueError(
+                f"model.lora.base_dtype {config.base_dtype} stores blocks of {BLOCK} inputs, but the linear map "
+                f"'{name}' has {n_in}; use bfloat16"
+            )
+        linear.kernel = nnx.data(Blockwise(linear.kernel[...], axes_of(linear.kernel), BITS[config.base_dtype]))
+    _freeze(model, config)
     rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(seed), _TAG))
     for name, linear in maps:
         if name in config.targets or ALL in config.targets:
             linear.adapter = nnx.data(Adapter(linear, config, rngs=rngs))
 
 
-def freeze(model: nnx.Module, config: LoraConfig) -> None:
+def _freeze(model: nnx.Module, config: LoraConfig) -> None:
     """Turn all parameters of a model into frozen variables of the config's type.
 
     Vectors, such as the scales of norms, keep their type: they are small, and a norm computes with them as they are.
