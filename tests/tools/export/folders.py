@@ -1,5 +1,7 @@
 """Small models of public families, and runs of them on disk that nobody trained."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,9 @@ import yaml
 
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE
-from diloco_jax.training.convert.families import FAMILIES, tensors
+from diloco_jax.training.convert.families import FAMILIES, tensors, to_hf
+from diloco_jax.training.convert.weights import CONFIG_FILE as HF_CONFIG
+from diloco_jax.training.convert.weights import write_weights
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches
@@ -30,6 +34,14 @@ def drawn(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Values for all parameters of a model."""
     rng = np.random.default_rng(seed)
     return {m.path: rng.normal(0, 0.2, m.shape).astype(np.float32) for m in tensors(model)}
+
+
+def public(folder: Path, model: ModelConfig, seed: int = 0) -> ModelConfig:
+    """Write the folder of a public model with drawn values; return the model that starts from it."""
+    folder.mkdir(exist_ok=True)
+    write_weights(folder, model, sorted(drawn(model, seed).items()), "float32")
+    (folder / HF_CONFIG).write_text(json.dumps(to_hf(model)), encoding="utf-8")
+    return replace(model, weights=str(folder))
 
 
 def loss_of_theirs(theirs: Any, data: DataConfig, size: int, count: int) -> float:
