@@ -14,7 +14,7 @@ from diloco_jax.settings.text import load
 from tests.runtime.helpers import call, kill_processes, processes_of, replayed, run, start, wait_for, write_config
 from tests.tools.export.folders import model_of, public
 
-STEPS = 400
+STEPS = 200
 
 
 @pytest.mark.long
@@ -27,7 +27,8 @@ def test_a_killed_run_of_adapters_is_resumed_and_replayed_bit_for_bit(tmp_path: 
     config = write_config(
         tmp_path,
         islands={"count": 2, "devices": 1},
-        train={"steps": STEPS, "eval_every": 0},
+        # Steps are large enough that the run is killed long before its end.
+        train={"steps": STEPS, "batch_size": 64, "seq_len": 128, "eval_every": 0},
         model={"module": model.module, "args": dict(model.args), "weights": model.weights, "lora": lora},
         optimizer={"learning_rate": 0.01},
         protocol={"sync_every": 6, "num_fragments": 3, "snapshot_every": 20},

@@ -189,9 +189,7 @@ class Evaluator:
         return self._blueprint.model(params, other)
 
 
-def examiner_of(
-    config: RunConfig, blueprint: Blueprint, source: Source, frozen: Callable[[], Variables]
-) -> Examiner:
+def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source, frozen: Callable[[], Variables]) -> Examiner:
     """Return the evaluation of a blueprint's model on the config's held-out data; `frozen` is that of `Examiner`."""
     train, seed = config.train, config.data.shuffle_seed + config.seed
     return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed, frozen)

@@ -34,9 +34,7 @@ class Blockwise(nnx.Module):
         return from_blocks(self.codes[index], self.scales[index], self.bits)
 
 
-def to_blocks(
-    weight: Float[Any, "*l i o"], bits: int
-) -> tuple[Integer[Any, "*l p o"], Float[Any, "*l b o"]]:
+def to_blocks(weight: Float[Any, "*l i o"], bits: int) -> tuple[Integer[Any, "*l p o"], Float[Any, "*l b o"]]:
     """Return codes and scales of an array of NumPy or JAX; its input must be a multiple of `BLOCK`."""
     *stack, n_in, n_out = weight.shape
     blocks = weight.reshape(*stack, n_in // BLOCK, BLOCK, n_out)

@@ -104,7 +104,10 @@ def find_model(module: str) -> type[nnx.Module]:
 
 
 def load_model(
-    module: str, args: Mapping[str, Any], seed: int, lora: LoraConfig = LoraConfig()  # noqa: B008  a constant
+    module: str,
+    args: Mapping[str, Any],
+    seed: int,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008  a constant
 ) -> nnx.Module:
     """Build the model `package.module:Class` from its arguments with parameters drawn from `seed`.
 

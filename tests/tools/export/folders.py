@@ -1,7 +1,7 @@
 """Small models of public families, and runs of them on disk that nobody trained."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,9 @@ def make_run(folder: Path, model: ModelConfig, parameters: dict[str, np.ndarray]
     """The folder of a run, with one snapshot more."""
     folder.mkdir(exist_ok=True)
     settings = {"name": "made", "model": {"module": model.module, "args": dict(model.args)}, **config}
+    if model.lora.rank:
+        lora = asdict(model.lora) | {"targets": [*model.lora.targets]}
+        settings["model"] |= {"weights": model.weights, "lora": lora}
     (folder / CONFIG_FILE).write_text(yaml.safe_dump(settings), encoding="utf-8")
     save_parameters(folder / CHECKPOINTS, parameters, {"global_step": step})
     return folder

@@ -26,23 +26,21 @@ from tests.tools.export.folders import make_run, model_of, public
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 48)).astype(np.int32)
 # The family, whether layers are stacked, and the targets.
 CASES = [
-    ("llama", False, ["all"]),
-    ("qwen3", True, ["q", "v", "down"]),
-    ("gemma3_text", True, ["all"]),
-    ("mixtral", False, ["q", "k", "v", "out"]),
+    ("llama", False, ("all",)),
+    ("qwen3", True, ("q", "v", "down")),
+    ("gemma3_text", True, ("all",)),
+    ("mixtral", False, ("q", "k", "v", "out")),
 ]
 
 
-def run_with_adapters(folder: Path, family: str, stacked: bool, targets: list[str]) -> Path:
+def run_with_adapters(folder: Path, family: str, stacked: bool, targets: tuple[str, ...]) -> Path:
     """The folder of a run whose adapters are drawn, above a public model in `folder`/public."""
-    model = public(folder / "public", model_of(family, scan_layers=stacked))
-    lora = {"rank": 3, "alpha": 5.0, "targets": targets}
-    adapted = replace(model, lora=LoraConfig(rank=3, alpha=5.0, targets=tuple(targets)))
-    blueprint = Blueprint(adapted, OptimizerConfig(), MeshConfig(), 1, seed=0)
+    lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
+    model = replace(public(folder / "public", model_of(family, scan_layers=stacked)), lora=lora)
+    blueprint = Blueprint(model, OptimizerConfig(), MeshConfig(), 1, seed=0)
     rng = np.random.default_rng(5)
     values = {path: rng.normal(0, 0.3, shape).astype(np.float32) for path, shape in blueprint.shapes.items()}
-    settings = {"module": model.module, "args": dict(model.args), "weights": model.weights, "lora": lora}
-    return make_run(folder / "run", model, values, model=settings, train={"seq_len": 32})
+    return make_run(folder / "run", model, values, train={"seq_len": 32})
 
 
 def export(run: Path, out: Path, *words: str) -> int:
@@ -66,7 +64,7 @@ def close(ours: np.ndarray, theirs: np.ndarray) -> bool:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("family", "stacked", "targets"), CASES)
 def test_peft_and_transformers_compute_what_the_run_does(
-    tmp_path: Path, family: str, stacked: bool, targets: list[str]
+    tmp_path: Path, family: str, stacked: bool, targets: tuple[str, ...]
 ) -> None:
     torch = pytest.importorskip("torch", reason="the extra parity is not installed")
     transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
@@ -88,7 +86,7 @@ def test_peft_and_transformers_compute_what_the_run_does(
 
 
 def test_the_files_of_an_adapter_and_of_a_merged_model(tmp_path: Path) -> None:
-    run = run_with_adapters(tmp_path, "qwen3", True, ["q", "down"])
+    run = run_with_adapters(tmp_path, "qwen3", True, ("q", "down"))
     assert export(run, tmp_path / "adapter", "--dtype", "bfloat16") == 0
     assert export(run, tmp_path / "merged", "--merged", "--format", "npz") == 0
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -110,7 +108,7 @@ def test_the_files_of_an_adapter_and_of_a_merged_model(tmp_path: Path) -> None:
 
 
 def test_merged_needs_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_with_adapters(tmp_path, "llama", False, ["q"])
+    run = run_with_adapters(tmp_path, "llama", False, ("q",))
     assert export(run, tmp_path / "out", "--merged", "--format", "orbax") == 2
     plain = model_of("llama")
     assert export(make_run(tmp_path / "plain", plain, {}), tmp_path / "out", "--merged") == 2
