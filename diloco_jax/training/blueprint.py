@@ -115,9 +115,9 @@ class Blueprint:
         self.draw = jax.jit(lambda: initial()[0], out_shardings=self._shardings)
         self.draw_other = jax.jit(lambda: initial()[1], out_shardings=self.state_shardings.other)
         self.create = jax.jit(create, out_shardings=self.state_shardings)
-        # (state, batch, learning rate, draw of `draw_of`, frozen variables) -> (state, metrics); consumes the state. The
-        # outputs' layouts are explicit, because the compiler would choose others, and step 2 would have to be compiled
-        # again.
+        # (state, batch, learning rate, draw of `draw_of`, frozen variables) -> (state, metrics); consumes the state.
+        # The outputs' layouts are explicit, because the compiler would choose others, and step 2 would have to be
+        # compiled again.
         self.step = jax.jit(
             self._traced(make_train_step(graphdef, tx, optimizer.accumulate_steps, self._shardings, streams)),
             donate_argnums=0,

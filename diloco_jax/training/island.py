@@ -52,7 +52,8 @@ class Island(ExchangedState):
           rebase: whether fragments may be adopted with mode "rebase"; if so, staged copies stay on the devices.
 
         Raises:
-          ValueError: the model or the weights below its adapters cannot be loaded, or the mesh does not fit the devices.
+          ValueError: the model or the weights below its adapters cannot be loaded, or the mesh does not fit the
+            devices.
         """
         chosen = list(jax.devices() if devices is None else devices)
         self.num_devices = len(chosen)

@@ -53,7 +53,7 @@ def test_a_killed_run_of_adapters_is_resumed_and_replayed_bit_for_bit(tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["complete"] and summary["global_steps"] == STEPS > meta["global_step"]
-    assert f"the snapshot of global step {meta['global_step']}" in (run_dir / "logs" / "syncer.log").read_text()
+    assert f"the run continues from step_{meta['global_step']:08d}" in (run_dir / "logs" / "syncer.log").read_text()
     assert summary["num_parameters"] == sum(value.size for value in kept.values())
     assert {path: path.read_bytes() for path in (tmp_path / "public").iterdir()} == files
 

@@ -34,8 +34,8 @@ def _run(run: Row) -> list[str]:
     later = "".join(f", from step {step} on {_periods(each)}" for step, each in run["sync_later"].items())
     above = f" of adapters above {count(run['base_parameters'])} frozen ones" if run["base_parameters"] else ""
     lines = [
-        f"{run['name']}: {count(run['parameters'])} parameters{above}, {run['learners']} learners at {run['sites']} sites, "
-        f"{run['chips']} chips",
+        f"{run['name']}: {count(run['parameters'])} parameters{above}, {run['learners']} learners at {run['sites']} "
+        f"sites, {run['chips']} chips",
         f"schedule      H = {_periods(run['sync_every'])}{later}, P = {_periods(run['class_fragments'])}, "
         f"tau = {run['overlap_steps']}; {run['up']} up, {run['down']} down",
     ]

@@ -51,7 +51,7 @@ def write_adapters(folder: Path, model: ModelConfig, parameters: Parameters, dty
         dtype: a key of `WRITTEN`.
 
     Raises:
-        ValueError: the model has no public family, or an adapter's linear map is no tensor of its own in this family.
+        ValueError: the model has no public family, or the family has no separate tensor for an adapter's linear map.
     """
     names = {mapped.path: mapped.hf for mapped in tensors(model)}
     found, targets = dict[str, np.ndarray](), list[str]()
@@ -60,7 +60,7 @@ def write_adapters(folder: Path, model: ModelConfig, parameters: Parameters, dty
         layers = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
         if len(theirs) != len(layers[0]) or not all(name.endswith(WEIGHT) for name in theirs):
             raise ValueError(
-                f"the linear map '{linear}' has no tensor of its own in the model's family, so PEFT cannot adapt it; "
+                f"the linear map '{linear}' has no separate tensor in the model's family, so PEFT cannot adapt it; "
                 "write the whole model with --merged"
             )
         for name, first, second in zip(theirs, *layers, strict=True):

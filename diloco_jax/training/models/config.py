@@ -28,20 +28,21 @@ def presets() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Adapters of low rank (LoRA): they alone are trained and exchanged, and the weights below them stay as they are."""
+    """Adapters of low rank (LoRA), which are trained and exchanged in place of the model; its weights are frozen."""
 
     rank: int = 0
-    """Rank r of the adapters: a linear map x W becomes x W + (alpha / r) x A B, where A has r columns and B has r rows. 0:
-    no adapters, and the whole model is trained. Low: the adapters can express little. High: more is trained and
+    """Rank r of the adapters: a linear map x W becomes x W + (alpha / r) x A B, where A has r columns and B has r rows.
+    0: no adapters, and the whole model is trained. Low: the adapters can express little. High: more is trained and
     exchanged."""
     alpha: float = 16.0
     """The adapters' results are multiplied by alpha / rank. High: a step changes the model more."""
     targets: tuple[str, ...] = ("all",)
-    """Linear maps of a layer that get adapters: q, k, v, out, gate, up, down and whichever others the model has, or all.
-    Experts of a mixture get none."""
+    """Linear maps of a layer that get adapters: q, k, v, out, gate, up, down and others that the model has, or all.
+    Experts and routers of a mixture get none."""
     base_dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
-    """Type in which an island stores the weights below the adapters. bfloat16: every matrix; nothing is lost if the files
-    have it. int8 and int4: the layers' linear maps in blocks of 64 with a scale each, the other matrices in bfloat16."""
+    """Type of the frozen weights on an island. bfloat16: of every matrix; nothing is lost if the files have it. int8
+    and int4: of the layers' linear maps, in blocks of 64 with a scale each; other matrices are bfloat16. These two save
+    memory only with model.args.scan_layers and a model.args.remat other than none."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

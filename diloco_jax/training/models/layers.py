@@ -31,7 +31,7 @@ KEPT = {
 class Linear(nnx.Module):
     """A linear map x W, or x W + b; the weight is cast to the computation's dtype, then gathered for each use.
 
-    An `adapter` adds a map of its own (lora.py).
+    An `adapter` adds its result (lora.py).
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
-        self.kernel = nnx.Param(init(rngs.params(), (n_in, n_out)))
+        # A parameter, or frozen values (lora.py).
+        self.kernel: Any = nnx.Param(init(rngs.params(), (n_in, n_out)))
         self.bias = vector(n_out, nnx.initializers.zeros_init(), rngs) if bias else None
         self.adapter: Callable[[Array], Array] | None = None
         self.names = names

@@ -2,8 +2,8 @@
 
     y = x W + (alpha / r) x A B          W [in, out] is frozen;  A [in, r] and B [r, out] are trained
 
-A is drawn uniformly from +-1 / sqrt(in), as in PEFT, and B is zero, so that the model starts as the public one. In a stack
-of layers, A and B have the axis `layers` in front, as W does.
+A is drawn uniformly from +-1 / sqrt(in), as in PEFT, and B is zero, so that the model starts as the public one. In a
+stack of layers, A and B have the axis `layers` in front, as W does.
 """
 
 from collections.abc import Iterator
@@ -94,7 +94,8 @@ def adapt(model: nnx.Module, config: LoraConfig, seed: int) -> None:
                 f"model.lora.base_dtype {config.base_dtype} stores blocks of {BLOCK} inputs, but the linear map "
                 f"'{name}' has {n_in}; use bfloat16"
             )
-        linear.kernel = nnx.data(Blockwise(linear.kernel[...], axes_of(linear.kernel), BITS[config.base_dtype]))
+        blocks = Blockwise(linear.kernel[...], axes_of(linear.kernel), BITS[config.base_dtype])
+        linear.kernel = nnx.data(blocks)
     _freeze(model, config)
     rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(seed), _TAG))
     for name, linear in maps:
@@ -111,8 +112,8 @@ def _freeze(model: nnx.Module, config: LoraConfig) -> None:
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         owner: Any = model
         for key in keys[:-1]:
-            owner = owner[key] if isinstance(key, int) else getattr(owner, key)
+            owner = owner[key] if isinstance(key, int) else getattr(owner, str(key))
         names = axes_of(variable)
         vector = variable[...].ndim - (names[:1] != () and names[0] in LAYER_AXES) < 2
         value = variable[...] if vector else variable[...].astype(kind)
-        setattr(owner, keys[-1], Frozen(value, out_sharding=names))
+        setattr(owner, str(keys[-1]), Frozen(value, out_sharding=names))

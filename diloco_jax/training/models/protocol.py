@@ -31,9 +31,10 @@ class TrainableModel(Protocol):
     """The interface of a model. Derive from `flax.nnx.Module` and implement these two methods.
 
     Only variables of type `nnx.Param` are trained and exchanged. Random streams are created again for every step; other
-    variables, such as batch statistics, stay on the island, and `Frozen` ones never change (variables.py). In training, `loss` runs in the mode that
-    `from_config` set, for Flax's layers training mode; in an evaluation it runs after `Module.eval`. Variables may have
-    logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); variables without names are replicated.
+    variables, such as batch statistics, stay on the island, and `Frozen` ones never change (variables.py). In training,
+    `loss` runs in the mode that `from_config` set, for Flax's layers training mode; in an evaluation it runs after
+    `Module.eval`. Variables may have logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); variables
+    without names are replicated.
     """
 
     @classmethod
