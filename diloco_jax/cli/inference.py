@@ -211,6 +211,12 @@ def _export_options(parser: Parser) -> None:
         default="float32",
         help="type of hf's tensors; default: float32, as in the run",
     )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="of a run with model.lora, write the whole model with the adapters merged into it; default: hf writes the "
+        "adapters as a folder of PEFT",
+    )
 
 
 @command("export", "Write the newest model of a run, finished or running, for other programs.", _export_options)
@@ -220,7 +226,8 @@ def export(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.export.files import export
 
     config, run_dir, out = load(run_config(arguments.run)), Path(arguments.run), Path(arguments.out)
-    result = export(config, run_dir, arguments.format, out, arguments.dtype, _watch)
+    how = {"whole_model": arguments.merged}
+    result = export(config, run_dir, arguments.format, out, arguments.dtype, _watch, **how)
     told = f"{out} holds the model of global step {result['global_step']}: {', '.join(result['files'])}"
     show(arguments, result, lambda _: told)
     return 0

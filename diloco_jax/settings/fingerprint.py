@@ -8,13 +8,14 @@ from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.settings.run import RunConfig
 
 
-def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[tuple[str, str], ...]:
+def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str = "") -> tuple[tuple[str, str], ...]:
     """List what a learner and the syncer must agree on, as (name, value) pairs that an error can show.
 
     Args:
         plan_fingerprint: fingerprint of the fragment plan, computed from the shapes of this process's model.
         corpus: name of what this process reads (training/data/corpus.py); "" if it reads nothing. The first learner
             then determines the corpus.
+        base: digest of the weights below this process's adapters; "" if it has not read them.
     """
     data = _told(config.data)
     for part in (data, *data.get("mixture", {}).values()):
@@ -37,6 +38,8 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
         "data": json.dumps(data, sort_keys=True),
         "corpus": corpus,
     }
+    if config.model.lora.rank:
+        pairs |= {"adapters": json.dumps(asdict(config.model.lora), sort_keys=True), "base weights": base}
     return tuple(sorted(pairs.items()))
 
 

@@ -51,9 +51,14 @@ class ResolvedRun:
         config = self.config
         return share(self.plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
 
-    def fingerprint(self, corpus: str) -> tuple[tuple[str, str], ...]:
-        """List what a learner and the syncer must agree on; `corpus` names what this process reads, "" if nothing."""
-        return fingerprint(self.config, self.plan.fingerprint, corpus)
+    def fingerprint(self, corpus: str, base: str = "") -> tuple[tuple[str, str], ...]:
+        """List what a learner and the syncer must agree on.
+
+        Args:
+            corpus: name of what this process reads, "" if nothing.
+            base: digest of the weights below its adapters, "" if it has none.
+        """
+        return fingerprint(self.config, self.plan.fingerprint, corpus, base)
 
 
 def resolve(config: RunConfig, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind]) -> ResolvedRun:

@@ -7,6 +7,7 @@ of a slice can be compiled without the slice.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, wraps
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import GraphDef, join_model, load_model, logical_axes, split_model
-from diloco_jax.training.models.variables import Draw, Streams, draw_of, other_variables
+from diloco_jax.training.models.variables import Draw, Streams, draw_of, frozen_variables, other_variables
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import (
     LogicalAxes,
@@ -70,6 +71,7 @@ class Blueprint:
         self.mesh = planned_mesh(mesh, devices) if isinstance(devices, int) else make_mesh(mesh, devices)
         self.layout = MeshLayout(self.mesh, mesh.all_rules())
         described = _describe_model(model, seed)
+        self.model_config = model
         self._forms = described.forms
         # Parameters whose first canonical axis counts layers.
         self.stacked = frozenset(path for path, names in described.axes.items() if not {*names}.isdisjoint(LAYER_AXES))
@@ -82,11 +84,16 @@ class Blueprint:
         self.state_shapes = TrainState(described.params, opt_state, described.other)  # type: ignore[arg-type]
         self.state_shardings = self._place(self.state_shapes, described.other_axes)
         self.state_layout = StateLayout(by_name(self.state_shapes))
+        # The model's frozen variables, which no state includes.
+        self.frozen = {
+            path: describe(leaf, self.layout.sharding(leaf.shape, described.other_axes[path]))
+            for path, leaf in described.frozen.items()
+        }
         self.streams = streams = Streams(seed, described.streams)
         self._graphdef = graphdef = described.graphdef
 
         def initial() -> tuple[Params, Variables]:
-            module = load_model(model.module, model.args, seed)
+            module = load_model(model.module, model.args, seed, model.lora)
             return split_model(module)[1], other_variables(module)[0]
 
         def create() -> TrainState:
@@ -96,27 +103,29 @@ class Blueprint:
         def loss(params: Params, other: Variables, batch: Batch) -> tuple[Array, Metrics]:
             # A layer needs its stream even in an evaluation, where it draws nothing.
             drawn = streams.at(jnp.asarray(draw_of(0)))
-            mean, (metrics, _) = model_loss(graphdef, params, batch, other, drawn, evaluate=True)
+            changing = {path: other[path] for path in described.other}
+            mean, (metrics, _) = model_loss(graphdef, params, batch, changing, {**other, **drawn}, evaluate=True)
             return mean, metrics
 
-        def settle(params: Params, other: Variables, batch: Batch, draw: Draw | None) -> Variables:
-            return model_loss(graphdef, params, batch, other, streams.at(draw))[1][1]
+        def settle(params: Params, other: Variables, batch: Batch, draw: Draw | None, frozen: Variables) -> Variables:
+            return model_loss(graphdef, params, batch, other, {**frozen, **streams.at(draw)})[1][1]
 
         scalar = self.layout.replicated
         # These programs make the initial parameters, the initial other state, and the whole initial state.
         self.draw = jax.jit(lambda: initial()[0], out_shardings=self._shardings)
         self.draw_other = jax.jit(lambda: initial()[1], out_shardings=self.state_shardings.other)
         self.create = jax.jit(create, out_shardings=self.state_shardings)
-        # (state, batch, learning rate, draw of `draw_of`) -> (state, metrics); consumes the state. The outputs' layouts
-        # are explicit, because the compiler would choose others, and step 2 would have to be compiled again.
+        # (state, batch, learning rate, draw of `draw_of`, frozen variables) -> (state, metrics); consumes the state.
+        # The outputs' layouts are explicit, because the compiler would choose others, and step 2 would have to be
+        # compiled again.
         self.step = jax.jit(
             self._traced(make_train_step(graphdef, tx, optimizer.accumulate_steps, self._shardings, streams)),
             donate_argnums=0,
             out_shardings=(self.state_shardings, scalar),
         )
-        # (parameters, other state, batch) -> (mean loss, metrics), in evaluation mode
+        # (parameters, other state and frozen variables, batch) -> (mean loss, metrics), in evaluation mode
         self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
-        # (parameters, other state, batch, draw) -> other state, after a forward pass in training mode
+        # (parameters, other state, batch, draw, frozen variables) -> other state, after a forward pass in training mode
         self.settle = jax.jit(self._traced(settle), out_shardings=self.state_shardings.other)
 
     @cached_property
@@ -147,7 +156,13 @@ class Blueprint:
         """Copy the seed of a step's random streams to the devices; None for a model without random streams."""
         return put_array(draw_of(position), self.layout.replicated) if self.streams.kinds else None
 
-    def settled(self, params: Params, other: Variables, batches: Iterable[Sample]) -> Variables:
+    def settled(
+        self,
+        params: Params,
+        other: Variables,
+        batches: Iterable[Sample],
+        frozen: Mapping[str, Array] = MappingProxyType({}),
+    ) -> Variables:
         """Return the model's other state, such as batch statistics, after forward passes with these parameters.
 
         The passes run in training mode and without updates. A model that has only parameters needs no pass.
@@ -156,7 +171,7 @@ class Blueprint:
         for batch in batches if other else ():
             placed, draw = self._put_whole(batch), self.put_draw(position)
             with jax.transfer_guard("disallow"):
-                other = jax.block_until_ready(self.settle(params, other, placed, draw))
+                other = jax.block_until_ready(self.settle(params, other, placed, draw, dict(frozen)))
             position += batch_size(batch)
         return other
 
@@ -170,6 +185,7 @@ class Blueprint:
         """Compute the mean loss over batches like `Island.evaluate`, with the given parameters and other state.
 
         Args:
+          other: the other state, and the frozen variables.
           batches: whole batches of any size, the same on every process.
           program: a program like `loss` that is already compiled; `loss` by default.
 
@@ -191,7 +207,7 @@ class Blueprint:
         return {**{name: total / tokens for name, total in totals.items()}, "tokens": tokens}
 
     def model(self, params: Params, other: Variables) -> nnx.Module:
-        """Join the module in evaluation mode; call this inside a compiled program."""
+        """Join the module in evaluation mode, with frozen variables in `other`; call this inside a compiled program."""
         module = join_model(self._graphdef, params, {**other, **self.streams.at(jnp.asarray(draw_of(0)))})
         module.eval()
         return module
@@ -202,12 +218,12 @@ class Blueprint:
         batch = {name: describe(shape, self.batch_sharding(shape.shape)) for name, shape in shapes.items()}
         rate = jax.ShapeDtypeStruct((), np.float32, sharding=self.layout.replicated)
         draw = jax.ShapeDtypeStruct((2,), np.uint32, sharding=self.layout.replicated) if self.streams.kinds else None
-        return self.step.lower(state, batch, rate, draw)
+        return self.step.lower(state, batch, rate, draw, self.frozen)
 
     def lower_loss(self, shapes: Shapes) -> jax.stages.Lowered:
         """Return the evaluation of batches of these shapes, ready to be compiled."""
         layouts = self.state_shardings.other
-        other = jax.tree.map(describe, self.state_shapes.other, layouts)
+        other = {**jax.tree.map(describe, self.state_shapes.other, layouts), **self.frozen}
         batch = {name: describe(shape, self._eval_sharding(shape.shape)) for name, shape in shapes.items()}
         return self.loss.lower(self.tensors, other, batch)
 
@@ -261,7 +277,10 @@ class _Description(NamedTuple):
     # The state beside the parameters, sorted by path.
     other: dict[str, jax.ShapeDtypeStruct]
     streams: dict[str, jax.ShapeDtypeStruct]
+    # The frozen variables, sorted by path.
+    frozen: dict[str, jax.ShapeDtypeStruct]
     axes: dict[str, LogicalAxes]
+    # Of the state beside the parameters, and of the frozen variables.
     other_axes: dict[str, LogicalAxes]
     forms: dict[str, Canonical]
 
@@ -270,21 +289,21 @@ def _describe_model(config: ModelConfig, seed: int) -> _Description:
     """Return structure, shapes and axis names of a model, without allocating a parameter."""
     found: list[tuple[GraphDef, dict[str, LogicalAxes]]] = []
 
-    def build() -> tuple[Params, Variables, Variables]:
-        model = load_model(config.module, config.args, seed)
+    def build() -> tuple[Params, Variables, Variables, Variables]:
+        model = load_model(config.module, config.args, seed, config.lora)
         graphdef, params = split_model(model)
         found.append((graphdef, logical_axes(model)))
-        return params, *other_variables(model)
+        return params, *other_variables(model), frozen_variables(model)
 
-    params, other, streams = jax.eval_shape(build)
+    params, other, streams, frozen = jax.eval_shape(build)
     for path, value in params.items():
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f"parameter '{path}' of '{config.module}' is {value.dtype}; only floats can be merged")
     graphdef, all_axes = found[0]
     # JAX sorts dicts in this order too.
-    params, other = dict(sorted(params.items())), dict(sorted(other.items()))
+    params, other, frozen = (dict(sorted(each.items())) for each in (params, other, frozen))
     axes = {path: all_axes[path] for path in params}
-    other_axes = {path: all_axes[path] for path in other}
+    other_axes = {path: all_axes[path] for path in (*other, *frozen)}
     shapes = {path: tuple(value.shape) for path, value in params.items()}
     forms = canonical_forms(shapes, {path: names for path, names in axes.items() if any(names)}, NAME_THE_AXES)
-    return _Description(graphdef, params, other, streams, axes, other_axes, forms)
+    return _Description(graphdef, params, other, streams, frozen, axes, other_axes, forms)

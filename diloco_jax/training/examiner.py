@@ -7,7 +7,7 @@ the mesh.
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,6 +35,8 @@ class Examiner:
     settle_batches: int
     # The seed of the order of the training data.
     shuffle_seed: int
+    # Returns the model's frozen variables, which the caller holds or reads again.
+    frozen: Callable[[], Variables] = dict
     # The description of a batch, and the program compiled for it.
     _compiled: tuple[Any, jax.stages.Compiled] | None = field(default=None, init=False)
     _compiling: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
@@ -55,7 +57,7 @@ class Examiner:
         """Compute the mean held-out loss of parameters, and the other results of an evaluation.
 
         Args:
-          other: the model's state beside the parameters.
+          other: the model's variables beside the parameters, from `settled`.
           max_batches: the most batches to read; a smaller split has fewer.
 
         Returns:
@@ -90,10 +92,14 @@ class Examiner:
         return {**found, "bits_per_byte": bits, "tokens": int(found["tokens"])}
 
     def settled(self, params: Params) -> Variables:
-        """Compute the model's other state, such as batch statistics, for these parameters; islands do not send it."""
+        """Return the model's variables beside these parameters: frozen ones, and other state, which is computed.
+
+        Other state, such as batch statistics, is not sent by islands.
+        """
+        frozen = self.frozen()
         if not self.blueprint.state_shapes.other:
-            return {}
+            return frozen
         batches = SampleOrder(self.source, self.shuffle_seed).batches(self.batch_size)
         # Starting from the initial state gives equal results for equal parameters.
         first = self.blueprint.draw_other()
-        return self.blueprint.settled(params, first, islice(batches, self.settle_batches))
+        return {**self.blueprint.settled(params, first, islice(batches, self.settle_batches), frozen), **frozen}

@@ -60,8 +60,13 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
             attention, masked = attention + pairs * seen, masked + pairs * (seq_len - seen)
         if config.per_layer_dim:
             weights += config.num_layers * 3 * config.dim * config.per_layer_dim
-        forward = 2.0 * tokens * weights + attention
-        return ModelFlops(3 * forward, 3 * masked, "matrix products and the attention scores that are not masked")
+        how = "matrix products and the attention scores that are not masked"
+        products, adapters = 2.0 * tokens * weights, 0.0
+        if model.lora.rank:
+            # Frozen weights have no gradient, which is a third of a product's work. All of `shapes` are adapters.
+            products *= 2 / 3
+            adapters = 2.0 * tokens * sum(map(math.prod, shapes.values()))
+        return ModelFlops(3 * (products + adapters + attention), 3 * masked, how)
     parameters = sum(map(math.prod, shapes.values()))
     return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
 

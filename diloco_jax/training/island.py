@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from diloco_jax.core.codec import Format
+from diloco_jax.training.base import read_base
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.sample import Sample, Shapes
 from diloco_jax.training.exchanged import ExchangedState
@@ -51,12 +52,15 @@ class Island(ExchangedState):
           rebase: whether fragments may be adopted with mode "rebase"; if so, staged copies stay on the devices.
 
         Raises:
-          ValueError: the model cannot be loaded, or the mesh does not fit the devices.
+          ValueError: the model or the weights below its adapters cannot be loaded, or the mesh does not fit the
+            devices.
         """
         chosen = list(jax.devices() if devices is None else devices)
         self.num_devices = len(chosen)
         self.blueprint = blueprint = Blueprint(model, optimizer, mesh, chosen, seed=seed)
         self.mesh = blueprint.mesh
+        # The weights below adapters; empty if the whole model is trained.
+        self.base = read_base(blueprint)
         super().__init__(
             blueprint.create(),
             blueprint.state_shardings,
@@ -105,7 +109,7 @@ class Island(ExchangedState):
         draw = self.blueprint.put_draw(position)
         program = self._compiled_steps.get(_key(batch), self.blueprint.step)
         with jax.transfer_guard("disallow"):
-            self.state, metrics = program(self.state, batch, rate, draw)
+            self.state, metrics = program(self.state, batch, rate, draw, self.base.values)
         self._unfinished = StepHandle(metrics)
         return self._unfinished
 
@@ -126,7 +130,7 @@ class Island(ExchangedState):
         Raises:
           ValueError: there is no batch, or none of the batches has anything to predict.
         """
-        return self.blueprint.mean_loss(self.state.params, self.state.other, batches)
+        return self.blueprint.mean_loss(self.state.params, {**self.state.other, **self.base.values}, batches)
 
 
 def _key(batch: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -31,15 +31,17 @@ def model_loss(
     params: Params,
     batch: Batch,
     other: Mapping[str, Array] = NOTHING,
-    streams: Mapping[str, Array] = NOTHING,
+    constant: Mapping[str, Array] = NOTHING,
     *,
     evaluate: bool = False,
 ) -> tuple[Float[Array, ""], tuple[Metrics, Variables]]:
     """Compute the model's loss from its flat parameters; return (loss, (metrics, other state afterwards)).
 
-    With `evaluate` nothing is dropped, and batch statistics are used instead of updated.
+    Args:
+      constant: random streams and frozen variables.
+      evaluate: nothing is dropped, and batch statistics are used instead of updated.
     """
-    model = join_model(graphdef, params, {**other, **streams})
+    model = join_model(graphdef, params, {**constant, **other})
     assert isinstance(model, TrainableModel), "load_model checks it"
     if evaluate:
         model.eval()
@@ -53,8 +55,8 @@ def make_train_step(
     accumulate_steps: int = 1,
     shardings: Mapping[str, NamedSharding] | None = None,
     streams: Streams = Streams(),  # noqa: B008  a constant
-) -> Callable[[TrainState, Batch, Float[Array, ""], Draw | None], tuple[TrainState, Metrics]]:
-    """Return the inner step as a pure function of (state, batch, learning rate, draw).
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Return the inner step as a pure function of (state, batch, learning rate, draw, frozen variables).
 
     Args:
       tx: optimizer built for learning rate 1.
@@ -68,18 +70,22 @@ def make_train_step(
       itself is a sum.
     """
 
-    def gradient_of(params: Params, other: Variables, batch: Batch, drawn: Variables) -> tuple[Found, Variables]:
-        found = jax.value_and_grad(lambda p: model_loss(graphdef, p, batch, other, drawn), has_aux=True)
+    def gradient_of(params: Params, other: Variables, batch: Batch, constant: Variables) -> tuple[Found, Variables]:
+        found = jax.value_and_grad(lambda p: model_loss(graphdef, p, batch, other, constant), has_aux=True)
         (loss, (metrics, other)), gradient = found(params)
         if shardings is not None:
             gradient = jax.lax.with_sharding_constraint(gradient, dict(shardings))
         return (loss, metrics, gradient), other
 
     def train_step(
-        state: TrainState, batch: Batch, learning_rate: Float[Array, ""], draw: Draw | None = None
+        state: TrainState,
+        batch: Batch,
+        learning_rate: Float[Array, ""],
+        draw: Draw | None = None,
+        frozen: Mapping[str, Array] = NOTHING,
     ) -> tuple[TrainState, Metrics]:
         def of(other: Variables, part: Batch, number: int | Array) -> tuple[Found, Variables]:
-            return gradient_of(state.params, other, part, streams.at(draw, number))
+            return gradient_of(state.params, other, part, {**frozen, **streams.at(draw, number)})
 
         if accumulate_steps == 1:
             (loss, extra, gradient), other = of(state.other, batch, 0)

@@ -159,7 +159,7 @@ class BuiltInLoop:
             rebase=config.adopt.mode == "rebase",
         )
         # The evaluation of the run's model.
-        self.evaluate = ModelEvaluation(config, self.island.blueprint, source)
+        self.evaluate = ModelEvaluation(config, self.island.blueprint, source, self.island.base.values)
         order = SampleOrder(source, config.data.shuffle_seed + config.seed)
         self._feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
 

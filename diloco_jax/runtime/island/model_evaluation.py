@@ -10,16 +10,16 @@ from diloco_jax.runtime.model.evaluation import Scorer, examiner_of
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source
-from diloco_jax.training.state import Params
+from diloco_jax.training.state import Params, Variables
 
 
 class ModelEvaluation:
     """Evaluation of the run's model, on the mesh of a blueprint with all of this island's devices."""
 
-    def __init__(self, config: RunConfig, blueprint: Blueprint, source: Source) -> None:
+    def __init__(self, config: RunConfig, blueprint: Blueprint, source: Source, frozen: Variables) -> None:
         self._config = config
         self._blueprint = blueprint
-        self._examiner = examiner_of(config, blueprint, source)
+        self._examiner = examiner_of(config, blueprint, source, lambda: frozen)
         # The user's scorer, created at its first use.
         self._scorer: Scorer | None = None
 

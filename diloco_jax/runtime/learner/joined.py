@@ -120,6 +120,8 @@ class StepSize(NamedTuple):
     tokens: int  # per step
     # Description of the data, so that islands can compare what they read; "" if unknown.
     corpus: str = ""
+    # Digest of the weights below the model's adapters; "" without adapters.
+    base: str = ""
 
 
 class Joined:
@@ -143,7 +145,7 @@ class Joined:
             joining.learner_id,
             joining.incarnation,
             run.config.protocol,
-            run.fingerprint(size.corpus),
+            run.fingerprint(size.corpus, size.base),
             step_samples=size.samples,
             saved=None if saved is None else Saved(saved.global_step, saved.digests),
             adopt_mode=run.config.adopt.mode,

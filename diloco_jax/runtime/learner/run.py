@@ -48,7 +48,8 @@ class LearnerRun:
         self._stop, self._explain = stop, explain
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
-        size = StepSize(loop.batch_size, loop.batch_size * host.run.config.train.seq_len, loop.corpus)
+        tokens = loop.batch_size * host.run.config.train.seq_len
+        size = StepSize(loop.batch_size, tokens, loop.corpus, loop.island.base.digest)
         payloads = make_sender(host, signals.fail)
         metrics = metrics_of(host.run.config, joining.learner_id, loop.island)
         self.joined = Joined(joining, host, size, signals, payloads, metrics)

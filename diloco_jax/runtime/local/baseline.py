@@ -44,7 +44,7 @@ class DataParallelRun:
         self._evaluator = Evaluator(config)
         self._loop = BuiltInLoop(config, NAME)
         self._island = self._loop.island
-        if config.model.weights:
+        if config.model.initial:
             self._island.load(dict(self._evaluator.initial_parameters()))
         self._step_tokens = config.train.batch_size * config.train.seq_len
         self._metrics = metrics_of(config, NAME, self._island)

@@ -56,8 +56,12 @@ def check_input(config: RunConfig) -> None:
     Scorer(config.evaluation)
 
 
-def check_parts(config: RunConfig) -> None:
-    """Check programs, trackers, callbacks, the schedule and initial weights: all of a run but model and data."""
+def check_parts(config: RunConfig, *, weights: bool = True) -> None:
+    """Check programs, trackers, callbacks, the schedule and public weights: all of a run but model and data.
+
+    Args:
+        weights: whether this machine reads the weights.
+    """
     if config.islands.command[:1] not in ((), ("python",)) and shutil.which(config.islands.command[0]) is None:
         raise ValueError(
             f"islands.command {config.islands.command[0]!r} is not a program here; name one, such as python"
@@ -66,7 +70,7 @@ def check_parts(config: RunConfig) -> None:
     find_callbacks(config.callbacks)
     if not config.model.own:
         learning_rate(config.optimizer, config.planned_steps)
-    if config.model.weights:
+    if config.model.weights and weights:
         Weights(config.model.weights).check(config.model)
 
 
@@ -114,7 +118,7 @@ def _check_model(config: RunConfig) -> Blueprint:
         blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), 1, seed=config.seed)
         rate = jax.ShapeDtypeStruct((), np.float32)
         draw = jax.ShapeDtypeStruct((2,), np.uint32) if blueprint.streams.kinds else None
-        jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw)
+        jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw, blueprint.frozen)
     except Exception as error:
         # The user's model may raise anything.
         raise error if is_ours(error) else failure("model.module", config.model.module, error) from error

@@ -13,6 +13,7 @@ from flax import nnx
 
 from diloco_jax.core.kinds import inverse, with_order
 from diloco_jax.settings.run import EvaluationConfig, RunConfig
+from diloco_jax.training.base import read_base
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import Source, load_source
@@ -112,7 +113,7 @@ class Evaluator:
 
     @cached_property
     def _examiner(self) -> Examiner:
-        return examiner_of(self._config, self._blueprint, self._source)
+        return examiner_of(self._config, self._blueprint, self._source, lambda: read_base(self._blueprint).values)
 
     @property
     def corpus(self) -> str:
@@ -131,15 +132,15 @@ class Evaluator:
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Draw the initial parameters, or read those of model.weights: (path, new float32 array) by ascending path.
 
-        The arrays are canonical tensors (core/kinds.py).
+        With adapters, only they are parameters, so they are drawn. The arrays are canonical tensors (core/kinds.py).
 
         A caller that frees each array before it takes the next one holds the model at most once.
 
         Raises:
             ValueError: The weights are damaged, or belong to another model.
         """
-        if self._config.model.weights:
-            yield from Weights(self._config.model.weights).read(self._config.model)
+        if self._config.model.initial:
+            yield from Weights(self._config.model.initial).read(self._config.model)
             return
         drawn = self._blueprint.draw()
         for path in sorted(drawn):
@@ -166,7 +167,7 @@ class Evaluator:
         return result
 
     def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
-        """Put parameters on the device in the model's dtypes, with their other state; raises as `evaluate`."""
+        """Put parameters on the device in the model's dtypes, with its other variables; raises as `evaluate`."""
         if different := sorted({*parameters} ^ {*self.shapes}):
             raise ValueError(
                 f"parameters {different[:3]} are only in the model, or only in the evaluated parameters; were these "
@@ -189,7 +190,7 @@ class Evaluator:
         return self._blueprint.model(params, other)
 
 
-def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source) -> Examiner:
-    """Return the evaluation of a blueprint's model on the config's held-out data."""
+def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source, frozen: Callable[[], Variables]) -> Examiner:
+    """Return the evaluation of a blueprint's model on the config's held-out data; `frozen` is that of `Examiner`."""
     train, seed = config.train, config.data.shuffle_seed + config.seed
-    return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed)
+    return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed, frozen)

@@ -51,7 +51,7 @@ def begin(context: SyncerContext, initial: Callable[[], Parameters], mode: str, 
     """
     if mode == FRESH:
         return context.taped.on_begin(context.model.digests, now_s)
-    if context.config.model.weights:
+    if context.config.model.initial:
         _check_weights(context)
     folder, tape = context.run_dir / CHECKPOINTS, TapeExtent(context.run_dir / TAPE_FILE, context.tape.position)
     refused: list[tuple[Path, ValueError]] = []

@@ -13,6 +13,7 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
 
@@ -45,6 +46,8 @@ class Hbm(NamedTuple):
     staged: float
     # Activations and other values of a running step, the batch, and the program's code.
     temporaries: float
+    # The frozen weights below adapters.
+    base: float = 0.0
 
     @property
     def fixed(self) -> float:
@@ -98,20 +101,29 @@ def num_parameters(blueprint: Blueprint) -> int:
     return sum(map(math.prod, blueprint.shapes.values()))
 
 
+def base_parameters(blueprint: Blueprint) -> int:
+    """Return the number of weights below adapters; 0 if the whole model is trained."""
+    model = blueprint.model_config
+    if not model.lora.rank:
+        return 0
+    return sum(math.prod(mapped.shape) for mapped in tensors(model))
+
+
 def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
     """Add up a chip's memory in the inner step; the temporaries include the gradients, but not the activations."""
     config = run.config
     shards = jax.tree.map(_shard_bytes, blueprint.state_shapes, blueprint.state_shardings)
     parameters = sum(jax.tree.leaves(shards.params))
     optimizer = sum(jax.tree.leaves((shards.opt_state, shards.other)))
+    base = sum(_shard_bytes(leaf, leaf.sharding) for leaf in blueprint.frozen.values())
     if config.algorithm != "decoupled":
-        return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters)
+        return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters, base)
     windows = [windows_of(fragment, blueprint.tensors, blueprint.orders) for fragment in run.fragments]
     anchors = sum(anchor_bytes(blueprint, fragment) for fragment in run.fragments)
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
     rebase = config.adopt.mode == "rebase"
     staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
-    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(run, staged), parameters)
+    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(run, staged), parameters, base)
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:

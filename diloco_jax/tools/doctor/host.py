@@ -4,7 +4,6 @@ import os
 import resource
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -60,9 +59,12 @@ def mbit(bytes_per_s: float) -> str:
 
 
 def check_parts(config: RunConfig, island: str) -> Check:
-    """Check the run's programs, trackers, callbacks and schedule, and for the syncer its initial weights."""
+    """Check the run's programs, trackers, callbacks and schedule, and public weights if this role reads them.
+
+    The syncer reads initial weights, and islands those below adapters.
+    """
     try:
-        check_input.check_parts(replace(config, model=replace(config.model, weights="")) if island else config)
+        check_input.check_parts(config, weights=bool(island) == bool(config.model.lora.rank))
     except ValueError as error:
         return of_error("run", error)
     return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights are usable")

@@ -1,6 +1,6 @@
 """Import of public weights into a config, and export of a run's model to the formats of other libraries:
 
-hf       config.json, safetensors and tokenizer of a public family, for `transformers`
+hf       config.json, safetensors and tokenizer of a public family, for `transformers`; of adapters a folder for `peft`
 orbax    a checkpoint {path: array} for `orbax.checkpoint.v1.load`
 npz      parameters.npz for numpy.load
 """
@@ -24,6 +24,7 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse, read_values
+from diloco_jax.training.convert.adapters import merged, pairs, write_adapters
 from diloco_jax.training.convert.families import HOW, family_name, to_hf
 from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
@@ -92,14 +93,24 @@ def _needs_tokenizer(part: Any) -> bool:
     return isinstance(part, dict) and part.get("format", "store") not in (*PLAIN, "store")
 
 
-def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, watch: Watch) -> dict[str, Any]:
+def export(
+    config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, watch: Watch, *, whole_model: bool = False
+) -> dict[str, Any]:
     """Export the model of a run's newest readable snapshot; `out` appears only when it is complete.
+
+    Args:
+      whole_model: of a run with adapters, write the public model with the adapters merged into it.
 
     Raises:
       ValueError: `out` has content, the format or dtype does not fit, or the run has no readable snapshot.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
+    if whole_model and (not config.model.lora.rank or form == "orbax"):
+        raise ValueError(
+            "--merged merges the adapters of a run with model.lora into its model, for --format hf and npz; leave it "
+            "out"
+        )
     described: dict[str, Any] = {}
     if form == "hf":
         try:
@@ -116,7 +127,12 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
         shutil.rmtree(part, ignore_errors=True)
         whole.mkdir(parents=True)
         count, parameters = checkpoint.each_parameter(path)
-        if form == "hf":
+        if whole_model:
+            adapters = pairs(parameters)
+            count, parameters = len(tensors(config.model)), merged(config.model, adapters)
+        if form == "hf" and config.model.lora.rank and not whole_model:
+            write_adapters(whole, config.model, watch(parameters, count), dtype, described["model_type"])
+        elif form == "hf":
             _write_hf(whole, config, watch(parameters, count), described | {"dtype": dtype})
         elif form == "npz":
             _write_npz(whole, watch(parameters, count))

@@ -13,7 +13,7 @@ from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.sim.goodput.bandwidth import Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
-from diloco_jax.tools.budget.memory import num_parameters
+from diloco_jax.tools.budget.memory import base_parameters, num_parameters
 from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
@@ -78,6 +78,11 @@ class Case:
     @property
     def parameters(self) -> int:
         return num_parameters(self.blueprint)
+
+    @property
+    def base_parameters(self) -> int:
+        """Return the number of frozen weights below adapters; 0 if the whole model is trained."""
+        return base_parameters(self.blueprint)
 
     @property
     def stripe_gbit_per_s(self) -> float:

@@ -228,6 +228,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "run": {
             "name": case.config.name,
             "parameters": case.parameters,
+            "base_parameters": case.base_parameters,
             "learners": case.learners,
             "sites": case.sites,
             "chips": case.chips,

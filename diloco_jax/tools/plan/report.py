@@ -32,9 +32,10 @@ def describe(result: Row) -> str:
 
 def _run(run: Row) -> list[str]:
     later = "".join(f", from step {step} on {_periods(each)}" for step, each in run["sync_later"].items())
+    above = f" of adapters above {count(run['base_parameters'])} frozen ones" if run["base_parameters"] else ""
     lines = [
-        f"{run['name']}: {count(run['parameters'])} parameters, {run['learners']} learners at {run['sites']} sites, "
-        f"{run['chips']} chips",
+        f"{run['name']}: {count(run['parameters'])} parameters{above}, {run['learners']} learners at {run['sites']} "
+        f"sites, {run['chips']} chips",
         f"schedule      H = {_periods(run['sync_every'])}{later}, P = {_periods(run['class_fragments'])}, "
         f"tau = {run['overlap_steps']}; {run['up']} up, {run['down']} down",
     ]
@@ -115,6 +116,7 @@ def _memory(memory: Row) -> list[str]:
     lines: list[str] = []
     for each in memory["islands"]:
         hbm = {("gradients" if name == "temporaries" else name): one for name, one in each["hbm"].items()}
+        hbm = {name: one for name, one in hbm.items() if one or name != "base"}
         chip, host = size(sum(hbm.values())), size(sum(each["host"].values()))
         chip += f" of {size(limit)}" if (limit := each["hbm_limit_bytes"]) else ""
         host += f" of {size(limit)}" if (limit := each["host_limit_bytes"]) else ""

@@ -139,7 +139,7 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
         programs.append(build("create", lambda: blueprint.create.lower().compile(options), 0))
     say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
     shapes = batch_shapes(example(config.data, config.train.seq_len), island.batch_size)
-    arguments = held.parameters + held.optimizer
+    arguments = held.parameters + held.optimizer + held.base
     programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), arguments))
     if config.algorithm == "decoupled" and not step_only:
         say(f"{topology}: staging and adoption of {len(run.fragments)} fragments")
@@ -217,7 +217,7 @@ def step_hbm(compiled: Compiled) -> Hbm:
     memory = next(built for built in compiled.programs if built.kind == "step").memory
     held = compiled.held
     temporaries = memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
-    return held._replace(temporaries=max(0.0, temporaries - held.parameters - held.optimizer))
+    return held._replace(temporaries=max(0.0, temporaries - held.parameters - held.optimizer - held.base))
 
 
 def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:

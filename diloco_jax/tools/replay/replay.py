@@ -58,14 +58,14 @@ class Replay:
         self.needs = NeededLives(folder, self.script)
         self.evaluator = Evaluator(config)
         resolved = resolve(config, self.evaluator.shapes, self.evaluator.kinds)
-        ours = resolved.fingerprint(self.evaluator.corpus)
+        self.trainer = Trainer(resolved, 1 if compare else config.island("").batch_size)
+        ours = resolved.fingerprint(self.evaluator.corpus, self.trainer.island.base.digest)
         told = self.script.fingerprint
         if self.script.raised:
             # The run's limits were raised, so lives at different times had different limits.
             ours, told = [tuple(p for p in pairs if p[0] != GLOBAL_STEPS) for pairs in (ours, told)]
         if compare and (different := script.differences(ours, told)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
-        self.trainer = Trainer(resolved, 1 if compare else config.island("").batch_size)
         self._moving = MovingLayout(self.trainer.island.state_layout, config.wire.states)
         arithmetic = local_arithmetic(make_setup(resolved))
         self.model = make_model(resolved, self.evaluator.initial_parameters(), arithmetic)

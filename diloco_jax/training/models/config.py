@@ -1,10 +1,11 @@
 """Settings of the model, separate from its code, because a syncer whose islands bring the model needs no Flax."""
 
 import difflib
+import math
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -26,6 +27,33 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Adapters of low rank (LoRA), which are trained and exchanged in place of the model; its weights are frozen."""
+
+    rank: int = 0
+    """Rank r of the adapters: a linear map x W becomes x W + (alpha / r) x A B, where A has r columns and B has r rows.
+    0: no adapters, and the whole model is trained. Low: the adapters can express little. High: more is trained and
+    exchanged."""
+    alpha: float = 16.0
+    """The adapters' results are multiplied by alpha / rank. High: a step changes the model more."""
+    targets: tuple[str, ...] = ("all",)
+    """Linear maps of a layer that get adapters: q, k, v, out, gate, up, down and others that the model has, or all.
+    Experts and routers of a mixture get none."""
+    base_dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    """Type of the frozen weights on an island. bfloat16: of every matrix; nothing is lost if the files have it. int8
+    and int4: of the layers' linear maps, in blocks of 64 with a scale each; other matrices are bfloat16. These two save
+    memory only with model.args.scan_layers and a model.args.remat other than none."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"model.lora.rank is {self.rank}; use 0 (no adapters) or more")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"model.lora.alpha is {self.alpha}; it must be above 0, and finite")
+        if self.rank and not self.targets:
+            raise ValueError("model.lora.targets is empty; name linear maps of a layer, such as q and v, or all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The model to train, and the arguments that its `from_config` receives."""
 
@@ -39,12 +67,20 @@ class ModelConfig:
     """Arguments of the class; for the built-in decoder the fields of DecoderConfig."""
     weights: str = ""
     """A folder with config.json and safetensors of a public family, for the initial values. Only the syncer reads it,
-    at every start. `diloco import` writes module, args and weights."""
+    at every start; with `lora`, every island reads it instead, and the syncer does not. `diloco import` writes module,
+    args and weights."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that are trained in place of the model."""
 
     @property
     def own(self) -> bool:
         """Return whether the islands' own loops bring the model."""
         return self.module == OWN
+
+    @property
+    def initial(self) -> str:
+        """Return the folder with the initial values; "" if they are drawn, as those of adapters are."""
+        return "" if self.lora.rank else self.weights
 
     def __post_init__(self) -> None:
         if not self.module:
@@ -55,6 +91,11 @@ class ModelConfig:
             self._apply_preset()
         if not self.own:
             check_setting("model", self.module, self.args)
+        if self.lora.rank and not self.weights:
+            raise ValueError(
+                f"model.lora.rank is {self.lora.rank}, but model.weights names no folder with the weights below the "
+                "adapters; import a public model (diloco import), or set the rank 0"
+            )
 
     def _apply_preset(self) -> None:
         if self.preset not in presets():

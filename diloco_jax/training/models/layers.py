@@ -29,7 +29,10 @@ KEPT = {
 
 
 class Linear(nnx.Module):
-    """A linear map x W, or x W + b; the weight is cast to the computation's dtype, then gathered for each use."""
+    """A linear map x W, or x W + b; the weight is cast to the computation's dtype, then gathered for each use.
+
+    An `adapter` adds its result (lora.py).
+    """
 
     def __init__(
         self,
@@ -42,13 +45,16 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
-        self.kernel = nnx.Param(init(rngs.params(), (n_in, n_out)))
+        # A parameter, or frozen values (lora.py).
+        self.kernel: Any = nnx.Param(init(rngs.params(), (n_in, n_out)))
         self.bias = vector(n_out, nnx.initializers.zeros_init(), rngs) if bias else None
+        self.adapter: Callable[[Array], Array] | None = None
         self.names = names
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         y = x @ gather(self.kernel[...].astype(self.dtype), *self.names)
+        y = y if self.adapter is None else y + self.adapter(x)
         if self.bias is None:
             return y
         bias = self.bias[...].astype(self.dtype)

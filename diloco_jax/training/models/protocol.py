@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from flax import nnx
 from jaxtyping import Array, Float
 
-from diloco_jax.training.models.config import OWN
+from diloco_jax.training.models.config import OWN, LoraConfig
+from diloco_jax.training.models.lora import adapt
 from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
@@ -30,9 +31,10 @@ class TrainableModel(Protocol):
     """The interface of a model. Derive from `flax.nnx.Module` and implement these two methods.
 
     Only variables of type `nnx.Param` are trained and exchanged. Random streams are created again for every step; other
-    variables, such as batch statistics, stay on the island (variables.py). In training, `loss` runs in the mode that
-    `from_config` set, for Flax's layers training mode; in an evaluation it runs after `Module.eval`. Variables may have
-    logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); variables without names are replicated.
+    variables, such as batch statistics, stay on the island, and `Frozen` ones never change (variables.py). In training,
+    `loss` runs in the mode that `from_config` set, for Flax's layers training mode; in an evaluation it runs after
+    `Module.eval`. Variables may have logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); variables
+    without names are replicated.
     """
 
     @classmethod
@@ -102,15 +104,24 @@ def find_model(module: str) -> type[nnx.Module]:
     return found
 
 
-def load_model(module: str, args: Mapping[str, Any], seed: int) -> nnx.Module:
+def load_model(
+    module: str,
+    args: Mapping[str, Any],
+    seed: int,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008  a constant
+) -> nnx.Module:
     """Build the model `package.module:Class` from its arguments with parameters drawn from `seed`.
 
+    With adapters (`lora.rank`), only they are parameters, and the model's own ones are frozen variables.
+
     Raises:
-      ValueError: as `find_model`; or the module has no parameter.
+      ValueError: as `find_model` and `adapt`; or the module has no parameter.
     """
     # Eager sharding would require a mesh while the module is built, but the island places the parameters later.
     with nnx.use_eager_sharding(False):
         model: nnx.Module = find_model(module).from_config(args, rngs=nnx.Rngs(seed))  # type: ignore[attr-defined]
+        if lora.rank:
+            adapt(model, lora, seed)
     if not nnx.to_flat_state(nnx.state(model, nnx.Param)):
         raise ValueError(f"model '{module}' has no nnx.Param; there is nothing to train")
     prepare(model)

@@ -10,6 +10,9 @@ numbers, in a replay, on a returning island, and on any number of devices. So st
 
 Other state (batch statistics, counters) belongs to the island's state. It is saved and sent with this state, and is
 never merged.
+
+Frozen variables (the weights below adapters) never change. Every island reads them from a folder at its start, so they
+are neither saved nor sent.
 """
 
 from collections.abc import Mapping
@@ -31,6 +34,10 @@ Draw = UInt32[Array, "2"]
 _TAG = int.from_bytes(b"draw", "little")
 # The attributes that `Module.train` and `Module.eval` set.
 _MODES = ("deterministic", "use_running_average")
+
+
+class Frozen(nnx.Variable[Any]):
+    """A value that the model reads and no step changes, such as a weight below an adapter."""
 
 
 def draw_of(position: int) -> UInt32[np.ndarray, "2"]:
@@ -56,14 +63,14 @@ def prepare(model: nnx.Module) -> None:
 
 
 def other_variables(model: nnx.Module) -> tuple[Variables, Variables]:
-    """Return state and streams of a module by path: all variables but parameters and by-products of a call.
+    """Return state and streams of a module by path: all variables that are not trained, frozen, or left by a call.
 
     Raises:
       ValueError: a variable does not hold exactly one array.
     """
     state: Variables = {}
     streams: Variables = {}
-    rest = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate)))
+    rest = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, Frozen, nnx.Intermediate)))
     for keys, variable in nnx.to_flat_state(rest):
         path, value = path_of(keys), variable.get_value()
         if not isinstance(value, jax.Array | np.ndarray | bool | int | float):
@@ -77,6 +84,11 @@ def other_variables(model: nnx.Module) -> tuple[Variables, Variables]:
             # astype gives an array from a Python number a fixed dtype.
             state[path] = array.astype(array.dtype)
     return state, streams
+
+
+def frozen_variables(model: nnx.Module) -> Variables:
+    """Return the frozen variables of a module by path."""
+    return {path_of(keys): variable[...] for keys, variable in nnx.to_flat_state(nnx.state(model, Frozen))}
 
 
 def state_after(model: nnx.Module, before: Mapping[str, Shaped[Array, "..."]]) -> Variables:

@@ -1,5 +1,7 @@
 """Small models of public families, and runs of them on disk that nobody trained."""
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,11 @@ import yaml
 
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE
+from diloco_jax.training.convert.families import to_hf
 from diloco_jax.training.convert.table import FAMILIES
 from diloco_jax.training.convert.tensors import tensors
+from diloco_jax.training.convert.weights import CONFIG_FILE as HF_CONFIG
+from diloco_jax.training.convert.weights import write_weights
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches
@@ -34,6 +39,14 @@ def drawn(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return {m.path: rng.normal(0, 0.2, m.shape).astype(np.float32) for m in tensors(model)}
 
 
+def public(folder: Path, model: ModelConfig, seed: int = 0) -> ModelConfig:
+    """Write the folder of a public model with drawn values; return the model that starts from it."""
+    folder.mkdir(exist_ok=True)
+    write_weights(folder, model, sorted(drawn(model, seed).items()), "float32")
+    (folder / HF_CONFIG).write_text(json.dumps(to_hf(model)), encoding="utf-8")
+    return replace(model, weights=str(folder))
+
+
 def loss_of_theirs(theirs: Any, data: DataConfig, size: int, count: int) -> float:
     """The loss of a model of transformers on so many batches of the held-out part."""
     import torch
@@ -49,6 +62,9 @@ def make_run(folder: Path, model: ModelConfig, parameters: dict[str, np.ndarray]
     """The folder of a run, with one snapshot more."""
     folder.mkdir(exist_ok=True)
     settings = {"name": "made", "model": {"module": model.module, "args": dict(model.args)}, **config}
+    if model.lora.rank:
+        lora = asdict(model.lora) | {"targets": [*model.lora.targets]}
+        settings["model"] |= {"weights": model.weights, "lora": lora}
     (folder / CONFIG_FILE).write_text(yaml.safe_dump(settings), encoding="utf-8")
     save_parameters(folder / CHECKPOINTS, parameters, {"global_step": step})
     return folder
