@@ -232,7 +232,7 @@ def test_a_folder_without_a_tokenizer_for_text_is_told(
 def test_a_run_resumes_with_the_values_that_it_started_with(tmp_path: Path) -> None:
     """The folder may have moved; then only its contents tell."""
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[11,12]]\n')
-    config = SimpleNamespace(model=SimpleNamespace(weights="elsewhere"))
+    config = SimpleNamespace(model=ModelConfig(weights="elsewhere"))
     parts: Any = SimpleNamespace(config=config, run_dir=tmp_path, model=SimpleNamespace(digests=[11, 13]))
     with pytest.raises(ValueError, match=r"model\.weights elsewhere holds other values than this run started with"):
         begin(parts, tuple, FAILOVER, 0.0)
