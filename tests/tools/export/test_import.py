@@ -20,6 +20,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, begin
 from diloco_jax.settings.text import load
 from diloco_jax.training.convert import weights
 from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
+from diloco_jax.training.models.config import ModelConfig
 from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 
 TEXT = "".join(f"island {n} sends {n * n} gradients to the syncer\n" for n in range(400))
