@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array
@@ -89,11 +90,16 @@ class Blueprint:
             path: describe(leaf, self.layout.sharding(leaf.shape, described.other_axes[path]))
             for path, leaf in described.frozen.items()
         }
-        self.streams = streams = Streams(seed, described.streams)
-        self._graphdef = graphdef = described.graphdef
+        self.streams = Streams(seed, described.streams)
+        self._graphdef = described.graphdef
+        self._make_programs(optimizer, tx)
+
+    def _make_programs(self, optimizer: OptimizerConfig, tx: optax.GradientTransformation) -> None:
+        """Describe the model's programs, which JAX compiles at their first use."""
+        model, graphdef, streams = self.model_config, self._graphdef, self.streams
 
         def initial() -> tuple[Params, Variables]:
-            module = load_model(model.module, model.args, seed, model.lora)
+            module = load_model(model.module, model.args, streams.seed, model.lora)
             return split_model(module)[1], other_variables(module)[0]
 
         def create() -> TrainState:
@@ -103,7 +109,7 @@ class Blueprint:
         def loss(params: Params, other: Variables, batch: Batch) -> tuple[Array, Metrics]:
             # A layer needs its stream even in an evaluation, where it draws nothing.
             drawn = streams.at(jnp.asarray(draw_of(0)))
-            changing = {path: other[path] for path in described.other}
+            changing = {path: other[path] for path in self.state_shapes.other}
             mean, (metrics, _) = model_loss(graphdef, params, batch, changing, {**other, **drawn}, evaluate=True)
             return mean, metrics
 

@@ -36,7 +36,7 @@ class Process:
         self.tape = TapeFile(folder / "tape.jsonl", threading.Event(), lambda: None, segment_bytes=400)
         self.context: Any = SimpleNamespace(
             config=SimpleNamespace(
-                name="run", checkpoints=SimpleNamespace(keep=keep), model=SimpleNamespace(weights=None)
+                name="run", checkpoints=SimpleNamespace(keep=keep), model=SimpleNamespace(initial="")
             ),
             run_dir=folder,
             stop=threading.Event(),

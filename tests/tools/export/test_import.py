@@ -20,6 +20,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, begin
 from diloco_jax.settings.text import load
 from diloco_jax.training.convert import weights
 from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
+from diloco_jax.training.models.config import ModelConfig
 from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 
 TEXT = "".join(f"island {n} sends {n * n} gradients to the syncer\n" for n in range(400))
@@ -232,7 +233,7 @@ def test_a_folder_without_a_tokenizer_for_text_is_told(
 def test_a_run_resumes_with_the_values_that_it_started_with(tmp_path: Path) -> None:
     """The folder may have moved; then only its contents tell."""
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[11,12]]\n')
-    config = SimpleNamespace(model=SimpleNamespace(weights="elsewhere"))
+    config = SimpleNamespace(model=ModelConfig(weights="elsewhere"))
     parts: Any = SimpleNamespace(config=config, run_dir=tmp_path, model=SimpleNamespace(digests=[11, 13]))
     with pytest.raises(ValueError, match=r"model\.weights elsewhere holds other values than this run started with"):
         begin(parts, tuple, FAILOVER, 0.0)
