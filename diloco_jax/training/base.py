@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diloco_jax.training.blockwise import BITS, to_blocks
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
-from diloco_jax.training.models.blockwise import BITS, to_blocks
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Variables
 

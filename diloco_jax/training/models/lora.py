@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from diloco_jax.core.kinds import LAYER_AXES
-from diloco_jax.training.models.blockwise import BITS, BLOCK, Blockwise
+from diloco_jax.training.blockwise import BITS, BLOCK, Blockwise
 from diloco_jax.training.models.config import LoraConfig
 from diloco_jax.training.models.layers import Linear
 from diloco_jax.training.models.variables import Frozen, path_of

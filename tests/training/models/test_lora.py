@@ -14,13 +14,13 @@ from diloco_jax.protocol.membership import difference
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.base import read_base
+from diloco_jax.training.blockwise import from_blocks, to_blocks
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.table import FAMILIES
 from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.island import Island
-from diloco_jax.training.models.blockwise import from_blocks, to_blocks
 from diloco_jax.training.models.config import DECODER, LoraConfig, ModelConfig
 from diloco_jax.training.models.layers import Linear
 from diloco_jax.training.models.lora import Adapter
