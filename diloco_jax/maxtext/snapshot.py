@@ -19,11 +19,10 @@ from diloco_jax.maxtext.arguments import read_arguments, with_defaults
 from diloco_jax.maxtext.command import configs_folder
 from diloco_jax.nnx import VariableHolder
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
-from diloco_jax.training.sharding import LogicalAxes
 
 
-def model_axes(words: Sequence[str]) -> Mapping[str, LogicalAxes]:
-    """Return the names of the axes of each parameter of MaxText's model, by path.
+def model_of(words: Sequence[str]) -> VariableHolder:
+    """Return MaxText's model, with the shapes and the names of the axes of its parameters instead of values.
 
     Args:
         words: Arguments of MaxText: a config file, and `key=value`.
@@ -35,7 +34,27 @@ def model_axes(words: Sequence[str]) -> Mapping[str, LogicalAxes]:
     arguments = with_defaults(given, run="export", island="export", steps=1, hosts=1, data="same")
     config = pyconfig.initialize([__file__, *arguments.as_words()])
     _, model = create_nnx_abstract_model(config, get_mesh_from_config(config))
-    return VariableHolder(nnx.state(model)).axes
+    return VariableHolder(nnx.state(model))
+
+
+def check_same(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], run: Path) -> None:
+    """Refuse a snapshot that does not have the parameters of MaxText's model.
+
+    Args:
+        found: Shapes of the snapshot by path, in the order of axes that MaxText stores.
+        wanted: Shapes of the model by path.
+        run: Folder of the run, for the message.
+
+    Raises:
+        ValueError: A parameter is missing, superfluous or of another shape.
+    """
+    for path in sorted(found.keys() | wanted.keys()):
+        if found.get(path) != wanted.get(path):
+            there, here = (shapes.get(path, "missing") for shapes in (found, wanted))
+            raise ValueError(
+                f"the snapshot of {run} is of another model: parameter '{path}' is {there} there and {here} in the "
+                "model of these arguments; give the arguments that the run's islands got"
+            )
 
 
 def nested(parameters: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -59,7 +78,7 @@ def export(run: Path, folder: Path, words: Sequence[str]) -> int:
         words: Arguments of MaxText for the run's model.
 
     Raises:
-        ValueError: The run has no snapshot, or an argument is wrong.
+        ValueError: The run has no snapshot, it is of another model, or an argument is wrong.
     """
     snapshots = complete(run / "checkpoints")
     if not snapshots:
@@ -67,8 +86,10 @@ def export(run: Path, folder: Path, words: Sequence[str]) -> int:
             f"{run} has no snapshot; set protocol.snapshot_every, or give the folder of a run that has one"
         )
     parameters, about = load_parameters(snapshots[0])
-    axes = model_axes(words)
-    stored = as_stored(parameters, {path: names for path, names in axes.items() if path in parameters})
+    model = model_of(words)
+    stored = as_stored(parameters, {path: names for path, names in model.axes.items() if path in parameters})
+    wanted = {path: tuple(value.shape) for path, value in model.params.items()}
+    check_same({path: tuple(value.shape) for path, value in stored.items()}, wanted, run)
     # MaxText's trees of weights begin with the name of Flax's collection.
     save_params_to_path(str(folder.absolute()), {"params": nested(stored)})
     return int(about["global_step"])

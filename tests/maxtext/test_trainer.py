@@ -128,6 +128,9 @@ def test_two_islands_one_killed_and_the_global_model_in_maxtext(python: Path, da
     here = {"env": clean_environment(), "cwd": tmp_path, "capture_output": True, "text": True, "timeout": PATIENCE_S}
     made = subprocess.run([python, "-m", "diloco_jax.maxtext.export", run_dir, exported, *arguments], **here)
     assert made.returncode == 0, made.stderr[-2000:]
+    other = [python, "-m", "diloco_jax.maxtext.export", run_dir, tmp_path / "other", *arguments, "scan_layers=false"]
+    refused = subprocess.run(other, **here)
+    assert refused.returncode == 2 and "is of another model" in refused.stderr and not (tmp_path / "other").exists()
     evaluation = shlex.split(made.stdout.splitlines()[-1])
     checked = subprocess.run([python, *evaluation[1:]], **here)
     found = EVALUATED.findall(checked.stdout + checked.stderr)
