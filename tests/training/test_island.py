@@ -249,7 +249,8 @@ def test_micro_batches_make_the_step_of_the_whole_batch(count: int) -> None:
     (whole, whole_metrics), (parts, parts_metrics) = found
     # Moments are compared instead of parameters, because adam's first step is the gradient's sign.
     for path in params:
-        np.testing.assert_allclose(parts.opt_state[0].mu[path], whole.opt_state[0].mu[path], atol=1e-7)
+        # The order of sums differs, so elements differ by a few units in the last place of the largest, which is 0.3.
+        np.testing.assert_allclose(parts.opt_state[0].mu[path], whole.opt_state[0].mu[path], atol=4e-7)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(parts_metrics[name], whole_metrics[name], rtol=1e-5)
 

@@ -23,8 +23,9 @@ def apply_rope(
     place = jnp.arange(x.shape[1])[None] if positions is None else positions
     angle = place.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
     cos, sin = ((size * f(angle))[:, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=-1)
 
 
 def frequencies(c: DecoderConfig) -> Float[Array, " half"]:
