@@ -33,7 +33,7 @@ _WORDS = (
     ("norm", "norm norms layernorm rmsnorm batchnorm groupnorm ln"),
     ("embedding", "embed embedder embedding embeddings unembed head"),
     ("mlp", "mlp ffn feedforward moe expert experts router"),
-    ("attention", "attention attn mha"),
+    ("attention", "attention attn mha delta"),
     ("mlp", "up down gate fc"),
     ("attention", "q k v o out qkv query key value"),
 )

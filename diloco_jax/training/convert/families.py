@@ -17,6 +17,15 @@ HOW = (
     "attention", "scan_layers", "remat", "splash_block", "lookup", "loss_chunk", "dtype", "routing", "capacity_factor",
     "balance_coefficient",
 )  # fmt: skip
+# For each mixer, the arguments that matter only in layers with it.
+MIXERS = {
+    "attention": OF_SCALING | {
+        "num_heads", "num_kv_heads", "head_dim", "rope_fraction", "query_beta", "window", "attention_width",
+        "attention_cap", "attention_sinks", "attention_gate", "keys_as_values", "value_norm", "kv_from", "qk_norm",
+        "qkv_bias", "out_bias",
+    },
+    "delta": {"delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv"},
+}  # fmt: skip
 # Arguments that are 0 where config.json has null.
 NULL_IF_ZERO = ("attention_cap", "logit_cap")
 # Keys whose values are powers of our argument, with the exponent from theirs to ours.
@@ -82,7 +91,7 @@ def _keys(config: Mapping[str, Any], family: Family, name: str) -> dict[str, Any
         # For such a model, transformers takes tie_word_embeddings from the outer config.
         outer = seeing["model_type"]
         check_keys(seeing, {"tie_word_embeddings": "switch"}, {*HARMLESS, *SEEING[outer]["harmless"]}, outer)
-        keys["tie_word_embeddings"] = seeing.get("tie_word_embeddings", True)
+        keys["tie_word_embeddings"] = seeing.get("tie_word_embeddings", SEEING[outer].get("tied", True))
         keys |= dict.fromkeys(SEEING[outer].get("ignored", ()))
     keys = {key: value for key, value in keys.items() if value is not None}
     _rename(keys, config, family, name)
@@ -136,6 +145,9 @@ def _written(c: DecoderConfig, name: str) -> dict[str, Any]:
     family, layers = FAMILIES[name], of_layers(c)
     # If layers differ, the keys of most layers describe those with a mixture, or else with a window.
     layer = next((one for one in layers if one.num_experts), next((one for one in layers if one.window), layers[0]))
+    first_of = {mixer: next((one for one in (layer, *layers) if one.mixer == mixer), layer) for mixer in MIXERS}
+    source = dict.fromkeys(WHOLE, c)
+    source |= {ours: first_of[mixer] for mixer, options in MIXERS.items() for ours in options}
     theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": name, "dtype": "float32"}
     # Without these keys transformers would use the ids of another tokenizer.
     theirs |= {f"{token}_token_id": None for token in ("bos", "eos", "pad")}
@@ -143,7 +155,7 @@ def _written(c: DecoderConfig, name: str) -> dict[str, Any]:
     for ours, key in family.names.items():
         if ours in off:
             continue
-        value = _theirs(ours, key, getattr(c if ours in WHOLE else layer, ours), layer)
+        value = _theirs(ours, key, getattr(source.get(ours, layer), ours), first_of["attention"])
         # A value that families without the key have is written only where it is not the usual one.
         if key not in REFUSED or key in family.defaults or value != REFUSED[key]:
             theirs[key] = value
@@ -201,9 +213,10 @@ def _resolved(c: DecoderConfig) -> list[dict[str, Any]]:
                 unused -= OF_SCALING
             if one.query_beta:
                 unused -= {"rope_length"}
-            kinds[name] = {key: value for key, value in asdict(one).items() if key not in unused}
-            kinds[name]["attention_width"] = one.attention_width or one.head_dim
-        found.append({**kinds[name], "kv_from": sources.get(kinds[name]["kv_from"], "")})
+            unused |= {each for mixer, options in MIXERS.items() if mixer != one.mixer for each in options}
+            whole = asdict(one) | {"attention_width": one.attention_width or one.head_dim}
+            kinds[name] = {key: value for key, value in whole.items() if key not in unused}
+        found.append({**kinds[name], "kv_from": sources.get(c.of_kind(name).kv_from, "")})
         sources[name] = number
     return found
 

@@ -1,4 +1,4 @@
-"""The kinds of layers in a config.json: which have a window, rotary positions, a mixture, and separate keys.
+"""The kinds of layers in a config.json: which have a window, rotary positions, a mixture, separate keys, no attention.
 
 Import describes each layer by our arguments, and then the model by as few words as possible (`_as_arguments`). Export
 reads the arguments of each layer again.
@@ -13,6 +13,8 @@ from diloco_jax.training.convert.rope import FULL, SLIDING, read_rope, write_rop
 from diloco_jax.training.convert.table import Family
 from diloco_jax.training.models.options import LAYERS_MAX, DecoderConfig
 
+# The kind of layers that have gated DeltaNet instead of attention.
+LINEAR = "linear_attention"
 # Old names of kinds of layers that transformers still accepts.
 OLD_KINDS = {"attention": FULL}
 # Keys of per_layer_config with our arguments.
@@ -49,7 +51,10 @@ def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family
     full_rope, local_rope = read_rope(keys, family, name)
     layers = [{**local_rope, "window": window} if each else {**full_rope, "window": 0} for each in local]
     rotated, of_one = _rotated(local, window, keys, family, name), _per_layer_config(keys, name)
+    linear = _linear(keys, family, name)
     for number, layer in enumerate(layers):
+        if linear[number]:
+            layer["mixer"] = "delta"
         if not rotated[number]:
             layer["rope_theta"] = 0.0
         if _is_dense(number, keys, family):
@@ -67,10 +72,12 @@ def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family
 def write_layers(c: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the keys of config.json for the options that may differ between layers."""
     layers = of_layers(c)
-    windows, plain = [layer for layer in layers if layer.window], [layer for layer in layers if not layer.window]
-    rotated = [layer for layer in layers if layer.rope_theta] or layers
+    # Gated DeltaNet has neither positions nor a window.
+    attending = [layer for layer in layers if layer.mixer == "attention"] or layers
+    windows, plain = [layer for layer in attending if layer.window], [layer for layer in attending if not layer.window]
+    rotated = [layer for layer in attending if layer.rope_theta] or attending
     alike = rotated[0] if family.rope == "alike" else None
-    found = write_rope(c, alike or (plain or [c])[0], alike or (windows or layers)[0], family)
+    found = write_rope(c, alike or (plain or [c])[0], alike or (windows or attending)[0], family)
     if windows:
         found["sliding_window"] = windows[0].window
         if "use_sliding_window" in family.known:
@@ -84,13 +91,15 @@ def write_layers(c: DecoderConfig, family: Family) -> dict[str, Any]:
         found["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
     if patterned:
         found["sliding_window_pattern"] = c.global_every or 1
+    if family.linear:
+        found["layer_types"] = [LINEAR if layer.mixer == "delta" else FULL for layer in layers]
     if family.positions == "listed":
         found["no_rope_layers"] = [int(layer.rope_theta > 0) for layer in layers]
     dense = [number for number, layer in enumerate(layers) if not layer.num_experts]
     if "mlp_only_layers" in family.known and dense:
         found |= {"mlp_only_layers": dense, "intermediate_size": layers[dense[0]].mlp_dim}
     for ours, theirs in family.full.items():
-        found[theirs] = getattr((plain or layers)[0], ours)
+        found[theirs] = getattr((plain or attending)[0], ours)
     if "num_kv_shared_layers" in family.known:
         shared = [layer for layer in layers if layer.kv_from]
         found["num_kv_shared_layers"] = len(shared)
@@ -110,6 +119,8 @@ def _local(keys: Mapping[str, Any], window: int | None, family: Family, name: st
     count = keys["num_hidden_layers"]
     if count > LAYERS_MAX:
         raise ValueError(f"config.json: num_hidden_layers is {count}; use 1 to {LAYERS_MAX}")
+    if family.linear:
+        return [False] * count
     layers, period = range(count), keys.get("sliding_window_pattern", 0)
     usual = {
         "never": lambda: [False for _ in layers],
@@ -129,12 +140,7 @@ def _local(keys: Mapping[str, Any], window: int | None, family: Family, name: st
             )
         local = usual()
     else:
-        kinds = [OLD_KINDS.get(kind, kind) for kind in keys["layer_types"]]
-        if len(kinds) != count or not {SLIDING, FULL}.issuperset(kinds):
-            raise ValueError(
-                f"config.json of {name}: layer_types are {_listed(kinds)}; there must be {count}, each "
-                f"{FULL} or {SLIDING}"
-            )
+        kinds = _layer_types(keys, SLIDING, name)
         local = [kind == SLIDING for kind in kinds]
         if family.window in ("never", "all") and local != usual():
             raise ValueError(
@@ -143,6 +149,26 @@ def _local(keys: Mapping[str, Any], window: int | None, family: Family, name: st
             )
     # In such a family, transformers gives the last layer no window, whatever config.json has.
     return [*local[:-1], False] if family.last_full else local
+
+
+def _linear(keys: Mapping[str, Any], family: Family, name: str) -> list[bool]:
+    """Return for each layer whether it has gated DeltaNet instead of attention."""
+    layers = range(keys["num_hidden_layers"])
+    if not family.linear:
+        return [False for _ in layers]
+    if "layer_types" in keys:
+        return [kind == LINEAR for kind in _layer_types(keys, LINEAR, name)]
+    return [(layer + 1) % keys["full_attention_interval"] > 0 for layer in layers]
+
+
+def _layer_types(keys: Mapping[str, Any], other: str, name: str) -> list[str]:
+    """Return the kind of each layer from layer_types: full attention, or the other one that the family has."""
+    count, kinds = keys["num_hidden_layers"], [OLD_KINDS.get(kind, kind) for kind in keys["layer_types"]]
+    if len(kinds) != count or not {other, FULL}.issuperset(kinds):
+        raise ValueError(
+            f"config.json of {name}: layer_types are {_listed(kinds)}; there must be {count}, each {FULL} or {other}"
+        )
+    return kinds
 
 
 def _rotated(
@@ -232,6 +258,8 @@ def _as_kinds(layers: list[Layer], same: Layer) -> dict[str, Any]:
 
     def name_of(layer: Layer) -> str:
         words = []
+        if "mixer" in layer:
+            words.append(layer["mixer"])
         if "window" in layer:
             words.append("local" if layer["window"] else "global")
         if "rope_theta" in layer and any(other.get("rope_theta") == 0 for other in differ):

@@ -109,7 +109,7 @@ def _arguments(rope: Mapping[str, Any], keys: Mapping[str, Any], family: Family,
         if rope.get("factor", 1) != 1:
             raise ValueError(f"config.json of {name}: rope is {rope}; the decoder supports only factor 1.0")
         rope.setdefault(FRACTION, 1.0)
-    elif rope.get(FRACTION, 1) != 1:
+    elif FRACTION not in family.known and rope.get(FRACTION, 1) != 1:
         raise ValueError(f"config.json: rope is {rope}; the decoder turns all of a head, partial_rotary_factor 1.0")
     if kind == "yarn":
         rope.setdefault("factor", keys["max_position_embeddings"] / rope[LENGTH])

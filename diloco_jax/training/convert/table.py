@@ -60,6 +60,9 @@ class Family(NamedTuple):
     # The layers with sliding_window if config.json has no layer_types: never; all; later or early (from or below
     # max_window_layers); pattern or typed (all except every n-th); unrotated (those without rotary positions).
     window: str = "never"
+    # Whether layer_types may have linear_attention, gated DeltaNet. Without layer_types, all layers have it except every
+    # full_attention_interval-th.
+    linear: bool = False
     # Whether transformers takes the window from the last layer.
     last_full: bool = False
     # From our argument to the key of config.json, in layers without a window.

@@ -6,12 +6,13 @@ their tensors, and one of their tensors may hold several of our parameters:
     stack      blocks/q/kernel [L, D, X]       model.layers.0.self_attn.q_proj.weight [X, D], model.layers.1. ...
     stack      experts_up [E, D, F]            mlp.experts.0.up_proj.weight [F, D], mlp.experts.1. ...
     fused      q/kernel, k/kernel, v/kernel    self_attn.qkv_proj.weight [X + 2 Y, D]
+    grouped    the same, cut into heads        [q of head 0; k of head 0; v of head 0; q of head 1; ...]
     merged     experts_gate, experts_up        mlp.experts.gate_up_proj [E, 2 F, D]
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,6 +40,10 @@ class TensorName(NamedTuple):
     turned: bool = True
     # True if the parts of a fused tensor alternate, instead of one behind the other.
     interleaved: bool = False
+    # The axis of a fused tensor that its parts share, in our order of axes.
+    axis: int = -1
+    # The argument of the decoder that counts groups: each group of a fused tensor has a piece of every part.
+    groups: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,23 +58,40 @@ class Mapped:
     hf_shape: tuple[int, ...]
     # Whether the last two axes of their tensors are exchanged.
     turned: bool = False
-    # Our part of the last axis, in our order of axes; None unless the tensor holds several of our parameters.
+    # Our part of each group of `axis`; None unless the tensor holds several of our parameters.
     part: slice | None = None
+    # The axis that the parts share, in their order of axes and from the end, and the number of groups along it.
+    axis: int = -1
+    groups: int = 1
 
     def to_ours(self, arrays: Sequence[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:
         """Build our parameter from their tensors, which are in the order of `hf`."""
-        pieces = [self._exchange(self.in_theirs(array)) for array in arrays]
-        return pieces[0] if self.shape == pieces[0].shape else np.stack(pieces).reshape(self.shape)
+        ours = np.empty(self.shape, np.float32)
+        for piece, array in zip(self.to_hf(ours), arrays, strict=True):
+            piece[...] = self.in_theirs(array)
+        return ours
 
     def to_hf(self, array: Float[np.ndarray, "..."]) -> list[Float[np.ndarray, "..."]]:
-        """Cut our parameter into what each of their tensors has of it, as views in their order of axes."""
+        """Cut our parameter into what each of their tensors has of it, as views with the axes of `in_theirs`."""
         pieces = array.reshape(len(self.hf), *array.shape[len(array.shape) - len(self.hf_shape) :])
         # The ellipsis makes a view of a number too, where plain indexing would copy it out of the array.
-        return [self._exchange(pieces[i, ...]) for i in range(len(pieces))]
+        return [self._grouped(self._exchange(pieces[i, ...])) for i in range(len(pieces))]
 
     def in_theirs(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-        """Return the part of one of their tensors that belongs to our parameter, as a view."""
-        return array if self.part is None else self._exchange(self._exchange(array)[..., self.part])
+        """Return the part of one of their tensors that belongs to our parameter, as a view.
+
+        Its axes are in their order. If there are groups, an axis of them precedes the axis of the parts.
+        """
+        if self.part is None:
+            return array
+        return self._grouped(array)[(..., self.part, *(slice(None),) * (-1 - self.axis))]
+
+    def _grouped(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        """Cut the axis of the parts into groups, as a view: NumPy copies only if axes are joined."""
+        if self.groups == 1:
+            return array
+        at = array.ndim + self.axis
+        return array.reshape(*array.shape[:at], self.groups, -1, *array.shape[at + 1 :])
 
     def _exchange(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
         return array.swapaxes(-1, -2) if self.turned else array
@@ -97,12 +119,10 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
     names = {**FAMILIES[name].layer, **(MERGED if merged else {})}
     for stack in c.stacks():
         axis = (len(stack.layers),) if stack.stacked else ()
-        shapes = _shapes_of_layer(model.module, c.of_kind(c.kind(stack.layers[0])))
-        for one in of_layer(shapes, names, name):
+        layer = c.of_kind(c.kind(stack.layers[0]))
+        for one in of_layer(_shapes_of_layer(model.module, layer), names, name, layer):
             theirs = tuple(LAYER.format(i) + each for i in stack.layers for each in one.hf)
-            found.append(
-                Mapped(theirs, f"{stack.path}/{one.path}", axis + one.shape, one.hf_shape, one.turned, one.part)
-            )
+            found.append(replace(one, hf=theirs, path=f"{stack.path}/{one.path}", shape=axis + one.shape))
     return found
 
 
@@ -128,26 +148,47 @@ def _shapes_of_layer(module: str, config: DecoderConfig) -> dict[str, tuple[int,
     return {path: value.shape for path, value in jax.eval_shape(build).items()}
 
 
-def of_layer(shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Any], family: str) -> Iterator[Mapped]:
-    """Yield the parameters of one layer, with names that lack the layer's prefix."""
+def of_layer(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Any], family: str, config: DecoderConfig | None = None
+) -> Iterator[Mapped]:
+    """Yield the parameters of one layer, with names that lack the layer's prefix.
+
+    Args:
+        shapes: the shape of each parameter by path.
+        names: the tensor's name, or the fields of a `TensorName`, for at least these paths.
+        family: the name of the family, for messages.
+        config: the options of the layer, which count the groups of tensors.
+    """
     if unknown := sorted(shapes.keys() - names.keys()):
         raise ValueError(f"models of {family} in transformers have no tensor for the parameter {unknown[0]}")
     places = {path: _name(names[path]) for path in names if path in shapes}
     for name in dict.fromkeys(place.name for place in places.values()):
-        # Our parameters in this tensor; they share its last axis, in our order of axes.
+        # Our parameters in this tensor; they share an axis of it.
         group = [path for path, place in places.items() if place.name == name]
-        width, start = sum(shapes[path][-1] for path in group), 0
-        for number, path in enumerate(group):
-            each = range(shapes[path][0]) if "{}" in name else range(1)
-            piece = shapes[path][1:] if "{}" in name else shapes[path]
-            stop = start + piece[-1]
-            part = slice(number, None, len(group)) if places[path].interleaved else slice(start, stop)
-            turned = places[path].turned and len(piece) > 1
-            whole = (*piece[:-1], width)
-            theirs = (*whole[:-2], whole[-1], whole[-2]) if turned else whole
-            names_of = tuple(name.format(e) for e in each)
-            yield Mapped(names_of, path, shapes[path], theirs, turned, part if len(group) > 1 else None)
-            start = stop
+        yield from _in_tensor(name, group, places[group[0]], shapes, config)
+
+
+def _in_tensor(
+    name: str, group: list[str], place: TensorName, shapes: Mapping[str, tuple[int, ...]], config: DecoderConfig | None
+) -> Iterator[Mapped]:
+    """Yield the parameters that one tensor holds, in its order."""
+    groups = getattr(config, place.groups) if place.groups else 1
+    pieces = [shapes[path][1:] if "{}" in name else shapes[path] for path in group]
+    width, start = sum(piece[place.axis] for piece in pieces), 0
+    for number, (path, piece) in enumerate(zip(group, pieces, strict=True)):
+        stop = start + piece[place.axis] // groups
+        part = slice(number, None, len(group)) if place.interleaved else slice(start, stop)
+        turned = place.turned and len(piece) > 1
+        whole = list(piece)
+        whole[place.axis] = width
+        theirs = (*whole[:-2], whole[-1], whole[-2]) if turned else tuple(whole)
+        axis = {-1: -2, -2: -1}.get(place.axis, place.axis) if turned else place.axis
+        names_of = tuple(name.format(e) for e in (range(shapes[path][0]) if "{}" in name else range(1)))
+        alone = len(group) == 1
+        yield Mapped(
+            names_of, path, shapes[path], theirs, turned, None if alone else part, axis, 1 if alone else groups
+        )
+        start = stop
 
 
 def _outside(path: str) -> TensorName:

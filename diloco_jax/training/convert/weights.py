@@ -30,14 +30,15 @@ EMBEDDING, HEAD = OUTSIDE["embed/embedding"], OUTSIDE["head"]
 JSON_BYTES_MAX = 1 << 26
 READ = ("F32", "BF16", "F16")
 WRITTEN = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
-# Tensors that a model may have beyond those that we need: computed ones, and a head that equals the embedding.
-SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")
+# Tensors that a model may have beyond those that we need: computed ones, a head that equals the embedding, and layers
+# that predict several tokens (mtp), which transformers does not read either.
+SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight|mtp\..*")
 # In a model of images and text, the text model's tensors have this prefix, and those of SEEING are skipped.
 TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
 # A model that was saved without its head has names without the usual prefix.
 BASE = re.compile(r"(embed_tokens|layers|norm)\.")
 SEEING = re.compile(
-    r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio|vision_embedder)\."
+    r"(model\.)?(vision_tower|visual|multi_modal_projector|embed_vision|audio_tower|embed_audio|vision_embedder)\."
 )
 # The largest file that is written, unless one tensor is larger.
 SHARD_BYTES = 5_000_000_000

@@ -37,6 +37,11 @@ GEMMA4 = {
 }  # fmt: skip
 
 
+FRACTION = "partial_rotary_factor"
+# The rotary settings of Qwen 3.5, whose sections are for images.
+MROPE = rope(
+    rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True, mrope_section=[11, 11, 10]
+)
 VECTORS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 331}
 
 
@@ -44,6 +49,12 @@ def as_released(config: dict[str, Any]) -> None:
     """Write the widths of Gemma 4's layers without a window as the released files do."""
     del config["per_layer_config"]
     config |= {"global_head_dim": 32, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+
+
+def hub_keys(config: dict[str, Any]) -> None:
+    """Add the keys that the released files of Qwen 3.5 have besides."""
+    config |= {"attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+    config |= {"mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 
 
 def flat_rope(config: dict[str, Any]) -> None:
@@ -323,6 +334,33 @@ LIST = [
     Variant("olmoe_clip", "olmoe", {"clip_qkv": 8.0}, refused="clip_qkv is 8.0"),
     Variant("olmoe_bias", "olmoe", {"attention_bias": True}),
     Variant("qwen2_moe", "qwen2_moe", {**QWEN_WINDOWS}),
+    Variant("qwen3_5", "qwen3_5_text", {"num_hidden_layers": 5, **MROPE}),
+    Variant("qwen3_5_hub", "qwen3_5_text", {"num_hidden_layers": 8, "head_dim": 24, **MROPE}, hub_keys,
+            dtype="bfloat16", shard="200KB"),
+    Variant("qwen3_5_tied_legacy", "qwen3_5_text", {**TIED, **rope(partial_rotary_factor=0.5, rope_type="default")},
+            drops("layer_types"), legacy=True),
+    Variant("qwen3_5_irregular", "qwen3_5_text", {**kinds("flfl"), "linear_num_value_heads": 3}),
+    Variant("qwen3_5_interval", "qwen3_5_text", {**kinds("lflf"), "linear_conv_kernel_dim": 3},
+            lambda config: config.update(full_attention_interval=2, layer_types=None)),
+    Variant("qwen3_5_llll", "qwen3_5_text", kinds("llll")),
+    Variant("qwen3_5_ffff", "qwen3_5_text", kinds("ffff")),
+    Variant("qwen3_5_yarn", "qwen3_5_text", {**rope(**YARN, **LONG, partial_rotary_factor=0.5)}),
+    Variant("qwen3_5_no_fraction", "qwen3_5_text", {}, lambda config: config["rope_parameters"].pop(FRACTION) and None),
+    Variant("qwen3_5_bias", "qwen3_5_text", {"attention_bias": True}),
+    Variant("qwen3_5_sliding", "qwen3_5_text", edit=sets(**kinds("sssf")), refused="each full_attention or linear"),
+    Variant("qwen3_5_ungated", "qwen3_5_text", edit=sets(attn_output_gate=False), refused="attn_output_gate is False"),
+    Variant("qwen3_5_moe", "qwen3_5_moe_text", MROPE),
+    Variant("qwen3_5_moe_merged", "qwen3_5_moe_text", {"num_hidden_layers": 5}, hub_keys, merged=True,
+            dtype="bfloat16", shard="200KB"),
+    Variant("qwen3_5_moe_bf16", "qwen3_5_moe_text", kinds("llfl"), dtype="bfloat16", shard="200KB"),
+    Variant("qwen3_5_moe_tied_legacy", "qwen3_5_moe_text", {**TIED, "num_experts_per_tok": 1}, legacy=True),
+    Variant("qwen3_next", "qwen3_next", {"num_hidden_layers": 5, "mlp_only_layers": [0]}),
+    Variant("qwen3_next_legacy", "qwen3_next", {"norm_topk_prob": False, **rope(partial_rotary_factor=0.5)},
+            drops("layer_types"), legacy=True),
+    Variant("qwen3_next_bf16", "qwen3_next", {**kinds("lflf"), "linear_num_key_heads": 2}, dtype="bfloat16",
+            shard="200KB"),
+    Variant("qwen3_next_sparse2", "qwen3_next", {**TIED, "decoder_sparse_step": 2}),
+    Variant("qwen3_next_dense_full", "qwen3_next", {"mlp_only_layers": [3]}),
 ]  # fmt: skip
 ALWAYS = (
     "llama", "llama_tied_legacy", "qwen2", "qwen2_tied_legacy", "qwen3", "qwen3_tied_legacy", "gemma3", "gemma3_legacy",
@@ -331,5 +369,6 @@ ALWAYS = (
     "phi3", "phi3_tied_legacy", "olmo3", "olmo3_legacy", "smollm3", "smollm3_legacy", "exaone4", "exaone4_tied_legacy",
     "granite", "granite_tied_legacy", "ministral3", "ministral3_legacy", "gemma4", "gemma4_hub", "gemma4_shared",
     "gemma4_mixture", "gemma4_unified", "qwen2_moe", "qwen2_moe_legacy", "olmoe", "olmoe_tied_legacy", "q3moe_merged",
+    "qwen3_5", "qwen3_5_hub", "qwen3_5_moe", "qwen3_5_moe_merged", "qwen3_next", "qwen3_next_legacy",
     "tied_both_differ", "rope_both", "yarn_orig_at_top",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Folders of public models as transformers and people make them: small and random (cases.py lists them).
 
 `make` writes one. Matrices are N(0, 1 / fan in), embeddings N(0, 0.7), and norms and biases are moved by N(0, 0.3) from
-their usual values, so that logits have a standard deviation of 2 and more and nothing is near its initial value.
+their usual values, so that logits have a standard deviation of 2 and more and nothing is near its initial value. The
+states of gated DeltaNet remember 20 to 100 tokens.
 """
 
 import json
@@ -21,7 +22,14 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-EXPERTS = {
+LINEAR_SIZES = {
+    "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 14
+}  # fmt: skip
+LINEAR_EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56
+}  # fmt: skip
+# The sizes that only some families have.
+OWN_SIZES = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {
         "num_experts": 8,
@@ -31,9 +39,12 @@ EXPERTS = {
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    "qwen3_5_text": LINEAR_SIZES,
+    "qwen3_5_moe_text": LINEAR_SIZES | LINEAR_EXPERTS,
+    "qwen3_next": LINEAR_SIZES | LINEAR_EXPERTS,
 }
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "layer_types": None}
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 class Variant(NamedTuple):
@@ -84,7 +95,7 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_lay
 
 def kinds(letters: str) -> dict[str, Any]:
     """The kinds of layers, by their first letters."""
-    return {"layer_types": [{"s": SLIDING, "f": FULL}[letter] for letter in letters]}
+    return {"layer_types": [{"s": SLIDING, "f": FULL, "l": LINEAR}[letter] for letter in letters]}
 
 
 def gemma_rope(full: dict[str, Any], local: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -105,6 +116,10 @@ def fill(model: Any, seed: int = 0) -> None:
             noise = torch.randn(parameter.shape, generator=rng)
             if parameter is embedding or "embed_tokens" in name:
                 parameter.copy_(0.7 * noise)
+            elif name.endswith("A_log"):
+                # With their initial values, states forget a token at once. Then results are tiny wherever a query and
+                # its own key are almost orthogonal, and the norm of results amplifies the rounding of float32.
+                parameter.copy_(0.5 * noise - 4)
             elif parameter.dim() < 2:
                 parameter.add_(0.3 * noise)
             else:
@@ -130,7 +145,7 @@ def make(variant: Variant, folder: Path) -> None:
     import transformers
     from safetensors.torch import load_file, save_file
 
-    sizes = SIZES | EXPERTS.get(variant.family, {}) | variant.config
+    sizes = SIZES | OWN_SIZES.get(variant.family, {}) | variant.config
     if "head_dim" not in variant.config and sizes["hidden_size"] != SIZES["hidden_size"]:
         sizes["head_dim"] = None
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(variant.family, **sizes))
