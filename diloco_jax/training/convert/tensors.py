@@ -94,7 +94,9 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
         outside["per_layer_table"] = (c.per_layer_vocab or c.vocab_size, width)
         outside |= {"per_layer_project/kernel": (c.dim, width), "per_layer_norm/scale": (c.per_layer_dim,)}
     found = list(of_layer(outside, {path: _outside(path) for path in OUTSIDE}, name))
-    names = {**FAMILIES[name].layer, **(MERGED if merged else {})}
+    names = FAMILIES[name].layer
+    if merged and "{}" in _name(names["experts_up"]).name:
+        names |= MERGED
     for stack in c.stacks():
         axis = (len(stack.layers),) if stack.stacked else ()
         shapes = _shapes_of_layer(model.module, c.of_kind(c.kind(stack.layers[0])))
