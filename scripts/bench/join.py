@@ -146,7 +146,7 @@ class Loop:
             began.append(blocks.clocks())
             first = number * size if island is None else int(island.next_samples()[0])
             batch = self._put_batch(self._order.batch([(first, first + size)]))
-            self._state, metrics = self._program(self._state, batch, self._rate, None)
+            self._state, metrics = self._program(self._state, batch, self._rate, None, {})
             jax.device_get(before if self._arguments.ahead else metrics)
             before = metrics
             if island is not None:

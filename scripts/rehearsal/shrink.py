@@ -1,5 +1,6 @@
 """Rules that shrink a config for slices until two cores can run it; all other settings stay unchanged."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX, SEQ_LEN, BATCH_PER_DEVICE = 4, 2, 2
 # A model of these sizes has fewer than 2 million parameters.
 SIZES_MAX = {
     "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
-    "experts_per_token": 2, "vocab_size": 256, "loss_chunk": 128, "seq_len_max": 64,
+    "experts_per_token": 2, "expert_dim": 64, "per_layer_dim": 16, "vocab_size": 256, "per_layer_vocab": 256,
+    "loss_chunk": 128, "seq_len_max": 64,
 }  # fmt: skip
 # A rehearsal has at least this many snapshots.
 SNAPSHOTS = 12
@@ -33,7 +35,7 @@ def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
         )
     names = config.islands.names[:ISLANDS_MAX]
     each = {name: _island(config, config.island(name)) for name in names}
-    args = {key: min(value, SIZES_MAX.get(key, value)) for key, value in config.model.args.items()}
+    args = _smaller(config.model.args)
     every = config.protocol.snapshot_every
     return replace(
         config,
@@ -57,6 +59,19 @@ def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
         ),
         trackers=(),
     )  # fmt: skip
+
+
+def _smaller(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a small model with the first kinds of layers."""
+    found = dict(args)
+    for key, value in args.items():
+        if key == "kinds":
+            found[key] = {kind: _smaller(options) for kind, options in value.items()}
+        elif key == "pattern":
+            found[key] = list(dict.fromkeys(value))[: SIZES_MAX["num_layers"]]
+        else:
+            found[key] = min(value, SIZES_MAX.get(key, value))
+    return found
 
 
 def changes(config: RunConfig, made: RunConfig) -> list[str]:
