@@ -158,7 +158,7 @@ def _dropless(
         both = [jax.lax.ragged_dot(rows, w, sizes) for w in (gate, up)]
         if biases:
             both = [y + b[chosen.reshape(-1)[order]] for y, b in zip(both, biases, strict=True)]
-        rows = jax.lax.ragged_dot(glu(*both, c.activation, c.glu_limit), down, sizes)
+        rows = jax.lax.ragged_dot(glu(both[0], both[1], c.activation, c.glu_limit), down, sizes)
         choices = rows[jnp.argsort(order)].reshape(*chosen.shape, -1)
         y = jnp.einsum("btad,bta->btd", choices, weights.astype(x.dtype))
         return jax.lax.psum(y, split) if split else y

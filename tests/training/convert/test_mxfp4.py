@@ -84,7 +84,7 @@ def opened(folder: Path) -> Any:
 
 
 def split_files(folder: Path) -> None:
-    """Put the scales into a file of their own."""
+    """Put the scales into a separate file."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / FILE)
