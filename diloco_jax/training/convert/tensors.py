@@ -10,7 +10,7 @@ their tensors, and one of their tensors may hold several of our parameters:
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -56,13 +56,11 @@ class Mapped:
     # Our part of the last axis, in our order of axes; None unless the tensor holds several of our parameters.
     part: slice | None = None
 
-    def to_ours(self, arrays: Sequence[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:
-        """Build our parameter from their tensors, which are in the order of `hf`."""
-        pieces = [self._exchange(self.in_theirs(array)) for array in arrays]
-        return pieces[0] if self.shape == pieces[0].shape else np.stack(pieces).reshape(self.shape)
-
     def to_hf(self, array: Float[np.ndarray, "..."]) -> list[Float[np.ndarray, "..."]]:
-        """Cut our parameter into what each of their tensors has of it, as views in their order of axes."""
+        """Cut our parameter into what each of their tensors has of it, as views in their order of axes.
+
+        An import fills the views of an empty parameter, and an export writes those of a trained one.
+        """
         pieces = array.reshape(len(self.hf), *array.shape[len(array.shape) - len(self.hf_shape) :])
         # The ellipsis makes a view of a number too, where plain indexing would copy it out of the array.
         return [self._exchange(pieces[i, ...]) for i in range(len(pieces))]
