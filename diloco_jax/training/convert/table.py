@@ -60,7 +60,7 @@ class Family(NamedTuple):
     # The layers with sliding_window if config.json has no layer_types: never; all; later or early (from or below
     # max_window_layers); pattern or typed (all except every n-th); unrotated (those without rotary positions).
     window: str = "never"
-    # Whether layer_types may have linear_attention, gated DeltaNet. Without layer_types, all layers have it except every
+    # Whether layers may have linear_attention, gated DeltaNet. Without layer_types, all have it except every
     # full_attention_interval-th.
     linear: bool = False
     # Whether transformers takes the window from the last layer.
@@ -78,6 +78,8 @@ class Family(NamedTuple):
     switched: Mapping[str, Sequence[str]] = {}
     # The scalings of rotary wavelengths that transformers has for this family.
     scalings: Sequence[str] = tuple(SCALINGS)
+    # Whether files may have experts in MXFP4.
+    packed: bool = False
     # Names of tensors that differ from the usual ones.
     tensors: Mapping[str, Any] = {}
 
