@@ -197,6 +197,18 @@ def test_a_stack_is_a_stack_of_what_its_layers_are(module: str) -> None:
         assert stacked.kinds["blocks/experts_up"] == Kind("matrix", 2)
 
 
+def test_a_stack_of_delta_layers_has_vectors_and_matrices() -> None:
+    args = {**SIZES, "scan_layers": True, "mixer": "delta"}
+    kinds = Blueprint(ModelConfig(args=args), OptimizerConfig(), MeshConfig(), 1, seed=0).kinds
+    prefix = "blocks/delta/"
+    forms = {path.removeprefix(prefix): kind for path, kind in kinds.items() if path.startswith(prefix)}
+    assert all(kind.stack == 1 for kind in forms.values())
+    assert {path for path, kind in forms.items() if kind.form == "vector"} == {"a_log", "dt_bias", "norm/scale"}
+    assert {path.split("/")[0] for path, kind in forms.items() if kind.form == "matrix"} == {
+        "q", "k", "v", "z", "a", "b", "out", "conv_q", "conv_k", "conv_v"
+    }  # fmt: skip
+
+
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("module", MODULES)

@@ -50,6 +50,11 @@ def as_released(config: dict[str, Any]) -> None:
     config |= {"global_head_dim": 32, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
 
 
+def layers(letters: str) -> dict[str, Any]:
+    """Layers of these kinds, and no others."""
+    return {"num_hidden_layers": len(letters), **kinds(letters)}
+
+
 def hub_keys(config: dict[str, Any]) -> None:
     """Add the keys that the released files of Qwen 3.5 have besides."""
     config |= {"attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
@@ -351,26 +356,26 @@ LIST = [
     Variant("gpt_oss_fp8", "gpt_oss", edit=sets(quantization_config={"quant_method": "fp8"}),
             refused="unknown keys: quantization_config", theirs_fails=True),
     Variant("qwen3_5", "qwen3_5_text", {"num_hidden_layers": 5, **MROPE}),
-    Variant("qwen3_5_hub", "qwen3_5_text", {"num_hidden_layers": 8, "head_dim": 24, **MROPE}, hub_keys,
+    Variant("qwen3_5_hub", "qwen3_5_text", {**layers("lf"), "head_dim": 24, **MROPE}, hub_keys,
             dtype="bfloat16", shard="200KB"),
+    Variant("qwen3_5_8_layers", "qwen3_5_text", {"num_hidden_layers": 8, **MROPE}, hub_keys, dtype="bfloat16"),
     Variant("qwen3_5_tied_legacy", "qwen3_5_text", {**TIED, **rope(partial_rotary_factor=0.5, rope_type="default")},
             drops("layer_types"), legacy=True),
     Variant("qwen3_5_irregular", "qwen3_5_text", {**kinds("flfl"), "linear_num_value_heads": 3}),
     Variant("qwen3_5_interval", "qwen3_5_text", {**kinds("lflf"), "linear_conv_kernel_dim": 3},
             lambda config: config.update(full_attention_interval=2, layer_types=None)),
-    Variant("qwen3_5_llll", "qwen3_5_text", kinds("llll")),
     Variant("qwen3_5_ffff", "qwen3_5_text", kinds("ffff")),
     Variant("qwen3_5_yarn", "qwen3_5_text", {**rope(**YARN, **LONG, partial_rotary_factor=0.5)}),
     Variant("qwen3_5_no_fraction", "qwen3_5_text", {}, lambda config: config["rope_parameters"].pop(FRACTION) and None),
     Variant("qwen3_5_bias", "qwen3_5_text", {"attention_bias": True}),
     Variant("qwen3_5_sliding", "qwen3_5_text", edit=sets(**kinds("sssf")), refused="each full_attention or linear"),
     Variant("qwen3_5_ungated", "qwen3_5_text", edit=sets(attn_output_gate=False), refused="attn_output_gate is False"),
-    Variant("qwen3_5_moe", "qwen3_5_moe_text", MROPE),
-    Variant("qwen3_5_moe_merged", "qwen3_5_moe_text", {"num_hidden_layers": 5}, hub_keys, merged=True,
+    Variant("qwen3_5_moe", "qwen3_5_moe_text", {**layers("lf"), **MROPE}),
+    Variant("qwen3_5_moe_merged", "qwen3_5_moe_text", layers("lfl"), hub_keys, merged=True,
             dtype="bfloat16", shard="200KB"),
     Variant("qwen3_5_moe_bf16", "qwen3_5_moe_text", kinds("llfl"), dtype="bfloat16", shard="200KB"),
     Variant("qwen3_5_moe_tied_legacy", "qwen3_5_moe_text", {**TIED, "num_experts_per_tok": 1}, legacy=True),
-    Variant("qwen3_next", "qwen3_next", {"num_hidden_layers": 5, "mlp_only_layers": [0]}),
+    Variant("qwen3_next", "qwen3_next", {**layers("llf"), "mlp_only_layers": [0]}),
     Variant("qwen3_next_legacy", "qwen3_next", {"norm_topk_prob": False, **rope(partial_rotary_factor=0.5)},
             drops("layer_types"), legacy=True),
     Variant("qwen3_next_bf16", "qwen3_next", {**kinds("lflf"), "linear_num_key_heads": 2}, dtype="bfloat16",

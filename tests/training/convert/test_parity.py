@@ -21,7 +21,7 @@ from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
 from tests.training.convert.cases import ALWAYS, GEMMA4, LIST, MINISTRAL
 from tests.training.convert.page import LIMIT, bless
-from tests.training.convert.variants import GEMMA, SIZES, TOKENS, WINDOW, Variant, fill, kinds, make
+from tests.training.convert.variants import GEMMA, OWN_SIZES, SIZES, TOKENS, WINDOW, Variant, fill, kinds, make
 
 torch = pytest.importorskip("torch", reason="the extra parity is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
@@ -152,6 +152,12 @@ def test_stacked_layers_are_the_single_ones(name: str, tmp_path: Path) -> None:
 CAP = {"final_logit_softcapping": 5.0}
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 14}
 PIXTRAL = {"vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 28, **TOWER}}
+QWEN_TOWER = {
+    "vision_config": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": SIZES["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+}  # fmt: skip
 # For each model that sees: its text, and the keys beside it.
 SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
@@ -164,16 +170,20 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**GEMMA4, **kinds("sf"), **CAP, "pad_token_id": 0},
         {"vision_config": TOWER | {"num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 32}},
     ),
+    "qwen3_5": ({**OWN_SIZES["qwen3_5_text"], **kinds("lf")}, QWEN_TOWER),
+    "qwen3_5_moe": ({**OWN_SIZES["qwen3_5_moe_text"], **kinds("lf")}, QWEN_TOWER),
 }
 
 
-@pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+@pytest.mark.parametrize("usual", [True, False], ids=["usual", "other"])
 @pytest.mark.parametrize("name", SEEING)
-def test_of_a_model_that_sees_the_text_is_read(tmp_path: Path, name: str, outer: dict[str, Any]) -> None:
+def test_of_a_model_that_sees_the_text_is_read(tmp_path: Path, name: str, usual: bool) -> None:
     """The class of Gemma 3 caps no logits, and the outer config decides whether the embedding is shared."""
     text, beside = SEEING[name]
-    config = {"text_config": {**SIZES, **text, "num_hidden_layers": 2}, **beside, **outer}
     kind = "mistral3" if name == "ministral3" else name
+    tied = transformers.AutoConfig.for_model(kind).tie_word_embeddings is usual
+    outer = {} if usual else {"tie_word_embeddings": tied}
+    config = {"text_config": {**SIZES, **text, "num_hidden_layers": 2}, **beside, **outer}
     theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(kind, **config))
     fill(theirs)
     theirs.save_pretrained(tmp_path)
@@ -183,7 +193,7 @@ def test_of_a_model_that_sees_the_text_is_read(tmp_path: Path, name: str, outer:
     error = error_of(logits_of_ours(model, dict(weights.read(model))), want)
     print(f"parity | {name} that sees, {outer} | yes | {want.std():.1f} | {error:.1e} | |")
     assert error <= LIMIT
-    assert decoder_of(model).tie_embeddings is not bool(outer)  # type: ignore[union-attr]
+    assert decoder_of(model).tie_embeddings is tied  # type: ignore[union-attr]
 
 
 def test_the_cap_of_logits_is_needed_for_parity(tmp_path: Path) -> None:
@@ -212,6 +222,20 @@ def test_keys_that_shared_layers_do_not_use_are_skipped(tmp_path: Path) -> None:
     safetensors.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="x_proj"):
         Weights(tmp_path).check(weights.model())
+
+
+def test_layers_that_predict_several_tokens_are_skipped(tmp_path: Path) -> None:
+    make(next(variant for variant in LIST if variant.name == "qwen3_5_hub"), tmp_path)
+    want = dict(Weights(tmp_path).read(Weights(tmp_path).model()))
+    (tmp_path / "model.safetensors.index.json").unlink()
+    found: dict[str, np.ndarray] = {}
+    for path in tmp_path.glob("*.safetensors"):
+        found |= safetensors.load_file(path)
+        path.unlink()
+    found |= {"mtp.fc.weight": np.ones((96, 192), np.float32), "mtp.norm.weight": np.ones(96, np.float32)}
+    safetensors.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    again = dict(Weights(tmp_path).read(Weights(tmp_path).model()))
+    assert again.keys() == want.keys() and all(np.array_equal(again[path], want[path]) for path in want)
 
 
 @pytest.mark.parametrize("name", presets())

@@ -20,6 +20,9 @@ SIZES = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    # Without images and without layers that predict several tokens.
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-35b-a3b": 34_660_610_688,
     "gemma3-1b": 999_885_952,
     "olmo2-1b": 1_484_916_736,
     "olmo2-7b": 7_298_617_344,
@@ -43,6 +46,29 @@ def test_flops_of_gpt_oss_are_those_of_its_active_parameters_and_windows() -> No
     seen = 12 * (128 - 128**2 / (2 * 4096)) + 12 * 4096 / 2
     found = model_flops(ModelConfig(preset="gpt-oss-20b"), {}, batch=2, seq_len=4096)
     assert found.flops == pytest.approx(3 * 2 * 4096 * (2 * weights + 4 * 64 * 64 * seen))
+
+
+def test_flops_of_qwen_3_5_are_those_of_its_matrices_states_and_scores() -> None:
+    """A token passes 24 layers with states of 32 x 128 x 128 numbers, and 8 layers with scores of 16 heads of 256."""
+    model = ModelConfig(preset="qwen3.5-9b")
+    matrices = {each.path: math.prod(each.shape) for each in tensors(model) if each.path.endswith(("/kernel", "head"))}
+    weights = sum(size for path, size in matrices.items() if "/conv_" not in path)
+    # A state decays and is read, corrected and read: three products of a vector with a matrix for each token.
+    states, scores = 24 * 3 * 32 * 128 * 128, 8 * 2 * 16 * 256 * 4096 / 2
+    found = model_flops(model, {}, batch=2, seq_len=4096)
+    assert found.flops == pytest.approx(3 * 2 * 2 * 4096 * (weights + states + scores), rel=1e-12)
+
+
+def test_flops_of_a_qwen_3_5_mixture_are_those_of_3_billion_active_parameters() -> None:
+    """Each of 40 layers computes a router, 8 of 256 experts, and an expert for all tokens with its weight."""
+    delta = 2048 * (2 * 2048 + 3 * 4096 + 2 * 32)
+    attention = 2048 * (3 * 4096 + 2 * 512)
+    mixture = 2048 * 256 + (8 + 1) * 3 * 2048 * 512 + 2048
+    weights = 30 * delta + 10 * attention + 40 * mixture + 248320 * 2048
+    assert round(weights / 1e9) == 3
+    states, scores = 30 * 3 * 32 * 128 * 128, 10 * 2 * 16 * 256 * 512 / 2
+    found = model_flops(ModelConfig(preset="qwen3.5-35b-a3b"), {}, batch=1, seq_len=512)
+    assert found.flops == pytest.approx(3 * 2 * 512 * (weights + states + scores), rel=1e-12)
 
 
 def test_own_arguments_replace_those_of_a_preset_and_survive_a_file() -> None:
