@@ -213,7 +213,8 @@ class Decoder(nnx.Module):
             x = self.embedded(tokens[None], table)
             # The state of a delta layer must not see the padding behind a prompt.
             real = (jnp.arange(len(tokens), dtype=jnp.int32) <= last).astype(jnp.int32)[None] if has_state else None
-            x, _, caches = self._layers(x, Places(positions[None], real), self.layer_vectors(tokens[None], x), caches)
+            places = Places(positions[None], real, kept)
+            x, _, caches = self._layers(x, places, self.layer_vectors(tokens[None], x), caches)
             x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
             return self._logits(self.norm_final(x), table)[0, 0, :ids], caches
 
