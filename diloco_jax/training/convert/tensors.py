@@ -80,7 +80,8 @@ class Mapped:
         """
         if self.part is None:
             return array
-        return self._grouped(array)[(..., self.part, *(slice(None),) * (-1 - self.axis))]
+        index: tuple[Any, ...] = (..., self.part, *(slice(None),) * (-1 - self.axis))
+        return self._grouped(array)[index]
 
     def _grouped(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
         """Cut the axis of the parts into groups, as a view: NumPy copies only if axes are joined."""

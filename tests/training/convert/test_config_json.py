@@ -42,6 +42,8 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "max_window_layers": 48,
     },
+    "qwen3_next": {"output_router_logits": False, "router_aux_loss_coef": 0.001, "full_attention_interval": 4},
+    "qwen3_5_text": {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
 }
 ODD = (None, True, False, -1, 0, 1.5, 2**70, float("nan"), float("inf"), "x", [], ["x"], [None], {}, {"a": 1})
 
