@@ -13,6 +13,10 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct | np.ndarray]
 TOKENS = "tokens"
 # For each id the number of its document in the sample, from 1 on; 0 is padding: int32 [length + 1].
 SEGMENTS = "segments"
+# Pixels of the patches of each image, 0 in padding: uint8 [images, patches, numbers per patch].
+PATCHES = "patches"
+# Column and row of each patch, -1 in padding: int32 [images, patches, 2].
+POSITIONS = "patch_positions"
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
