@@ -284,6 +284,15 @@ def tokenizer_of(config: DataConfig) -> Tokenizer | None:
     return _largest(found) or (open_tokenizer(config.tokenizer) if config.tokenizer else None)
 
 
+def image_ids(config: DataConfig) -> dict[str, int]:
+    """Return the ids of the special tokens of images by their setting in the model; none if the data has no images."""
+    part = next((part for part in config.sources.values() if part.format == "images"), None)
+    if part is None:
+        return {}
+    made = _open_images(config, part).tokenizer
+    return {"image_token": made.image, "image_begin": made.begin, "image_end": made.end}
+
+
 def _largest(tokenizers: Sequence[Tokenizer | None]) -> Tokenizer | None:
     """Return the tokenizer with the most ids: sources share one, but bytes have more ids beside images."""
     return max((one for one in tokenizers if one), key=lambda one: one.vocab_size, default=None)

@@ -206,14 +206,14 @@ def _text(value: Any, field: str, where: str) -> str | None:
 
 
 def _from_parquet(fs: Any, tables: Sequence[tuple[str, str]], source: PictureSource) -> Iterator[Picture]:
-    parquet = needs("pyarrow.parquet")
+    parquet, arrow = needs("pyarrow.parquet"), needs("pyarrow")
     for name, path in tables:
         try:
             with fs.open(path, "rb") as file:
                 yield from _table(parquet.ParquetFile(file), name, source)
-        except OSError as error:
+        except (OSError, arrow.ArrowException) as error:
             # An error of the disk has a number, unlike errors of pyarrow.
-            if error.errno:
+            if getattr(error, "errno", None):
                 raise
             raise ValueError(f"{name} cannot be read as Parquet: {error}; correct or remove it") from error
 
