@@ -30,7 +30,7 @@ def draw(number: int, noise: int) -> tuple[bytes, str]:
     random = np.random.default_rng(number)
     digit, colour, corner = (int(random.integers(count)) for count in (10, len(COLOURS), 4))
     name, shade = list(COLOURS.items())[colour]
-    scale, half = int(random.integers(5, 9)), SIDE // 2
+    scale, half = int(random.integers(7, 10)), SIDE // 2
     glyph = np.kron(PIXELS[digit], np.ones((scale, scale), int))
     row, column = (
         side + int(random.integers(half - length + 1))
@@ -38,7 +38,7 @@ def draw(number: int, noise: int) -> tuple[bytes, str]:
     )
     image = random.integers(0, noise, (SIDE, SIDE, 3))
     place = image[row : row + glyph.shape[0], column : column + glyph.shape[1]]
-    place += random.integers(64, 128) * glyph[..., None] * np.array(shade)
+    place += random.integers(128, 224) * glyph[..., None] * np.array(shade)
     file = io.BytesIO()
     Image.fromarray(image.astype(np.uint8)).save(file, "PNG", compress_level=1)
     return file.getvalue(), f"a {name} {WORDS[digit]} at the {CORNERS[corner]}"
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder for drawn.parquet; data.path of a config")
     parser.add_argument("--count", type=int, default=2000, help="number of images")
-    parser.add_argument("--noise", type=int, default=48, help="grey levels of the noise below the digit, at most 128")
+    parser.add_argument("--noise", type=int, default=32, help="grey levels of the noise below the digit, at most 32")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
