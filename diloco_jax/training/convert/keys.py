@@ -9,6 +9,7 @@ from diloco_jax.training.convert.table import REFUSED
 WHOLE_MAX, NAMED_MAX = 2**63, 8
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "count": ("a whole number of at least 1", lambda value: _whole(value) and value > 0),
+    "above": ("a finite number above 0", lambda value: KINDS["number"][1](value) and value > 0),
     "whole": ("a whole number of at least 0", lambda value: _whole(value) and value >= 0),
     "number": ("a finite number", lambda value: _whole(value) or (isinstance(value, float) and math.isfinite(value))),
     "switch": ("true or false", lambda value: isinstance(value, bool)),

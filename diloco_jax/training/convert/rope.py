@@ -62,7 +62,9 @@ def write_rope(c: DecoderConfig, full: DecoderConfig, local: DecoderConfig, fami
     settings = _settings(full)
     if BETA in family.rope_keys:
         settings |= {BETA: full.query_beta, LENGTH: full.rope_length}
-    return found | ({"rope_scaling": settings} if len(settings) > 1 else {})
+    # Some families scale wavelengths if config.json has no settings.
+    needed = len(settings) > 1 or "rope_parameters" in family.defaults
+    return found | ({"rope_scaling": settings} if needed else {})
 
 
 def _settings(c: DecoderConfig) -> dict[str, Any]:

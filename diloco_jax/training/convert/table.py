@@ -75,6 +75,8 @@ class Family(NamedTuple):
     switched: Mapping[str, Sequence[str]] = {}
     # The scalings of rotary wavelengths that transformers has for this family.
     scalings: Sequence[str] = tuple(SCALINGS)
+    # Whether files may have experts in MXFP4.
+    packed: bool = False
     # Names of tensors that differ from the usual ones.
     tensors: Mapping[str, Any] = {}
 

@@ -10,7 +10,7 @@ their tensors, and one of their tensors may hold several of our parameters:
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -58,13 +58,11 @@ class Mapped:
     # Our part of the last axis, in our order of axes; None unless the tensor holds several of our parameters.
     part: slice | None = None
 
-    def to_ours(self, arrays: Sequence[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:
-        """Build our parameter from their tensors, which are in the order of `hf`."""
-        pieces = [self._exchange(self.in_theirs(array)) for array in arrays]
-        return pieces[0] if self.shape == pieces[0].shape else np.stack(pieces).reshape(self.shape)
-
     def to_hf(self, array: Float[np.ndarray, "..."]) -> list[Float[np.ndarray, "..."]]:
-        """Cut our parameter into what each of their tensors has of it, as views in their order of axes."""
+        """Cut our parameter into what each of their tensors has of it, as views in their order of axes.
+
+        An import fills the views of an empty parameter, and an export writes those of a trained one.
+        """
         pieces = array.reshape(len(self.hf), *array.shape[len(array.shape) - len(self.hf_shape) :])
         # The ellipsis makes a view of a number too, where plain indexing would copy it out of the array.
         return [self._exchange(pieces[i, ...]) for i in range(len(pieces))]
@@ -97,7 +95,9 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
         outside["per_layer_table"] = (c.per_layer_vocab or c.vocab_size, width)
         outside |= {"per_layer_project/kernel": (c.dim, width), "per_layer_norm/scale": (c.per_layer_dim,)}
     found = list(of_layer(outside, {path: _outside(path) for path in OUTSIDE}, name))
-    names = {**FAMILIES[name].layer, **(MERGED if merged else {})}
+    names = FAMILIES[name].layer
+    if merged and "{}" in _name(names["experts_up"]).name:
+        names |= MERGED
     for stack in c.stacks():
         axis = (len(stack.layers),) if stack.stacked else ()
         shapes = _shapes_of_layer(model.module, c.of_kind(c.kind(stack.layers[0])))

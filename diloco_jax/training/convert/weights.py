@@ -12,14 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import EllipsisType
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from diloco_jax.training.convert.families import family_name, from_hf
-from diloco_jax.training.convert.table import MERGED, OUTSIDE
+from diloco_jax.training.convert.mxfp4 import BLOCKS, MXFP4, SCALES, shape_of, unpack
+from diloco_jax.training.convert.table import FAMILIES, MERGED, OUTSIDE
 from diloco_jax.training.convert.tensors import Mapped, tensors, unread
 from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 
@@ -48,8 +50,23 @@ COPY_BYTES = 1 << 24
 
 log = logging.getLogger(__name__)
 
+# The key of config.json for tensors of few bits.
+QUANTIZATION = "quantization_config"
+
 # (path, float32 array) in ascending order of the paths.
 Parameters = Iterable[tuple[str, np.ndarray]]
+
+
+class Stored(NamedTuple):
+    """A tensor in a public model's folder."""
+
+    path: Path
+    # The name in the file.
+    own: str
+    shape: tuple[int, ...]
+    dtype: str
+    # The file of its scales and their name there, if the tensor is in MXFP4.
+    scales: tuple[Path, str] | None = None
 
 
 class Weights:
@@ -72,7 +89,15 @@ class Weights:
         Raises:
             ValueError: as `from_hf`; or the files cannot be read.
         """
-        model = from_hf(self.config, images)
+        config = self.config
+        if self._is_packed():
+            if not any(stored.scales for stored in self._tensors.values()):
+                raise ValueError(
+                    f"{self.folder / CONFIG_FILE} has {QUANTIZATION} for {MXFP4}, but no file has such tensors "
+                    f"(*{BLOCKS} with *{SCALES}); remove {QUANTIZATION}, or copy the model again"
+                )
+            config = {key: value for key, value in config.items() if key != QUANTIZATION}
+        model = from_hf(config, images)
         if self._has_own_head(model):
             return replace(model, args={**model.args, "tie_embeddings": False})
         return model
@@ -87,12 +112,12 @@ class Weights:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors by name."""
-        return {name: shape for name, (_, _, shape, _) in self._tensors.items()}
+        return {name: stored.shape for name, stored in self._tensors.items()}
 
     @cached_property
-    def _tensors(self) -> dict[str, tuple[Path, str, tuple[int, ...], str]]:
-        """Return file, name in the file, shape and type of each tensor, by its name in transformers."""
-        found: dict[str, tuple[Path, str, tuple[int, ...], str]] = {}
+    def _tensors(self) -> dict[str, Stored]:
+        """Return each tensor by its name in transformers."""
+        found: dict[str, Stored] = {}
         for path in self._listed():
             with _opened(path) as file:
                 for own in file.keys():  # noqa: SIM118  (not a mapping)
@@ -102,8 +127,14 @@ class Weights:
                         raise ValueError(
                             f"tensor {own} of {path} is also in {other}, as {twin}; remove one of the two files"
                         )
-                    found[name] = path, own, tuple(part.get_shape()), part.get_dtype()
-        return found
+                    found[name] = Stored(path, own, tuple(part.get_shape()), part.get_dtype())
+        return _joined(found) if self._is_packed() else found
+
+    def _is_packed(self) -> bool:
+        """Return whether config.json announces tensors in MXFP4, in a family that has them."""
+        found = self.config.get(QUANTIZATION)
+        packed = isinstance(found, dict) and found.get("quant_method") == MXFP4.lower()
+        return packed and FAMILIES[family_name(self.config)].packed
 
     def _listed(self) -> list[Path]:
         """Return the files with tensors: model.safetensors if it exists, as in transformers; else the index's files."""
@@ -139,12 +170,13 @@ class Weights:
         """
         if any(mapped.hf == (HEAD,) for mapped in self.tensors(model)) or not {EMBEDDING, HEAD} <= self._tensors.keys():
             return False
-        (first, own, shape, _), (second, head, other, _) = self._tensors[EMBEDDING], self._tensors[HEAD]
-        if shape != other or not {self._tensors[name][3] for name in (EMBEDDING, HEAD)} <= {*READ}:
-            return shape != other
+        embedding, head = self._tensors[EMBEDDING], self._tensors[HEAD]
+        shape = embedding.shape
+        if shape != head.shape or not {embedding.dtype, head.dtype} <= {*READ}:
+            return shape != head.shape
         rows = max(1, COPY_BYTES * shape[0] // max(4 * math.prod(shape), 1))
-        with _opened(first) as one, _opened(second) as two:
-            left, right = one.get_slice(own), two.get_slice(head)
+        with _opened(embedding.path) as one, _opened(head.path) as two:
+            left, right = one.get_slice(embedding.own), two.get_slice(head.own)
             parts = (slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows))
             return not all(np.array_equal(left[part].astype("f4"), right[part].astype("f4")) for part in parts)
 
@@ -158,9 +190,11 @@ class Weights:
         needed = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
         shapes, shared = self.shapes, unread(model)
         skipped = HEARING if model.module == SEEING_DECODER else SEEING
-        for name, (path, own, _, dtype) in self._tensors.items():
-            if dtype not in READ and not skipped.match(name):
-                raise ValueError(f"tensor {own} of {path} is {dtype}; only {', '.join(READ)} are read")
+        for name, stored in self._tensors.items():
+            if stored.dtype not in READ and not (stored.scales or skipped.match(name)):
+                raise ValueError(
+                    f"tensor {stored.own} of {stored.path} is {stored.dtype}; only {', '.join(READ)} are read"
+                )
         for name in sorted(needed.keys() | shapes):
             found, wanted = shapes.get(name), needed.get(name)
             spare = SPARE.fullmatch(name) or shared.fullmatch(name) or skipped.match(name)
@@ -185,16 +219,43 @@ class Weights:
             ValueError: as `check`; or a value is not finite.
         """
         for mapped in self.check(model):
-            ours = mapped.to_ours([self._tensor(name) for name in mapped.hf])
-            yield mapped.path, np.ascontiguousarray(ours, np.float32)
+            ours = np.empty(mapped.shape, np.float32)
+            for name, piece in zip(mapped.hf, mapped.to_hf(ours), strict=True):
+                stored = self._tensors[name]
+                for part, value in _parts(stored):
+                    if value.size and not (math.isfinite(value.min()) and math.isfinite(value.max())):
+                        raise ValueError(
+                            f"tensor {stored.own} of {stored.path} holds NaN or infinity; copy the model again"
+                        )
+                    piece[part] = mapped.in_theirs(value)
+            yield mapped.path, ours
 
-    def _tensor(self, name: str) -> np.ndarray:
-        path, own = self._tensors[name][:2]
-        with _opened(path) as file:
-            value: np.ndarray = file.get_tensor(own).astype(np.float32, copy=False)
-        if value.size and not (math.isfinite(value.min()) and math.isfinite(value.max())):
-            raise ValueError(f"tensor {own} of {path} holds NaN or infinity; copy the model again")
-        return value
+
+def _joined(found: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors with one for each pair of blocks and scales of MXFP4."""
+    joined = dict(found)
+    for name in found:
+        blocks, scales = found[name], found.get(name.removesuffix(BLOCKS) + SCALES)
+        if not name.endswith(BLOCKS) or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            continue
+        if shape := shape_of(blocks.shape, scales.shape):
+            del joined[name], joined[name.removesuffix(BLOCKS) + SCALES]
+            whole = Stored(blocks.path, blocks.own, shape, MXFP4, (scales.path, scales.own))
+            joined[name.removesuffix(BLOCKS)] = whole
+    return joined
+
+
+def _parts(stored: Stored) -> Iterator[tuple[int | EllipsisType, np.ndarray]]:
+    """Yield a tensor in float32 as (index, values): the whole tensor, or one expert after the other of MXFP4."""
+    with _opened(stored.path) as file:
+        if stored.scales is None:
+            yield ..., file.get_tensor(stored.own).astype(np.float32, copy=False)
+            return
+        path, own = stored.scales
+        with _opened(path) as other:
+            scales, blocks = other.get_tensor(own), file.get_slice(stored.own)
+            for expert in range(stored.shape[0]):
+                yield expert, unpack(blocks[expert], scales[expert])
 
 
 def _name_of(own: str) -> str:

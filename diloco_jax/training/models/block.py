@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from diloco_jax.training.models.attention import Seeing, attend, attend_to
 from diloco_jax.training.models.delta import DeltaCache, GatedDelta, empty_state
-from diloco_jax.training.models.layers import ACTIVATIONS, Linear, keep, make_norm, unit_norm, vector
-from diloco_jax.training.models.mixture import IN_AXES, OUT_AXES, ROUTER_AXES, Experts, mixture
+from diloco_jax.training.models.layers import ACTIVATIONS, Linear, glu, keep, make_norm, unit_norm, vector
+from diloco_jax.training.models.mixture import BIAS_AXES, IN_AXES, OUT_AXES, ROUTER_AXES, Biases, Experts, mixture
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.rotary import apply_rope, frequencies, query_scale, size_of
 from diloco_jax.training.sharding import constrain
@@ -136,6 +136,12 @@ class Block(nnx.Module):
         self.experts_gate = nnx.Param(into(rngs.params(), (c.num_experts, c.dim, width)))
         self.experts_up = nnx.Param(into(rngs.params(), (c.num_experts, c.dim, width)))
         self.experts_down = nnx.Param(out(rngs.params(), (c.num_experts, width, c.dim)))
+        if c.mixture_bias:
+            biases = nnx.with_partitioning(nnx.initializers.zeros_init(), BIAS_AXES)
+            self.router_bias = vector(c.num_experts, nnx.initializers.zeros_init(), rngs)
+            self.experts_gate_bias = nnx.Param(biases(rngs.params(), (c.num_experts, width)))
+            self.experts_up_bias = nnx.Param(biases(rngs.params(), (c.num_experts, width)))
+            self.experts_down_bias = nnx.Param(biases(rngs.params(), (c.num_experts, c.dim)))
         if c.dense_beside:
             self.norm_dense_out = block_norm(c, c.dim, rngs)
             self.norm_experts = block_norm(c, c.dim, rngs)
@@ -205,14 +211,18 @@ class Block(nnx.Module):
         return mixed, metrics
 
     def _mlp(self, y: Float[Array, "b t d"], gate: Linear, up: Linear, down: Linear) -> Float[Array, "b t d"]:
-        gated, raised = keep(gate(y), "gated"), keep(up(y), "gated")
-        return down(ACTIVATIONS[self.config.activation](gated) * raised)
+        c = self.config
+        return down(glu(keep(gate(y), "gated"), keep(up(y), "gated"), c.activation, c.glu_limit))
 
     def _mixture(
         self, y: Float[Array, "b t d"], routed: Float[Array, "b t d"], scale: Float[Array, " e"] | None = None
     ) -> tuple[Float[Array, "b t d"], Metrics]:
         logits = routed.astype(jnp.float32) @ self.router[...]
-        experts = Experts(self.experts_gate[...], self.experts_up[...], self.experts_down[...], scale)
+        biases = None
+        if self.config.mixture_bias:
+            logits = logits + self.router_bias[...][None, None]
+            biases = Biases(self.experts_gate_bias[...], self.experts_up_bias[...], self.experts_down_bias[...])
+        experts = Experts(self.experts_gate[...], self.experts_up[...], self.experts_down[...], scale, biases)
         return mixture(y, logits, experts, self.config)
 
     def _attention(

@@ -20,6 +20,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+# The factor of a clamped gate within its sigmoid; the sigmoid of 1.702 x is about the normal distribution's.
+CLAMPED_SLOPE = 1.702
 # For each policy, the results of a layer that it keeps in addition to the layer's input. `keep` gives them these names.
 KEPT = {
     "attention": ("attention",),
@@ -99,6 +101,18 @@ def vector(width: int, init: nnx.Initializer, rngs: nnx.Rngs) -> nnx.Param:
 def soft_limit(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
     """Return cap tanh(x / cap), which is about x for small x; x itself if the cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
+
+
+def glu(gate: Float[Array, "*b f"], up: Float[Array, "*b f"], activation: str, limit: float) -> Float[Array, "*b f"]:
+    """Return the hidden units of a gated MLP, activation(gate) up.
+
+    With a limit they are g sigmoid(1.702 g) (u + 1). There g is the gate, clamped above at the limit, and u is `up`,
+    clamped to plus and minus the limit.
+    """
+    if not limit:
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
 
 
 def keep(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:

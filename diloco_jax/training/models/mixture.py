@@ -5,6 +5,8 @@ Shapes as in block.py, and E experts, A experts per token, C slots that an exper
     p = softmax(x R)              router, float32;  a token takes its A most probable experts, with weights of sum 1
     y = sum_a w_a MLP_e(a)(x)     without the choices that found no free slot
 
+With biases, x R + r replaces x R, and each MLP adds biases after its three products.
+
 With capacity, the tokens of a sequence get slots in their order, so no token's result depends on a later token. The
 experts are sharded over the mesh axis `expert`. Tokens travel to them and back (two all-to-alls), while weights stay.
 
@@ -15,9 +17,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from diloco_jax.training.models.layers import ACTIVATIONS, keep
+from diloco_jax.training.models.layers import glu, keep
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.sharding import constrain, current_layout, gather
 from diloco_jax.training.state import Metrics
@@ -25,6 +28,16 @@ from diloco_jax.training.state import Metrics
 # Every device has the whole router.
 ROUTER_AXES = (None, None)
 IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+# Biases are small, so only the experts' axis splits them.
+BIAS_AXES = ("expert", None)
+
+
+class Biases(NamedTuple):
+    """The stored biases of a layer's experts."""
+
+    gate: Float[Array, "e f"]
+    up: Float[Array, "e f"]
+    down: Float[Array, "e d"]
 
 
 class Experts(NamedTuple):
@@ -35,6 +48,7 @@ class Experts(NamedTuple):
     down: Float[Array, "e f d"]
     # A factor of each expert's results; None for 1.
     scale: Float[Array, " e"] | None = None
+    biases: Biases | None = None
 
     def gathered(self, dtype: jnp.dtype) -> tuple[Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]]:
         """Return the gate, up and down weights, cast and gathered."""
@@ -101,13 +115,17 @@ def mixture(
     slots = jax.vmap(lambda one, tokens: one.at[tokens].get(mode="fill", fill_value=0))(x, routes.tokens)
     slots = constrain(constrain(slots, "batch", None, None, None), "expert_batch", "expert", None, None)
     gate, up, down = experts.gathered(slots.dtype)
-    gated, raised = (keep(jnp.einsum("becd,edf->becf", slots, w), "gated") for w in (gate, up))
-    results = jnp.einsum("becf,efd->becd", ACTIVATIONS[c.activation](gated) * raised, down)
+    both = [jnp.einsum("becd,edf->becf", slots, w) for w in (gate, up)]
+    if experts.biases is not None:
+        both = [y + b[None, :, None].astype(y.dtype) for y, b in zip(both, experts.biases[:2], strict=True)]
+    hidden = glu(keep(both[0], "gated"), keep(both[1], "gated"), c.activation, c.glu_limit)
+    results = jnp.einsum("becf,efd->becd", hidden, down)
     results = constrain(results, "expert_batch", "expert", None, None)
     results = constrain(results, "batch", None, None, None)
     back = jax.vmap(lambda one, e, s: one.at[e, s].get(mode="fill", fill_value=0))
     choices = back(results, routes.experts, routes.slots)
-    y = jnp.einsum("btad,bta->btd", choices, _weights(routes, experts).astype(x.dtype))
+    weights = _weights(routes, experts).astype(x.dtype)
+    y = _with_biases(jnp.einsum("btad,bta->btd", choices, weights), routes, weights, experts)
     return y, {"balance": jnp.mean(routes.balance), "dropped": jnp.mean(routes.dropped)}
 
 
@@ -115,17 +133,32 @@ def _weights(routes: Route, experts: Experts) -> Float[Array, "b t a"]:
     return routes.weights if experts.scale is None else routes.weights * experts.scale[routes.experts]
 
 
+def _with_biases(
+    y: Float[Array, "b t d"], routes: Route, weights: Float[Array, "b t a"], experts: Experts
+) -> Float[Array, "b t d"]:
+    """Add the biases of each token's experts by their weights; a choice without a slot has the weight 0."""
+    if experts.biases is None:
+        return y
+    down = experts.biases.down.astype(y.dtype)
+    shares = jnp.einsum("bta,btae->bte", weights, jax.nn.one_hot(routes.experts, len(down), dtype=y.dtype))
+    return y + jnp.einsum("bte,ed->btd", shares, down)
+
+
 def _dropless(
     x: Float[Array, "b t d"], logits: Float[Array, "b t e"], experts: Experts, c: DecoderConfig
 ) -> tuple[Float[Array, "b t d"], Metrics]:
     choice = jax.vmap(lambda one: choose(one, c.experts_per_token, c.normalize_weights))(logits)
 
-    def local(x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
+    biases = () if experts.biases is None else tuple(each.astype(x.dtype) for each in experts.biases[:2])
+
+    def local(x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array, *biases: Array) -> Array:
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
         rows = x.reshape(-1, x.shape[2])[order // c.experts_per_token]
-        hidden = ACTIVATIONS[c.activation](jax.lax.ragged_dot(rows, gate, sizes))
-        rows = jax.lax.ragged_dot(hidden * jax.lax.ragged_dot(rows, up, sizes), down, sizes)
+        both = [jax.lax.ragged_dot(rows, w, sizes) for w in (gate, up)]
+        if biases:
+            both = [y + b[chosen.reshape(-1)[order]] for y, b in zip(both, biases, strict=True)]
+        rows = jax.lax.ragged_dot(glu(both[0], both[1], c.activation, c.glu_limit), down, sizes)
         choices = rows[jnp.argsort(order)].reshape(*chosen.shape, -1)
         y = jnp.einsum("btad,bta->btd", choices, weights.astype(x.dtype))
         return jax.lax.psum(y, split) if split else y
@@ -138,7 +171,9 @@ def _dropless(
         out = layout.gathered(experts.down.shape, OUT_AXES).spec
         # The mesh axes that split the experts' width.
         split = into[2]
-        specs = (batch, batch, batch, into, into, out)
+        specs = (batch, batch, batch, into, into, out, *(PartitionSpec(None, split) for _ in biases))
         spread = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=batch, check_vma=False)
-    y = spread(x, choice.experts, _weights(choice, experts), *experts.gathered(x.dtype))
+    weights = _weights(choice, experts)
+    y = spread(x, choice.experts, weights, *experts.gathered(x.dtype), *biases)
+    y = _with_biases(y, choice, weights.astype(x.dtype), experts)
     return y, {"balance": jnp.mean(choice.balance), "dropped": jnp.zeros(())}

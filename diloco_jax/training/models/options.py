@@ -183,6 +183,9 @@ class DecoderConfig:
     """Compute logits with the embedding; otherwise with a separate table, `head`."""
     activation: Literal["gelu", "silu", "relu2"] = "gelu"
     """Gate of the MLP: gelu (Gemma), silu, or relu2 (squared relu, cheapest on CPU)."""
+    glu_limit: float = 0.0
+    """Limit of the gate g and of the other factor u in an MLP or an expert: g is at most this, u is in plus and minus
+    this, and g sigmoid(1.702 g) (u + 1) is computed, as in gpt-oss; needs silu; 0 = none."""
     num_experts: int = 0
     """Experts of a mixture, which replaces the MLP; a multiple of the mesh axis `expert`; 0 = an MLP."""
     experts_per_token: int = 2
@@ -194,7 +197,10 @@ class DecoderConfig:
     shared_dim: int = 0
     """Width of an expert that computes every token, weighted by a sigmoid; 0 = none."""
     normalize_weights: bool = True
-    """Normalise the weights of a token's experts to the sum 1; otherwise they are the router's probabilities."""
+    """Normalise the weights of a token's experts to the sum 1, which is a softmax over these experts alone; otherwise
+    they are the router's probabilities."""
+    mixture_bias: bool = False
+    """Add biases in the router and in the experts."""
     routing: Literal["capacity", "dropless"] = "capacity"
     """capacity: an expert has slots, and tokens without a free slot are dropped; dropless: an expert computes all its
     tokens (not with the mesh axis `expert`)."""
@@ -271,6 +277,7 @@ class DecoderConfig:
         for name in (
             "window", "global_every", "attention_width", "attention_cap", "logit_cap", "rope_theta_local", "query_beta",
             "rope_attention", "per_layer_dim", "per_layer_vocab", "num_experts", "expert_dim", "shared_dim",
+            "glu_limit",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 0, and finite")
@@ -304,8 +311,12 @@ class DecoderConfig:
                 f"model.args.capacity_factor {self.capacity_factor} must be > 0, and balance_coefficient "
                 f"{self.balance_coefficient} at least 0, both finite"
             )
-        if (self.dense_beside or self.shared_dim) and not self.num_experts:
-            raise ValueError("model.args.dense_beside and shared_dim need a mixture; set num_experts, or remove them")
+        if (self.dense_beside or self.shared_dim or self.mixture_bias) and not self.num_experts:
+            raise ValueError(
+                "model.args.dense_beside, shared_dim and mixture_bias need a mixture; set num_experts, or remove them"
+            )
+        if self.glu_limit and self.activation != "silu":
+            raise ValueError(f"model.args.glu_limit needs activation silu, not {self.activation}; set one or the other")
         if self.dense_beside and self.norms != "both":
             raise ValueError(f"model.args.dense_beside needs norms both, not {self.norms}")
 

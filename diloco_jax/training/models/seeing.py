@@ -18,6 +18,7 @@ from flax import nnx
 from flax.core import FrozenDict, freeze
 from jaxtyping import Array, Bool, Float, Int32
 
+from diloco_jax.training.data.sample import PATCHES, POSITIONS
 from diloco_jax.training.models.attention import Seeing, attend
 from diloco_jax.training.models.block import Block, Places, places_of
 from diloco_jax.training.models.decoder import Decoder, Inputs
@@ -26,9 +27,6 @@ from diloco_jax.training.models.protocol import config_from_args
 from diloco_jax.training.models.tower import TowerConfig, VisionTower
 from diloco_jax.training.sharding import constrain
 from diloco_jax.training.state import Batch
-
-# The names of a batch's arrays of images.
-PATCHES, POSITIONS = "patches", "patch_positions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

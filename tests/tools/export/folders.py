@@ -29,7 +29,8 @@ def model_of(family: str = "llama", **args: Any) -> ModelConfig:
     """A small model of a public family."""
     found = FAMILIES[family]
     shared = {"shared_dim": 40} if "shared_dim" in found.keys else {}
-    sizes = SIZES | (EXPERTS if found.mixture else {}) | shared | dict(found.args) | args
+    clamped = {"glu_limit": 7.0, "activation": "silu"} if "glu_limit" in found.keys else {}
+    sizes = SIZES | (EXPERTS if found.mixture else {}) | shared | clamped | dict(found.args) | args
     return ModelConfig(module=MOE if found.mixture else ModelConfig().module, args=sizes)
 
 

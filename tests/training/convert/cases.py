@@ -35,8 +35,7 @@ GEMMA4 = {
     "sliding_window": WINDOW, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
 }  # fmt: skip
-
-
+GPT_OSS = rope(**YARN, **LONG, beta_fast=8.0, beta_slow=1.0, truncate=False)
 VECTORS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 331}
 
 
@@ -323,6 +322,23 @@ LIST = [
     Variant("olmoe_clip", "olmoe", {"clip_qkv": 8.0}, refused="clip_qkv is 8.0"),
     Variant("olmoe_bias", "olmoe", {"attention_bias": True}),
     Variant("qwen2_moe", "qwen2_moe", {**QWEN_WINDOWS}),
+    Variant("gpt_oss", "gpt_oss", {**GPT_OSS, "hidden_size": 92, "intermediate_size": 52, "head_dim": 24}),
+    Variant("gpt_oss_legacy", "gpt_oss", {**GPT_OSS, **TIED, "num_key_value_heads": 1},
+            sets(initial_context_length=64, experts_per_token=2), legacy=True),
+    Variant("gpt_oss_usual_limit_bf16", "gpt_oss", {"num_hidden_layers": 5, "swiglu_limit": 7.0}, dtype="bfloat16",
+            shard="200KB"),
+    Variant("gpt_oss_default_rope", "gpt_oss", {}, drops("rope_parameters", "layer_types")),
+    Variant("gpt_oss_unscaled", "gpt_oss", {**rope(rope_type="default"), **kinds("ffss"), "attention_bias": False}),
+    Variant("gpt_oss_truncated", "gpt_oss", {**rope(**YARN, **LONG, beta_fast=4.0), "num_experts_per_tok": 1}),
+    Variant("gpt_oss_ffff", "gpt_oss", {**GPT_OSS, **kinds("ffff"), "num_local_experts": 3}),
+    Variant("gpt_oss_null_window", "gpt_oss", kinds("ffff"), sets(sliding_window=None), refused="sliding_window is off",
+            theirs_fails=True),
+    Variant("gpt_oss_slope", "gpt_oss", {"swiglu_alpha": 1.0}, refused="swiglu_alpha is 1.0"),
+    Variant("gpt_oss_no_limit", "gpt_oss", edit=sets(swiglu_limit=0.0), refused="swiglu_limit is 0.0; it must be"),
+    Variant("gpt_oss_packed_without", "gpt_oss", edit=sets(quantization_config={"quant_method": "mxfp4"}),
+            refused="but no file has such tensors", theirs_fails=True),
+    Variant("gpt_oss_fp8", "gpt_oss", edit=sets(quantization_config={"quant_method": "fp8"}),
+            refused="unknown keys: quantization_config", theirs_fails=True),
 ]  # fmt: skip
 ALWAYS = (
     "llama", "llama_tied_legacy", "qwen2", "qwen2_tied_legacy", "qwen3", "qwen3_tied_legacy", "gemma3", "gemma3_legacy",
@@ -331,5 +347,5 @@ ALWAYS = (
     "phi3", "phi3_tied_legacy", "olmo3", "olmo3_legacy", "smollm3", "smollm3_legacy", "exaone4", "exaone4_tied_legacy",
     "granite", "granite_tied_legacy", "ministral3", "ministral3_legacy", "gemma4", "gemma4_hub", "gemma4_shared",
     "gemma4_mixture", "gemma4_unified", "qwen2_moe", "qwen2_moe_legacy", "olmoe", "olmoe_tied_legacy", "q3moe_merged",
-    "tied_both_differ", "rope_both", "yarn_orig_at_top",
+    "gpt_oss", "gpt_oss_legacy", "tied_both_differ", "rope_both", "yarn_orig_at_top",
 )  # fmt: skip

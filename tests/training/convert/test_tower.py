@@ -77,7 +77,9 @@ def load(folder: Path, config: TowerConfig) -> Any:
     values, back = {}, {}
     for path, shape, hf, hf_shape, transposed in tower_tensors(config):
         mapped = Mapped(hf, path, shape, hf_shape, turned=transposed)
-        values[path] = mapped.to_ours([theirs[name] for name in hf])
+        values[path] = np.empty(shape, np.float32)
+        for name, piece in zip(hf, mapped.to_hf(values[path]), strict=True):
+            piece[...] = theirs[name]
         back |= dict(zip(hf, mapped.to_hf(values[path]), strict=True))
     assert back.keys() == theirs.keys()
     assert all(back[name].shape == theirs[name].shape and np.all(back[name] == theirs[name]) for name in theirs)

@@ -29,6 +29,8 @@ EXPERTS = {
         "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
     },
+    # Most gates reach this limit.
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": WINDOW, "swiglu_limit": 0.7},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
 }

@@ -137,12 +137,17 @@ MIXED = {"num_layers": 5, "pattern": ["plain", "beside", "shared", "beside", "sh
 DELTA = {"num_layers": 6, "pattern": ["delta", "delta", "full"], "norm_offset": True, "qk_norm": "head",
          "kinds": {"delta": {"mixer": "delta", "delta_key_dim": 6, "delta_value_dim": 8},
                    "full": {"attention_gate": True, "rope_fraction": 0.34}}}  # fmt: skip
+# Sinks, biases everywhere and clamped gates, as in gpt-oss; most gates reach the limit.
+GPT_OSS = {"num_layers": 4, "window": 3, "global_every": 2, "num_experts": 4, "routing": "dropless", "qkv_bias": True,
+           "out_bias": True, "attention_sinks": True, "mixture_bias": True, "activation": "silu", "glu_limit": 0.5,
+           "rope_scaling": "yarn", "rope_factor": 8.0, "rope_length": 4, "rope_truncate": False}  # fmt: skip
 ALL = {
     "plain": {"num_layers": 3},
     "gemma": {**GEMMA, "num_layers": 7},
     "kinds": KINDS,
     "shared": SHARED,
     "mixed": MIXED,
+    "gpt_oss": GPT_OSS,
 }
 
 
@@ -217,6 +222,9 @@ def test_layers_are_cut_into_few_periods(kinds: str, periods: list[tuple[str, in
         ),
         ({"kinds": {"a": {"kv_from": "a"}}, "pattern": ["a"]}, "no layer before layer 0"),
         ({"dense_beside": True}, "need a mixture"),
+        ({"mixture_bias": True}, "mixture_bias need a mixture"),
+        ({"glu_limit": 7.0}, "glu_limit needs activation silu, not gelu"),
+        ({"glu_limit": -7.0, "activation": "silu"}, "glu_limit is -7.0; it must be at least 0"),
         ({"num_layers": 10**9}, "num_layers is 1000000000; use at most 10000"),
     ],
 )
@@ -292,7 +300,7 @@ def test_a_too_long_sequence_is_refused() -> None:
         GEMMA,
         GEMMA | {"scan_layers": True},
         OLMO,
-        *({**each, "scan_layers": scan} for each in (KINDS, SHARED, MIXED, DELTA) for scan in (False, True)),
+        *({**each, "scan_layers": scan} for each in (KINDS, SHARED, MIXED, DELTA, GPT_OSS) for scan in (False, True)),
     ],
 )
 def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, object]) -> None:

@@ -33,15 +33,25 @@ def reference(p: dict[str, np.ndarray], x: np.ndarray, c: MoeConfig) -> tuple[np
     def gelu(a):
         return 0.5 * a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
 
+    def units(gate, up):
+        if not c.glu_limit:
+            return gelu(gate) * up
+        g = np.where(gate > c.glu_limit, c.glu_limit, gate)
+        u = np.where(abs(up) > c.glu_limit, np.sign(up) * c.glu_limit, up)
+        return g / (1 + np.exp(-1.702 * g)) * (u + 1)
+
+    def plus(path, i):
+        return p[f"experts_{path}_bias"][i] if c.mixture_bias else 0.0
+
     used, dropped, y = np.zeros(c.num_experts, int), 0, np.zeros_like(x)
     for t, token in enumerate(x):
-        e = np.exp(token @ p["router"])
+        e = np.exp(token @ p["router"] + p.get("router_bias", 0.0))
         best = np.argsort(-e)[: c.experts_per_token]
         total = e[best].sum() if c.normalize_weights else e.sum()
         for i in best:
             if c.routing == "dropless" or used[i] < c.capacity(len(x)):
-                hidden = gelu(token @ p["experts_gate"][i]) * (token @ p["experts_up"][i])
-                y[t] += e[i] / total * (hidden @ p["experts_down"][i])
+                gate, up = (token @ p[f"experts_{path}"][i] + plus(path, i) for path in ("gate", "up"))
+                y[t] += e[i] / total * (units(gate, up) @ p["experts_down"][i] + plus("down", i))
             else:
                 dropped += 1
             used[i] += 1
@@ -57,10 +67,16 @@ def reference(p: dict[str, np.ndarray], x: np.ndarray, c: MoeConfig) -> tuple[np
         (4, 1.0, {}),
         (2, 0.5, {"routing": "dropless"}),
         (3, 0.5, {"routing": "dropless", "normalize_weights": False}),
+        (2, 0.5, {"mixture_bias": True}),
+        (3, 2.0, {"mixture_bias": True, "glu_limit": 0.4, "activation": "silu"}),
+        (2, 0.5, {"mixture_bias": True, "glu_limit": 0.4, "activation": "silu", "routing": "dropless"}),
     ],
 )
 def test_the_layer_is_the_numpy_reference(chosen: int, factor: float, options: dict[str, object]) -> None:
     layer = block(experts_per_token=chosen, capacity_factor=factor, **options)
+    graphdef, params = split_model(layer)
+    biases = {path: jnp.asarray(rng.normal(size=v.shape), jnp.float32) for path, v in params.items() if "bias" in path}
+    layer = join_model(graphdef, params | biases)
     x = rng.normal(size=(3, 10, 8)).astype(np.float32)
     y, metrics = jax.jit(lambda x: layer.feed_forward(x))(jnp.asarray(x))
     p = {path: np.asarray(v, np.float64) for path, v in split_model(layer)[1].items()}
@@ -104,14 +120,15 @@ def test_experts_on_a_mesh_follow_the_trajectory_of_one_device(
     make_island: Callable[..., Island], batches: list[Sample], routing: str, axis: str
 ) -> None:
     losses = []
-    args = {"num_layers": 1, "num_experts": 4, "scan_layers": True, "routing": routing}
+    args = {"num_layers": 1, "num_experts": 4, "scan_layers": True, "routing": routing, "mixture_bias": True}
     for mesh in ({}, {"fsdp": 2, axis: 2}):
         island = make_island(module=MODULE, args=args, **mesh)
         steps = [island.wait(island.step(island.put_batch(b), 1e-2)) for b in batches]
         losses.append([metrics["loss"] for metrics in steps])
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
     assert set(steps[0]) == {"loss", "grad_norm", "balance", "dropped"} and losses[0][-1] < 0.95 * losses[0][0]
-    gate = island.state.params["blocks/experts_gate"]
+    gate, bias = (island.state.params[f"blocks/experts_{path}"] for path in ("gate", "down_bias"))
+    assert np.abs(bias).max() > 0 and bias.sharding.shard_shape(bias.shape) == (1, 2 if axis == "expert" else 4, 16)
     assert (
         gate.shape == (1, 4, 16, 32)
         and gate.sharding.shard_shape(gate.shape) == {"expert": (1, 2, 8, 32), "tensor": (1, 4, 8, 16)}[axis]

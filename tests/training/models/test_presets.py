@@ -9,6 +9,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump, parse_text
 from diloco_jax.training.convert.families import from_hf, to_hf
 from diloco_jax.training.convert.tensors import tensors
+from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.config import ModelConfig
 
 # Numbers of parameters, as the model cards on the Hub count them.
@@ -24,12 +25,24 @@ SIZES = {
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "mixtral-8x7b": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_presets_have_the_size_of_the_public_model(name: str) -> None:
     assert sum(math.prod(each.shape) for each in tensors(ModelConfig(preset=name))) == SIZES[name]
+
+
+def test_flops_of_gpt_oss_are_those_of_its_active_parameters_and_windows() -> None:
+    """Each token uses 4 of 32 experts; half of the 24 layers see 128 tokens, the others half of the sequence."""
+    attention = 2880 * 64 * (64 + 8 + 8) + 64 * 64 * 2880
+    weights = 24 * (attention + 2880 * 32 + 4 * 3 * 2880 * 2880) + 201088 * 2880
+    # The model card counts 3.6 billion active parameters.
+    assert round(weights / 1e9, 1) == 3.6
+    seen = 12 * (128 - 128**2 / (2 * 4096)) + 12 * 4096 / 2
+    found = model_flops(ModelConfig(preset="gpt-oss-20b"), {}, batch=2, seq_len=4096)
+    assert found.flops == pytest.approx(3 * 2 * 4096 * (2 * weights + 4 * 64 * 64 * seen))
 
 
 def test_own_arguments_replace_those_of_a_preset_and_survive_a_file() -> None:
