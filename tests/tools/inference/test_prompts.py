@@ -46,9 +46,9 @@ def config_of(folder: Path, module: str = SEEING_DECODER, **args: Any) -> RunCon
 
 
 def images_in(folder: Path) -> list[Path]:
-    """A wide image, with 3 x 1 soft tokens, and a nearly square one with 2 x 2."""
+    """A wide image, with 5 x 1 soft tokens, and a nearly square one with 2 x 2."""
     rng = np.random.default_rng(0)
-    for name, shape in (("wide.png", (40, 130, 3)), ("square.jpg", (90, 80, 3))):
+    for name, shape in (("wide.png", (40, 230, 3)), ("square.jpg", (90, 80, 3))):
         pillow.fromarray(rng.integers(0, 256, shape, np.uint8)).save(folder / name)
     return [folder / "wide.png", folder / "square.jpg"]
 
@@ -78,7 +78,7 @@ def test_what_it_writes_about_images_is_likeliest(tmp_path: Path) -> None:
 def test_images_are_where_the_text_has_them_or_before_it(tmp_path: Path) -> None:
     config, files, tokenizer = config_of(tmp_path), images_in(tmp_path), open_tokenizer("bytes")
     ids, arrays = prompt_of(config, tokenizer, "x", files)
-    first, second = ([BEGIN, *[IMAGE] * count, END] for count in (3, 4))
+    first, second = ([BEGIN, *[IMAGE] * count, END] for count in (5, 4))
     assert ids == [*first, *second, ord("x")]
     assert prompt_of(config, tokenizer, "x<|image|>", files[:1]).ids == [ord("x"), *first]
     assert {name: value.shape for name, value in arrays.items()} == {
@@ -89,7 +89,7 @@ def test_images_are_where_the_text_has_them_or_before_it(tmp_path: Path) -> None
 def test_what_cannot_be_seen_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, files, tokenizer = config_of(tmp_path), images_in(tmp_path), open_tokenizer("bytes")
     (tmp_path / "broken.png").write_bytes(files[0].read_bytes()[:200])
-    plain = {name: value for name, value in SMALL["model"]["args"].items()}
+    plain = {**SMALL["model"]["args"], "seq_len_max": 64}
     decoder = config_of(tmp_path, "diloco_jax.training.models.decoder:Decoder", **plain)
     other = config_of(tmp_path, **{**ARGS, "tower": {**ARGS["tower"], "patch_size": 8}})
     for run, text, given, message in (
@@ -102,7 +102,7 @@ def test_what_cannot_be_seen_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(ValueError, match=message):
             prompt_of(run, tokenizer, text, given)
     language = Language(config, dict(Evaluator(config).initial_parameters()))
-    with pytest.raises(ValueError, match=r"has 6 tokens with its images, and 60 more .* leaves room for 49"):
+    with pytest.raises(ValueError, match=r"has 8 tokens with its images, and 60 more .* leaves room for 49"):
         next(language.write("x", 60, Writing(), files[:1]))
     # The command passes files and text on, and prints what is wrong.
     path = tmp_path / "run.yaml"

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.core.kinds import KNOWN, class_of
+from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import Seeing, attend
+from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 from diloco_jax.training.models.decoder import Decoder
 from diloco_jax.training.models.seeing import SeeingDecoder
 
@@ -176,3 +179,25 @@ def test_every_parameter_but_constants_has_a_gradient() -> None:
 def test_impossible_options_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**changes)
+
+
+def test_flops_are_those_of_the_text_and_of_all_patches() -> None:
+    model = ModelConfig(module=SEEING_DECODER, args={**SIZES, **KINDS})
+    text = model_flops(ModelConfig(args=PLAIN | KINDS_OF_TEXT), {}, 3, 20).flops
+    # Two soft tokens are 18 patches of 12 numbers. A layer of the tower has 4 x 16 x 16 + 3 x 16 x 24 weights.
+    tower = 18 * (12 * 16 + 4 * 16 * 16 + 3 * 16 * 24) + 2 * 16 * 16
+    assert model_flops(model, {}, 3, 20, 2).flops == text + 3 * 3 * (2 * tower + 4 * 18 * 18 * 16)
+    assert model_flops(model, {}, 3, 20).flops == text
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("tower/blocks/0/q/kernel", "attention"),
+        ("tower/blocks/0/gate/kernel", "mlp"),
+        ("tower/blocks/0/norm_mlp/scale", "norm"),
+        ("tower/embed_positions", "embedding"),
+    ],
+)
+def test_tensors_of_the_tower_are_of_known_classes(path: str, kind: str) -> None:
+    assert class_of(path, KNOWN) == kind
