@@ -37,7 +37,10 @@ OF_TOKENIZER = (
     TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model",
 )  # fmt: skip
-OF_USE = (GENERATION_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates")
+OF_USE = (
+    GENERATION_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Several attempts are needed, because a running run may delete the snapshot that is being read.
 ATTEMPTS = 3

@@ -36,7 +36,7 @@ def prompt_of(config: RunConfig, tokenizer: Tokenizer, text: str, files: Sequenc
       files: images; at least one.
 
     Raises:
-      ValueError: the model has no tower, a file is no image, or the text has another number of places for images.
+      ValueError: the model has no tower, a file is not an image, or the text has another number of places.
     """
     if config.model.module != SEEING_DECODER:
         raise ValueError(

@@ -109,7 +109,7 @@ class SeeingDecoder(Decoder):
     def inputs(self, batch: Batch, table: Float[Array, "v d"] | None = None) -> Inputs:
         """Return the input of the layers for the `tokens` of a batch and its images.
 
-        A place of `image_token` for which the images have no soft token gets NaN.
+        A place of `image_token` gets NaN if the images have too few soft tokens.
         """
         if PATCHES not in batch:
             return super().inputs(batch, table)
