@@ -17,6 +17,7 @@ from diloco_jax.cli import main as cli
 from diloco_jax.runtime.local.check_input import check_tokenizer
 from diloco_jax.settings.text import load
 from diloco_jax.training.data.tokenizer import open_tokenizer
+from diloco_jax.training.models.config import DECODER, SEEING_DECODER
 from tests.runtime.helpers import ROOT
 
 
@@ -104,6 +105,27 @@ def test_a_killed_tokenize_resumes(texts: Path, tmp_path: Path) -> None:
     assert one == two and kept
 
 
+def test_a_model_must_know_the_image_tokens_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    monkeypatch.setenv("DILOCO_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    image.new("RGB", (48, 48)).save(folder / "a.png")
+    (folder / "a.txt").write_text("black")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"""
+data: {{format: images, path: {folder}, tokenizer: bytes}}
+model: {{module: "{SEEING_DECODER}", args: {{vocab_size: 259, image_begin: 256, image_token: 257, image_end: 258}}}}
+""")
+    check_tokenizer(load(config))
+    with pytest.raises(ValueError, match=r"model.args.image_token is 255, but the data has id 257 there; set it so"):
+        check_tokenizer(load(config, ["--model.args.image_token", "255"]))
+    with pytest.raises(ValueError, match=r"the data has images, but model.module '.*:Decoder' reads only text"):
+        check_tokenizer(load(config, ["--model.module", DECODER]))
+    with pytest.raises(ValueError, match=r"vocab_size is 258, but the data's tokenizer has ids below 259"):
+        check_tokenizer(load(config, ["--model.args.vocab_size", "258"]))
+
+
 def test_bytes_have_a_tokenizer() -> None:
     tokenizer = open_tokenizer("bytes")
     assert tokenizer.decode(tokenizer.encode("ä\n")) == "ä\n" and tokenizer.vocab_size == 256 and not tokenizer.folder
@@ -125,6 +147,7 @@ def test_the_page_runs_as_it_is_written(
                 said = call(capsys, *shlex.split(line)[1:])
             else:
                 subprocess.run(["bash", "-ec", line], check=True)
-    assert [kind for kind, _ in blocks] == ["bash", "yaml", "bash", "yaml", "yaml", "bash"]
+    assert [kind for kind, _ in blocks] == ["bash", "yaml", "bash", "yaml", "yaml", "yaml", "bash"]
     assert "code: " in said and "75.0% of the run" in said and "held out tasks: " in said
     load("part.yaml")
+    load("pictures.yaml")

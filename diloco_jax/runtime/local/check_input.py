@@ -20,10 +20,11 @@ from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import OF_TOKENS, RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
-from diloco_jax.training.data.corpus import tokenizer_of
+from diloco_jax.training.data.corpus import image_ids, tokenizer_of
 from diloco_jax.training.data.order import check_source, example
 from diloco_jax.training.data.sample import batch_shapes
 from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer
+from diloco_jax.training.models.config import DECODER, MOE
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
@@ -102,6 +103,13 @@ def check_tokenizer(config: RunConfig) -> None:
             f"model.args.vocab_size is {have}, but the data's tokenizer has ids below {tokenizer.vocab_size}; raise "
             "it, or tokenize the data with the model's"
         )
+    for name, number in image_ids(config.data).items():
+        if model.module in (DECODER, MOE):
+            raise ValueError(
+                f"the data has images, but model.module '{model.module}' reads only text; name a model that sees images"
+            )
+        if model.args.get(name, number) != number:
+            raise ValueError(f"model.args.{name} is {model.args[name]}, but the data has id {number} there; set it so")
     weights = model.weights
     known = weights and (Path(weights) / TOKENIZER_FILE).exists()
     if tokenizer and known and open_tokenizer(weights).digest != tokenizer.digest:

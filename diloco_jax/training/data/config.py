@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from diloco_jax.training.named import check_choices, check_setting
 
-DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord"]
+DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord", "images"]
 TokenDtype = Literal["uint16", "uint32"]
 
 STDLIB = "stdlib"
@@ -16,6 +16,7 @@ PLAIN = ("bytes", "tokens")
 SOURCES_MAX = 64
 SHARE_MIN = 1e-4
 PREFETCH_MAX = 64
+SOFT_TOKENS_MAX = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +44,50 @@ class SourceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesConfig:
+    """How images with texts become samples, for format images."""
+
+    soft_tokens: int = 280
+    """The most tokens of the model for one image, which keeps its aspect ratio; Gemma 4 knows 70, 140, 280, 560 and
+    1120. Low: fine details are lost. High: long samples."""
+    column: str = "image"
+    """Column of Parquet with the image: bytes, or a struct that has them as `bytes`."""
+    broken: Literal["refuse", "skip"] = "refuse"
+    """What happens to images that cannot be decoded. refuse: the run does not start. skip: they are left out."""
+    begin_token: str = "<|image>"
+    """Special token of tokenizer.json before the tokens of an image; bytes have id 256 instead."""
+    image_token: str = "<|image|>"
+    """Special token that stands for each soft token of an image, and in a text for the image's place; for bytes 257."""
+    end_token: str = "<image|>"
+    """Special token after the tokens of an image; for bytes 258."""
+
+    def __post_init__(self) -> None:
+        check_choices("data.images", self)
+        if not 1 <= self.soft_tokens <= SOFT_TOKENS_MAX:
+            raise ValueError(f"data.images.soft_tokens is {self.soft_tokens}; it must be from 1 to {SOFT_TOKENS_MAX}")
+        names = (self.begin_token, self.image_token, self.end_token)
+        if not all(names) or len({*names}) < len(names):
+            raise ValueError(f"the tokens of data.images are {', '.join(map(repr, names))}; give three different ones")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Settings of the corpus, and of how it is cut into windows."""
 
     format: DataFormat = "bytes"
     """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder made by
-    diloco tokenize). text, jsonl, parquet, arrow and arrayrecord become a store in $DILOCO_CACHE at the first read."""
+    diloco tokenize). text, jsonl, parquet, arrow and arrayrecord become a store in $DILOCO_CACHE at the first read, as
+    do images: a folder of images with texts, or Parquet with both."""
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
     or text may also be at gs://, s3:// or another URL that fsspec reads."""
     field: str = "text"
-    """Column or key with the text, for jsonl, parquet and arrow."""
+    """Column or key with the text, for jsonl, parquet, arrow and images."""
     tokenizer: str = ""
-    """A folder with tokenizer.json, train:SIZE or bytes, for text that becomes a store; for format tokens, the
+    """A folder with tokenizer.json, train:SIZE or bytes, for text or images that become a store; for format tokens, the
     tokenizer that produced the ids. A store contains its tokenizer."""
+    images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
+    """How images with texts become samples, for format images."""
     documents: Literal["joined", "separate", "whole"] = "joined"
     """joined: windows may span documents. separate: the same windows, but attention and loss stay within a document.
     whole: like separate, but only a document longer than a window is cut; samples end with padding."""
@@ -132,7 +163,8 @@ class DataConfig:
             if not self.tokenizer or (self.tokenizer.startswith("train:") and (self.mixture or self.evaluation)):
                 raise ValueError(
                     f"'{part.path}' of format {part.format} needs data.tokenizer, which is '{self.tokenizer}': a "
-                    "folder with tokenizer.json, bytes, or for a single source train:SIZE; diloco tokenize makes one"
+                    "folder with tokenizer.json, bytes, or for a single source train:SIZE; diloco tokenize makes one "
+                    "from text"
                 )
 
     @property
@@ -144,6 +176,16 @@ class DataConfig:
             path=self.path, format=self.format, patterns=self.patterns, field=self.field, token_dtype=self.token_dtype
         )
         return {} if self.module else {"": one}
+
+    @property
+    def with_images(self) -> bool:
+        """Return whether a source has images, so that samples of all sources have arrays for them."""
+        return any(part.format == "images" for part in (*self.sources.values(), *self.evaluation.values()))
+
+    @property
+    def soft_tokens(self) -> int:
+        """Return the soft tokens that the image of each sample is padded to; 0 without images."""
+        return self.images.soft_tokens if self.with_images else 0
 
     @property
     def remote(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,8 +24,16 @@ from numba import njit
 
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, SourceConfig
 from diloco_jax.training.data.documents import TextSource
+from diloco_jax.training.data.image_store import (
+    ImageStore,
+    ImageTexts,
+    WithoutImages,
+    image_samples,
+    open_image_store,
+)
 from diloco_jax.training.data.mixture import Samples, mixed
 from diloco_jax.training.data.own import open_own
+from diloco_jax.training.data.pictures import PictureSource
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
 from diloco_jax.training.data.store import Store, local_store
 from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
@@ -154,7 +162,7 @@ class Source:
     """Evaluation sets by name: the held-out part of each source of a mixture, and the sets of data.evaluation."""
     tokenizer: Tokenizer | None = None
     """Tokenizer that produced the ids; None if unknown."""
-    store: Store | None = None
+    store: Store | ImageStore | None = None
 
 
 def _stdlib_files() -> list[Path]:
@@ -240,6 +248,8 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     if config.module:
         parts = {"": _load_own(config, seq_len)}
     others = {name: _load_part(config, part, seq_len, whole=True) for name, part in config.evaluation.items()}
+    if config.with_images:
+        parts, others = ({name: _with_images(one, config) for name, one in of.items()} for of in (parts, others))
     digests = {one.tokenizer.digest: name for name, one in {**parts, **others}.items() if one.tokenizer}
     if len(digests) > 1:
         one, other = list(digests.values())[:2]
@@ -256,19 +266,45 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
             parts=parts,
             weights=weights,
             evaluation={name: part.held_out for name, part in parts.items()},
-            tokenizer=next((part.tokenizer for part in parts.values() if part.tokenizer), None),
+            tokenizer=_largest([part.tokenizer for part in parts.values()]),
         )
     return replace(source, evaluation={**source.evaluation, **{name: one.held_out for name, one in others.items()}})
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer | None:
     """Return the tokenizer of a run's data; None if unknown."""
+    found: list[Tokenizer | None] = []
     for part in config.sources.values():
         if part.format == "bytes":
-            return open_tokenizer(BYTES)
-        if part.format != "tokens":
-            return open_store(config, part).tokenizer
-    return open_tokenizer(config.tokenizer) if config.tokenizer else None
+            found.append(open_tokenizer(BYTES))
+        elif part.format == "images":
+            found.append(_open_images(config, part).tokenizer.tokenizer)
+        elif part.format != "tokens":
+            found.append(open_store(config, part).tokenizer)
+    return _largest(found) or (open_tokenizer(config.tokenizer) if config.tokenizer else None)
+
+
+def image_ids(config: DataConfig) -> dict[str, int]:
+    """Return the ids of the special tokens of images by their setting in the model; none if the data has no images."""
+    part = next((part for part in config.sources.values() if part.format == "images"), None)
+    if part is None:
+        return {}
+    made = _open_images(config, part).tokenizer
+    return {"image_token": made.image, "image_begin": made.begin, "image_end": made.end}
+
+
+def _largest(tokenizers: Sequence[Tokenizer | None]) -> Tokenizer | None:
+    """Return the tokenizer with the most ids: sources share one, but bytes have more ids beside images."""
+    return max((one for one in tokenizers if one), key=lambda one: one.vocab_size, default=None)
+
+
+def _with_images(source: Source, config: DataConfig) -> Source:
+    """Return a source whose samples have arrays for images."""
+    if isinstance(source.held_out, ImageTexts):
+        return source
+    wrapped = (WithoutImages(samples, config.images.soft_tokens) for samples in (source.train, source.held_out))
+    train, held_out = wrapped
+    return replace(source, train=train, held_out=held_out)
 
 
 def _load_own(config: DataConfig, seq_len: int) -> Source:
@@ -284,6 +320,8 @@ def _load_own(config: DataConfig, seq_len: int) -> Source:
 
 def _load_part(config: DataConfig, part: SourceConfig, seq_len: int, *, whole: bool = False) -> Source:
     """Open one source; with `whole`, all of it is held out."""
+    if part.format == "images":
+        return _load_images(config, part, seq_len, whole=whole)
     if part.format not in PLAIN:
         store = open_store(config, part)
         cut = 0 if whole else store.near(len(store) - round(len(store) * config.held_out_fraction))
@@ -300,6 +338,24 @@ def _load_part(config: DataConfig, part: SourceConfig, seq_len: int, *, whole: b
     source = cut_source(config, part, ids, seq_len, described(ids), whole=whole)
     known = BYTES if part.format == "bytes" else config.tokenizer
     return replace(source, tokenizer=open_tokenizer(known)) if known else source
+
+
+def _load_images(config: DataConfig, part: SourceConfig, seq_len: int, *, whole: bool) -> Source:
+    store = _open_images(config, part)
+    cut = 0 if whole else len(store) - round(len(store) * config.held_out_fraction)
+    if not (cut or whole) or cut == len(store):
+        raise ValueError(
+            f"data.path '{part.path}' has {len(store)} images, {cut} of them for training; give more, or another "
+            f"data.held_out_fraction ({config.held_out_fraction})"
+        )
+    train, held_out = (image_samples(store, seq_len, *ends) for ends in ((0, cut), (cut, len(store))))
+    tokenizer = store.tokenizer.tokenizer
+    return Source(train, held_out, tokenizer.vocab_size, store.described(), tokenizer=tokenizer, store=store)
+
+
+def _open_images(config: DataConfig, part: SourceConfig) -> ImageStore:
+    source = PictureSource(part.path, part.patterns, part.field, config.images.column)
+    return open_image_store(source, config.tokenizer, config.images)
 
 
 def open_store(config: DataConfig, part: SourceConfig) -> Store:

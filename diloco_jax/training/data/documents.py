@@ -11,7 +11,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -89,6 +89,11 @@ def needs(name: str) -> Any:
         raise ValueError(f"{name.split('.')[0]} is missing; {install_hint('data')}") from error
 
 
+def time_of(info: Mapping[str, Any]) -> Any:
+    """Return what fsspec reports about a file that changes with its content, beside its size; "" if nothing."""
+    return next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "updated") if key in info), "")
+
+
 def _format(name: str) -> str:
     return SUFFIXES.get(PurePosixPath(name.removesuffix(next(filter(name.endswith, COMPRESSED), ""))).suffix, "text")
 
@@ -130,8 +135,7 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
     # The order follows a hash of the name, which mixes folders, because the end of the corpus is held out.
     for name in sorted(found, key=lambda name: (zlib.crc32(os.fsencode(name)), name)):
         full, info = found[name]
-        time = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "updated") if key in info), "")
-        hasher.update(os.fsencode(f"{name} {info['size']} {time}\n"))
+        hasher.update(os.fsencode(f"{name} {info['size']} {time_of(info)}\n"))
         url = full if "file" in fs.protocol else fs.unstrip_protocol(full)
         pieces += _split(SourcePiece(url, format, source.field, 0, 0, info["size"]))
     return pieces, hasher.hexdigest()
@@ -162,7 +166,7 @@ def read_documents(piece: SourcePiece) -> Iterator[str]:
         for text in read(piece):
             if isinstance(text, bytes):
                 text = text.decode("utf-8", "replace")
-            _check_text(text, piece.field)
+            check_text(text, piece.field)
             yield HALVES.sub(REPLACEMENT, text or "")
     except (EOFError, ValueError, KeyError, OverflowError, OSError, RuntimeError, lzma.LZMAError, zlib.error) as error:
         # An error of the disk has a number, unlike errors of pyarrow and of compression.
@@ -172,7 +176,8 @@ def read_documents(piece: SourcePiece) -> Iterator[str]:
         raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}{remedy}") from error
 
 
-def _check_text(value: Any, field: str) -> None:
+def check_text(value: Any, field: str) -> None:
+    """Raise ValueError if the field of a row holds neither text nor nothing."""
     if not isinstance(value, str | None):
         kind = type(value).__name__
         raise ValueError(f"field '{field}' holds {kind}, not text; name another (--field, data.field)")
@@ -208,7 +213,7 @@ def _field_of(line: bytes, field: str) -> Any:
     if not isinstance(row, dict) or field not in row:
         keys = f"it has {', '.join(row)}" if isinstance(row, dict) else "it is not an object"
         raise ValueError(f"{keys}; name the field with the text (--field, data.field)")
-    _check_text(row[field], field)
+    check_text(row[field], field)
     return row[field]
 
 

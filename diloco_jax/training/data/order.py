@@ -13,6 +13,7 @@ import numpy as np
 
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, find_files, load_source
+from diloco_jax.training.data.image_store import no_image
 from diloco_jax.training.data.mixture import Order
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, stack
 
@@ -43,8 +44,9 @@ def example(config: DataConfig, seq_len: int) -> Sample:
     """Return a sample with the names, shapes and dtypes of all samples; from the user's source if there is one."""
     if config.module:
         return load_source(config, seq_len).train[0]
-    names = (TOKENS,) if config.documents == "joined" else (TOKENS, SEGMENTS)
-    return {name: np.zeros(seq_len + 1, np.int32) for name in names}
+    names = (TOKENS,) if config.documents == "joined" and not config.with_images else (TOKENS, SEGMENTS)
+    images = no_image(config.images.soft_tokens) if config.with_images else {}
+    return {name: np.zeros(seq_len + 1, np.int32) for name in names} | images
 
 
 def _stack(samples: Sequence[Sample], vocab_size: int) -> Sample:

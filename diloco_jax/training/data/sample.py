@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from diloco_jax.training.data.images import POOL
+
 Sample = dict[str, np.ndarray]
 # Anything with the shape and dtype of each array of a batch, by name.
 Shapes = Mapping[str, jax.ShapeDtypeStruct | np.ndarray]
@@ -13,6 +15,10 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct | np.ndarray]
 TOKENS = "tokens"
 # For each id the number of its document in the sample, from 1 on; 0 is padding: int32 [length + 1].
 SEGMENTS = "segments"
+# Pixels of the patches of each image, 0 in padding: uint8 [images, patches, numbers per patch].
+PATCHES = "patches"
+# Column and row of each patch, -1 in padding: int32 [images, patches, 2].
+POSITIONS = "patch_positions"
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
@@ -35,10 +41,11 @@ def batch_size(batch: Sample) -> int:
 def count_predicted(batch: Sample) -> int:
     """Return the number of predictions in a batch: its tokens but each sample's first; without tokens, its samples.
 
-    With segments, the first token of each segment and padding do not count.
+    With segments, the first token of each segment and padding do not count, nor do the soft tokens of images.
     """
     # Without tokens, an array named "segments" may mean anything.
     if SEGMENTS in batch and TOKENS in batch:
         now, before = batch[SEGMENTS][:, 1:], batch[SEGMENTS][:, :-1]
-        return int(((now == before) & (now > 0)).sum())
+        soft_tokens = int((batch[POSITIONS][..., 0] >= 0).sum()) // POOL**2 if POSITIONS in batch else 0
+        return int(((now == before) & (now > 0)).sum()) - soft_tokens
     return batch[TOKENS][:, 1:].size if TOKENS in batch else batch_size(batch)

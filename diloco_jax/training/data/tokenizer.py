@@ -1,7 +1,7 @@
 """Tokenizers: they turn text into token ids and back, with Hugging Face's tokenizer.json or one token per byte."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,16 +71,17 @@ class Tokenizer:
         )
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become replacement characters."""
+        """Return the text of ids; bytes that are not UTF-8 become replacement characters, ids above bytes nothing."""
         numbers = [int(number) for number in ids]
         if self.made:
             return str(self.made.decode(numbers, skip_special_tokens=False))
-        return bytes(numbers).decode(errors="replace")
+        return bytes(number for number in numbers if number < 256).decode(errors="replace")
 
     @cached_property
     def _lengths(self) -> np.ndarray:
         if not self.made:
-            return np.ones(self.vocab_size, np.int32)
+            # Ids above the bytes are special tokens.
+            return (np.arange(self.vocab_size) < 256).astype(np.int32)
         by_bytes = '"ByteLevel"' in json.dumps(json.loads(self.made.to_str()).get("decoder"))
         lengths = np.zeros(self.vocab_size, np.int32)
         for text, number in self.made.get_vocab().items():
@@ -154,13 +155,18 @@ def _end(made: Any, settings: Path) -> int | None:
     return found
 
 
-def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Train a byte-level BPE tokenizer with `size` ids, from SIZE_MIN to SIZE_MAX, and write it to a folder."""
+def train_tokenizer(texts: Iterable[str], size: int, folder: Path, special: Sequence[str] = ()) -> None:
+    """Train a byte-level BPE tokenizer with `size` ids, from SIZE_MIN to SIZE_MAX, and write it to a folder.
+
+    Args:
+        special: further special tokens beside the one that ends a document.
+    """
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    names = [END, *special]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(texts, trainer)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")

@@ -76,10 +76,9 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
     pieces, digest = list_pieces(source)
     if not tokenizer.startswith(TRAIN):
         made_from = {"source": digest, "tokenizer": open_tokenizer(tokenizer).digest}
-    elif (word := tokenizer.removeprefix(TRAIN)).isdecimal() and SIZE_MIN <= int(word) <= SIZE_MAX:
-        made_from = {"source": digest, "tokenizer": tokenizer}
     else:
-        raise ValueError(f"--tokenizer {tokenizer}: the size must be a number from {SIZE_MIN} to {SIZE_MAX}")
+        training_size(tokenizer)
+        made_from = {"source": digest, "tokenizer": tokenizer}
     _begin(out, made_from)
     with locked(out / LOCK_NAME, 0.0):
         if read_facts(out, unfinished=True)["finished"]:
@@ -100,6 +99,14 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
         for part in parts:
             (out / PART_NAME.format(part.number)).unlink()
     return out
+
+
+def training_size(tokenizer: str) -> int:
+    """Return SIZE of train:SIZE; ValueError if it is out of bounds."""
+    word = tokenizer.removeprefix(TRAIN)
+    if not word.isdecimal() or not SIZE_MIN <= int(word) <= SIZE_MAX:
+        raise ValueError(f"--tokenizer {tokenizer}: the size must be a number from {SIZE_MIN} to {SIZE_MAX}")
+    return int(word)
 
 
 def cached_store(source: TextSource, tokenizer: str) -> Path:
@@ -132,7 +139,7 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
         return open_tokenizer(word)
     if not (out / TOKENIZER_FILES[-1]).exists():
         if word.startswith(TRAIN):
-            train_tokenizer(_sample(pieces, tell), int(word.removeprefix(TRAIN)), out)
+            train_tokenizer(_sample(pieces, tell), training_size(word), out)
         else:
             folder = open_tokenizer(word).folder
             for name in TOKENIZER_FILES:

@@ -47,43 +47,62 @@ def attend(
     rules: Seeing,
     segments: Int32[Array, "b t"] | None = None,
     sinks: Float[Array, " n"] | None = None,
+    images: Int32[Array, "b t"] | None = None,
 ) -> Float[Array, "b t n h"]:
     """Compute causal grouped-query attention, softmax(q k^T / sqrt(width)) v; query head i reads key i // (N / K).
 
     Args:
       method: one of `Attention`. On devices other than TPUs, splash is computed as einsum, with a warning; dot_product
-        with a cap, and all methods with sinks, are computed as einsum too.
+        with a cap, and all methods with sinks, are computed as einsum too. So is splash with images, because the
+        kernel's mask is fixed when it is compiled.
       segments: a token sees only tokens of its segment; None: all tokens belong to one.
       sinks: as in `attend_to`.
+      images: the number of the image of each token, 0 for text. A token also sees the later tokens of its image. None:
+        no token sees a later one.
     """
     if method == "splash" and sinks is None:
-        if _platform() == "tpu":
+        if _platform() == "tpu" and images is None:
             return splash(q, k, v, rules, segments)
         _warn_of_einsum(_platform())
     if method == "dot_product" and not rules.cap and sinks is None:
         # If `width` is the head's width, JAX computes the scale, because its number may differ in the last place.
         scale = None if rules.width == q.shape[3] else rules.width**-0.5
-        same = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
         local = (rules.window - 1, 0) if rules.window else None
+        if images is not None:
+            mask, local = _seen(q.shape[1], rules.window, segments, images)[:, None], None
         fits = q.shape[3] <= CUDNN_WIDTH_MAX and q.shape[3] % 8 == q.shape[1] % 2 == 0 and q.dtype == jnp.bfloat16
         way: Literal["cudnn"] | None = "cudnn" if fits and _platform() in ("gpu", "cuda") else None
         mixed = jax.nn.dot_product_attention(
-            q, k, v, mask=same, scale=scale, is_causal=True, local_window_size=local, implementation=way
+            q, k, v, mask=mask, scale=scale, is_causal=images is None, local_window_size=local, implementation=way
         )
         return keep(mixed, "attention")
-    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
+    return keep(attend_to(q, k, v, _seen(q.shape[1], rules.window, segments, images), rules, sinks), "attention")
+
+
+def _seen(
+    length: int, window: int, segments: Int32[Array, "b t"] | None, images: Int32[Array, "b t"] | None
+) -> Bool[Array, "_ t t"]:
+    """Return the tokens that each token sees; the first axis is the batch, or 1 if all texts are alike."""
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     seen = (distance >= 0)[None]
-    if rules.window:
-        seen &= (distance < rules.window)[None]
+    if images is not None:
+        seen = seen | ((images[:, :, None] == images[:, None, :]) & (images[:, :, None] > 0))
+    if window:
+        # The later tokens of an image have a negative distance, so a window does not hide them.
+        seen &= (distance < window)[None]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
-    return keep(attend_to(q, k, v, seen, rules, sinks), "attention")
+    return seen
 
 
 @cache
 def _warn_of_einsum(platform: str) -> None:
     log.warning(
-        f"attention is splash, a kernel for TPUs, but the devices are {platform}: it is computed as einsum, which "
+        "attention is splash, a kernel without masks of images: layers with see_images are computed as einsum, which "
+        "keeps all length x length scores of a layer in memory"
+        if platform == "tpu"
+        else f"attention is splash, a kernel for TPUs, but the devices are {platform}: it is computed as einsum, which "
         "keeps all length x length scores of a layer in memory; dot_product is faster on GPUs"
     )
 

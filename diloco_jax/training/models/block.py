@@ -40,6 +40,8 @@ class Places(NamedTuple):
     positions: Int32[Array, "b t"] | None = None
     # The number of each token's text; None: all tokens belong to one text.
     segments: Int32[Array, "b t"] | None = None
+    # The number of each token's image, 0 for text; None: all tokens are text.
+    images: Int32[Array, "b t"] | None = None
     # The number of tokens of a sequence that a cache receives in parts; 0: the tokens are the whole sequence.
     length: int = 0
 
@@ -48,8 +50,10 @@ class Places(NamedTuple):
         return jnp.arange(length, dtype=jnp.int32)[None] if self.positions is None else self.positions
 
 
-def places_of(segments: Int32[Array, "b t"]) -> Places:
-    """Return the places of tokens whose positions start at 0 in every segment."""
+def places_of(segments: Int32[Array, "b t"] | None) -> Places:
+    """Return the places of tokens whose positions start at 0 in every segment; None: there is one segment."""
+    if segments is None:
+        return Places()
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
     return Places(index - jax.lax.cummax(jnp.where(first, index, 0), axis=1), segments)

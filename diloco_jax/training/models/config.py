@@ -14,8 +14,9 @@ from diloco_jax.training.named import check_setting
 DECODER = "diloco_jax.training.models.decoder:Decoder"
 MOE = "diloco_jax.training.models.moe:MoeDecoder"
 IMAGE_TEXT = "diloco_jax.training.models.vision:ImageTextDecoder"
+SEEING_DECODER = "diloco_jax.training.models.seeing:SeeingDecoder"
 # The built-in models that read token ids.
-OF_TOKENS = (DECODER, MOE, IMAGE_TEXT)
+OF_TOKENS = (DECODER, MOE, IMAGE_TEXT, SEEING_DECODER)
 # The `module` of a run whose islands bring the model.
 OWN = "own"
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Float, Int32, Key, Shaped
 
 from diloco_jax.training.models.block import Block, Cache, KeysValues, Layer, Places, block_norm, empty_cache, places_of
 from diloco_jax.training.models.delta import DeltaCache
@@ -42,6 +43,16 @@ def draw_token(logits: Float[Array, " v"], key: Key[Array, ""], temperature: flo
 
 def _repeated(count: int, one: Array) -> Array:
     return jnp.broadcast_to(one, (count, *one.shape))
+
+
+class Inputs(NamedTuple):
+    """The input of the layers."""
+
+    # The residual stream of the first layer.
+    x: Float[Array, "b t d"]
+    places: Places
+    # The result of `layer_vectors`.
+    vectors: Float[Array, "l b t p"] | None
 
 
 class Decoder(nnx.Module):
@@ -87,13 +98,12 @@ class Decoder(nnx.Module):
         return cls(config_from_args(cls.config_class, args), rngs=rngs)
 
     def __call__(
-        self, tokens: Int32[Array, "b t"], segments: Int32[Array, "b t"] | None = None
+        self, tokens: Int32[Array, "b t"], segments: Int32[Array, "b t"] | None = None, **arrays: Shaped[Array, "..."]
     ) -> Float[Array, "b t v"]:
-        """Return the float32 logits of the next token at every position."""
+        """Return the float32 logits of the next token at every position; `arrays` are further arrays of a batch."""
         table = self._table()
-        x = self.embedded(tokens, table)
-        x, _ = self.hidden(x, segments, self.layer_vectors(tokens, x))
-        return self._logits(x, table)
+        batch = {"tokens": tokens, **arrays, **({} if segments is None else {"segments": segments})}
+        return self._logits(self.hidden(*self.inputs(batch, table))[0], table)
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
         """Return the mean cross-entropy in nats per token of tokens[:, 1:] given tokens[:, :-1], and layers' metrics.
@@ -102,19 +112,35 @@ class Decoder(nnx.Module):
         segment and all tokens of segment 0 are not predicted. The metric `weight` is the number of predicted tokens.
         The balance of a mixture enters only the gradient, so that losses of different models can be compared.
         """
-        tokens, segments = batch["tokens"], batch.get("segments")
         table = self._table() if self.config.lookup == "gather" else None
-        x = self.embedded(tokens[:, :-1], table)
-        vectors, weights = self.layer_vectors(tokens[:, :-1], x), None
-        x, metrics = self.hidden(x, None if segments is None else segments[:, :-1], vectors)
-        if segments is not None:
-            weights = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
+        read = {name: batch[name][:, :-1] for name in ("tokens", "segments") if name in batch}
+        x, metrics = self.hidden(*self.inputs({**batch, **read}, table))
+        weights = self.weights(batch)
+        if weights is not None:
             metrics = {**metrics, "weight": jnp.sum(weights)}
-        loss = self.mean_loss(x, tokens[:, 1:], table, weights)
+        loss = self.mean_loss(x, batch["tokens"][:, 1:], table, weights)
         if "balance" in metrics:
             balance = metrics["balance"]
             loss = loss + self.config.balance_coefficient * (balance - jax.lax.stop_gradient(balance))
         return loss, metrics
+
+    def weights(self, batch: Batch) -> Float[Array, "b t"] | None:
+        """Return the weights of the predictions of tokens[:, 1:] in the loss, 0 or 1; None if all are 1."""
+        segments = batch.get("segments")
+        if segments is None:
+            return None
+        return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
+
+    def inputs(self, batch: Batch, table: Float[Array, "v d"] | None = None) -> Inputs:
+        """Return the input of the layers for the `tokens` of a batch, and its `segments` if there are any.
+
+        Args:
+          batch: arrays by name; here no array has a further token at the end.
+          table: the gathered embedding, if there is one.
+        """
+        tokens = batch["tokens"]
+        x = self.embedded(tokens, table)
+        return Inputs(x, places_of(batch.get("segments")), self.layer_vectors(tokens, x))
 
     def embedded(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"] | None = None) -> Float[Array, "b t d"]:
         """Return the embeddings of tokens, the input of the first layer; `table` is the gathered embedding if any."""
@@ -146,21 +172,21 @@ class Decoder(nnx.Module):
     def hidden(
         self,
         x: Float[Array, "b t d"],
-        segments: Int32[Array, "b t"] | None = None,
+        places: Places = Places(),  # noqa: B008  a constant
         vectors: Float[Array, "l b t p"] | None = None,
     ) -> tuple[Float[Array, "b t d"], Metrics]:
         """Apply all layers and the last norm; return the result and the mean of the metrics over the layers.
 
-        A token sees only tokens of its segment, and positions start at 0 in each segment.
-
         Args:
+          x: the input of the first layer.
+          places: a token sees only tokens of its segment.
           vectors: the result of `layer_vectors`.
 
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
         """
         self._check_length(x.shape[1])
-        x, metrics, _ = self._layers(x, Places() if segments is None else places_of(segments), vectors)
+        x, metrics, _ = self._layers(x, places, vectors)
         return self.norm_final(x), metrics
 
     def mean_loss(
@@ -189,6 +215,7 @@ class Decoder(nnx.Module):
         temperature: float,
         top_p: float = 1.0,
         ids: int,
+        arrays: Batch = MappingProxyType({}),
     ) -> Int32[Array, " count"]:
         """Continue a text token by token, with a cache of the keys and values of earlier tokens.
 
@@ -202,6 +229,7 @@ class Decoder(nnx.Module):
           temperature: divides the logits; at 0 the likeliest token is taken.
           top_p: tokens are drawn from the likeliest ones that together have this probability; 1 = from all.
           ids: only tokens with smaller ids are drawn.
+          arrays: further arrays of a batch of the prompt alone, such as its images.
         """
         table, prompt = self._table(), prompt[-context:]
         kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
@@ -209,21 +237,27 @@ class Decoder(nnx.Module):
         caches = self._empty_caches(kept)
         has_state = any(isinstance(cache, DeltaCache) for cache in caches)
 
-        def read(tokens: Array, positions: Array, caches: Any, last: int | Array = 0) -> tuple[Array, Any]:
-            x = self.embedded(tokens[None], table)
+        def read(
+            tokens: Array, positions: Array, caches: Any, last: int | Array = 0, arrays: Batch = MappingProxyType({})
+        ) -> tuple[Array, Any]:
+            x, places, vectors = self.inputs({"tokens": tokens[None], **arrays}, table)
             # The state of a delta layer must not see the padding behind a prompt.
             real = (jnp.arange(len(tokens), dtype=jnp.int32) <= last).astype(jnp.int32)[None] if has_state else None
-            places = Places(positions[None], real, kept)
-            x, _, caches = self._layers(x, places, self.layer_vectors(tokens[None], x), caches)
+            places = places._replace(positions=positions[None], segments=real, length=kept)
+            x, _, caches = self._layers(x, places, vectors, caches)
             x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
-            return self._logits(self.norm_final(x), table)[0, 0, :ids], caches
+            return self.drawable(self._logits(self.norm_final(x), table)[0, 0, :ids]), caches
 
         def add(state: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], Array]:
             token = draw_token(state[0], jax.random.fold_in(key, beginning + number), temperature, top_p)
             return read(token[None], (beginning + number)[None], state[1]), token
 
-        state = read(prompt, jnp.arange(len(prompt)), caches, beginning - 1)
+        state = read(prompt, jnp.arange(len(prompt)), caches, beginning - 1, arrays)
         return jax.lax.scan(add, state, jnp.arange(count))[1]
+
+    def drawable(self, logits: Float[Array, " v"]) -> Float[Array, " v"]:
+        """Return logits where tokens that the model may not write are -inf."""
+        return logits
 
     def _check_length(self, length: int) -> None:
         if length > self.config.seq_len_max:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
+from diloco_jax.training.models.config import DECODER, MOE, SEEING_DECODER, ModelConfig
 from diloco_jax.training.models.decoder import Decoder
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import config_from_args
+from diloco_jax.training.models.seeing import SeeingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,5 @@ class MoeDecoder(Decoder):
 
 def decoder_of(model: ModelConfig) -> DecoderConfig | None:
     """Return the configuration of a built-in decoder; None for other models."""
-    if model.module == DECODER:
-        return config_from_args(DecoderConfig, model.args)
-    return config_from_args(MoeConfig, model.args) if model.module == MOE else None
+    configs = {DECODER: DecoderConfig, MOE: MoeConfig, SEEING_DECODER: SeeingConfig}
+    return config_from_args(configs[model.module], model.args) if model.module in configs else None

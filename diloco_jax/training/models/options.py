@@ -23,7 +23,8 @@ LOCAL, GLOBAL = "local", "global"
 WHOLE = {
     "vocab_size", "dim", "num_layers", "pattern", "kinds", "seq_len_max", "rope_theta_local", "global_every",
     "logit_cap", "logit_scale", "embed_scale", "embed_multiplier", "tie_embeddings", "per_layer_dim", "per_layer_vocab",
-    "scan_layers", "remat", "lookup", "loss_chunk", "dtype",
+    "scan_layers", "remat", "lookup", "loss_chunk", "dtype", "tower", "image_token", "image_begin", "image_end",
+    "pad_token",
 }  # fmt: skip
 LAYERS_MAX = 10_000
 # The longest period of a pattern of layers that is looked for.
