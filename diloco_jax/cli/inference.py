@@ -92,6 +92,13 @@ def _sample_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("run", help="folder of the run; or a config, for the model that its run would start with")
     parser.add_argument("--prompt", default="\n", help="text to continue; default: the start of a line")
+    parser.add_argument(
+        "--image",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="images for a model that sees; they come before the prompt, or where it has <|image|>, once for each",
+    )
     parser.add_argument("--tokens", type=int, default=200, help="tokens to print; default: 200")
     parser.add_argument(
         "--temperature",
@@ -124,7 +131,8 @@ def sample(arguments: argparse.Namespace) -> int:
     if not 0 <= how.seed < 2**31:
         raise ValueError(f"--seed is {how.seed}; it must be in [0, 2^31)")
     language, step = _language(arguments.run)
-    pieces = map(_harmless, language.write(arguments.prompt, arguments.tokens, how))
+    images = [Path(name) for name in arguments.image]
+    pieces = map(_harmless, language.write(arguments.prompt, arguments.tokens, how, images))
     if arguments.json:
         show(arguments, {"prompt": arguments.prompt, "text": "".join(pieces), "global_step": step}, str)
         return 0
@@ -181,6 +189,9 @@ def _begin_options(parser: Parser) -> None:
         "settings",
     )
     parser.add_argument("--out", metavar="CONFIG", help="the config to write; default: FOLDER.yaml")
+    parser.add_argument(
+        "--images", action="store_true", help="with the vision tower of Gemma 4; default: the text model alone"
+    )
 
 
 @command(
@@ -194,7 +205,7 @@ def begin(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     base = Path(find_config(arguments.config)) if arguments.config else None
     out = Path(arguments.out or f"{folder.resolve().name}.yaml")
-    result = begin_with(folder, base, out, _watch)
+    result = begin_with(folder, base, out, _watch, images=arguments.images)
     told = f"{result['parameters']:,} parameters checked; {out} starts with them, next: diloco train {out}"
     show(arguments, result, lambda _: told)
     return 0

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from diloco_jax.training.models.variables import Frozen
 from diloco_jax.training.sharding import LogicalAxes
+from diloco_jax.training.variables import Frozen
 
 BLOCK = 64
 # Bits of a number by the name of the type.

@@ -25,7 +25,6 @@ from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import GraphDef, join_model, load_model, logical_axes, split_model
-from diloco_jax.training.models.variables import Draw, Streams, draw_of, frozen_variables, other_variables
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import (
     LogicalAxes,
@@ -38,6 +37,7 @@ from diloco_jax.training.sharding import (
 )
 from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
 from diloco_jax.training.train_step import WEIGHT, make_train_step, model_loss
+from diloco_jax.training.variables import Draw, Streams, draw_of, frozen_variables, other_variables
 from diloco_jax.training.whole_state.layout import StateLayout
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.seeing import SeeingConfig
 from diloco_jax.training.models.vision import VisionConfig
 
 VISION = "diloco_jax.training.models.vision:"
@@ -28,13 +29,16 @@ class ModelFlops(NamedTuple):
     how: str
 
 
-def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch: int, seq_len: int) -> ModelFlops:
+def model_flops(
+    model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch: int, seq_len: int, soft_tokens: int = 0
+) -> ModelFlops:
     """Count the FLOPs of one inner step.
 
     Args:
       shapes: the shape of each parameter, by path.
       batch: sequences.
       seq_len: tokens that are predicted in each sequence.
+      soft_tokens: soft tokens that the image of each sequence is padded to, for a model with a vision tower.
     """
     config = VisionConfig(**model.args) if model.module.startswith(VISION) else decoder_of(model)
     if isinstance(config, VisionConfig):
@@ -66,9 +70,23 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
             # Frozen weights have no gradient, which is a third of a product's work. All of `shapes` are adapters.
             products *= 2 / 3
             adapters = 2.0 * tokens * sum(map(math.prod, shapes.values()))
-        return ModelFlops(3 * (products + adapters + attention), 3 * masked, how)
+        # A frozen tower has no backward pass, because nothing before it is trained.
+        tower = (1 if model.lora.rank else 3) * batch * _tower_flops(config, soft_tokens)
+        return ModelFlops(3 * (products + adapters + attention) + tower, 3 * masked, how)
     parameters = sum(map(math.prod, shapes.values()))
     return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
+
+
+def _tower_flops(config: DecoderConfig, soft_tokens: int) -> float:
+    """Count the FLOPs of the vision tower's forward pass on one image; 0 without a tower."""
+    if not isinstance(config, SeeingConfig):
+        return 0.0
+    c = config.tower_config()
+    heads, patches = c.num_heads * c.head_dim, soft_tokens * c.pool**2
+    weights = 3 * c.patch_size**2 * c.dim + c.num_layers * c.dim * (4 * heads + 3 * c.mlp_dim)
+    # All patches of an image see each other.
+    attention = 4.0 * c.num_layers * patches**2 * heads
+    return 2.0 * (patches * weights + soft_tokens * c.dim * c.text_dim) + attention
 
 
 def _layer_weights(c: DecoderConfig) -> int:

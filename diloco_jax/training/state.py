@@ -14,7 +14,7 @@ Batch = Mapping[str, Shaped[Array, "..."]]
 Metrics = dict[str, Float[Array, ""]]
 # Trained arrays by path.
 Params = dict[str, Float[Array, "..."]]
-# Arrays of a model beside its parameters, by path (models/variables.py).
+# Arrays of a model beside its parameters, by path (variables.py).
 Variables = dict[str, Shaped[Array, "..."]]
 
 

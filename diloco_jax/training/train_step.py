@@ -2,7 +2,7 @@
 
 g = d loss(theta, batch) / d theta;   u, state = tx(g, state, theta);   theta = theta + learning_rate * u
 
-The loss also takes the model's random streams, and takes and returns its other state (models/variables.py).
+The loss also takes the model's random streams, and takes and returns its other state (variables.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped
 
 from diloco_jax.training.models.protocol import GraphDef, TrainableModel, join_model
-from diloco_jax.training.models.variables import Draw, Streams, state_after
 from diloco_jax.training.sharding import constrain, current_layout
 from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
+from diloco_jax.training.variables import Draw, Streams, state_after
 
 # Loss, metrics and gradient of a batch.
 Found = tuple[Float[Array, ""], Metrics, Params]

@@ -13,8 +13,8 @@ from flax import nnx
 from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import load_model
-from diloco_jax.training.models.variables import Streams, draw_of, other_variables
 from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.variables import Streams, draw_of, other_variables
 from tests import natural_models
 from tests.natural_models import Language
 from tests.training.islands import MakeIsland, assert_same, state_of, train

@@ -113,5 +113,5 @@ def follow(joining: Joining, stop: threading.Event) -> int:
 def metrics_of(config: RunConfig, name: str, island: Island) -> IslandMetrics:
     """Return the metrics of an island that trains the run's model; ValueError if a callback cannot be loaded."""
     batch, seq_len, devices = config.island(name).batch_size, config.train.seq_len, list(island.mesh.devices.flat)
-    flops = model_flops(config.model, island.shapes, batch, seq_len).flops
+    flops = model_flops(config.model, island.shapes, batch, seq_len, config.data.soft_tokens).flops
     return own_metrics(config, name, devices, flops / (batch * seq_len))

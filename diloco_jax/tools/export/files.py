@@ -37,7 +37,10 @@ OF_TOKENIZER = (
     TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model",
 )  # fmt: skip
-OF_USE = (GENERATION_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates")
+OF_USE = (
+    GENERATION_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Several attempts are needed, because a running run may delete the snapshot that is being read.
 ATTEMPTS = 3
@@ -47,10 +50,13 @@ log = logging.getLogger(__name__)
 Watch = Callable[[Parameters, int], Parameters]
 
 
-def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str, Any]:
+def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, images: bool = False) -> dict[str, Any]:
     """Check a public model's folder, including every value, and write a config for a run that starts from it.
 
     Other settings are those of the config `base`; without one, the data is text and the rest has its defaults.
+
+    Args:
+      images: whether the model has its vision tower; otherwise it is the text model alone.
 
     Raises:
       ValueError: `out` exists, or the folder or the config cannot be used.
@@ -58,7 +64,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
     if out.exists():
         raise ValueError(f"{out} already exists; choose another --out, or move it away")
     weights, where = Weights(folder), str(folder.resolve())
-    model = weights.model()
+    model = weights.model(images)
     tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:

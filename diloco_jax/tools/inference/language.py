@@ -5,6 +5,7 @@ not change its results, because attention is causal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,9 @@ import numpy as np
 
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.inference.prompt import Prompt, prompt_of
 from diloco_jax.training.models.protocol import find_model
-from diloco_jax.training.state import Params, Variables
+from diloco_jax.training.state import Batch, Params, Variables
 
 # The most tokens that are written at once.
 PIECE = 16
@@ -60,6 +62,7 @@ class Language:
         tokenizer = self.tokenizer = evaluator.tokenizer
         # The model was trained on this length.
         self.context = config.train.seq_len
+        self._config = config
         self._piece = piece = max(1, min(PIECE, self.context // 4))
         self._placed = evaluator.place(parameters)
 
@@ -70,32 +73,60 @@ class Language:
             return jnp.take_along_axis(said, asked[..., None], axis=-1)[..., 0], jnp.argmax(said, axis=-1) == asked
 
         def write(
-            params: Params, other: Variables, tokens: jax.Array, length: int, key: jax.Array, how: Writing
+            params: Params,
+            other: Variables,
+            tokens: jax.Array,
+            length: int,
+            images: Batch,
+            key: jax.Array,
+            how: Writing,
         ) -> Any:
             model: Any = evaluator.model(params, other)
             options = {"temperature": how.temperature, "top_p": how.top_p, "ids": tokenizer.vocab_size}
+            if images:
+                options["arrays"] = images
             return model.generate(tokens, piece, key, length=length, context=self.context, **options)
 
-        self._score, self._write = jax.jit(score), jax.jit(write, static_argnums=5)
+        self._score, self._write = jax.jit(score), jax.jit(write, static_argnums=6)
 
-    def write(self, prompt: str, count: int, how: Writing) -> Iterator[str]:
-        """Continue a text by `count` tokens, or until an end token; yield the new text piece by piece."""
-        ids = self.tokenizer.encode(prompt)
-        if not ids:
-            raise ValueError("the prompt has no token; give it some text")
+    def write(self, prompt: str, count: int, how: Writing, files: Sequence[Path] = ()) -> Iterator[str]:
+        """Continue a text by `count` tokens, or until an end token; yield the new text piece by piece.
+
+        Args:
+          prompt: the text; with images as in `prompt_of`.
+          count: the most tokens.
+          how: options for drawing them.
+          files: images in the prompt.
+
+        Raises:
+          ValueError: as `prompt_of`; or the prompt has no token, or is longer than the model's context with its images.
+        """
+        ids, arrays = prompt_of(self._config, self.tokenizer, prompt, files) if files else self._plain(prompt)
+        # Texts are cut at their beginning, but images would be lost there.
+        if files and len(ids) + count > (limit := self.context - self._piece + 1):
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens with its images, and {count} more are wanted, but the model was "
+                f"trained on {self.context} (train.seq_len), which leaves room for {limit}; ask for fewer --tokens, or "
+                "shorten the prompt"
+            )
         told, end, stop = self.tokenizer.decode(ids), self.tokenizer.end, len(ids) + count
         while len(ids) < stop and (end is None or end != ids[-1]):
             kept = ids[-max(1, self.context - self._piece) :]
             tokens = np.zeros(self._padded(len(kept)), np.int32)
             tokens[: len(kept)] = kept
             key = jax.random.fold_in(jax.random.key(how.seed), len(ids))
-            new = np.asarray(self._write(*self._placed, tokens, len(kept), key, how._replace(seed=0))).tolist()
+            new = np.asarray(self._write(*self._placed, tokens, len(kept), arrays, key, how._replace(seed=0))).tolist()
             ids += new[: new.index(end) + 1] if end in new else new
             text = self.tokenizer.decode([id for id in ids[:stop] if id != end])
             # A replacement character at the end means that a character still lacks bytes.
             if len(ids) >= stop or not text.endswith(UNFINISHED):
                 yield text[len(told) :]
                 told = text
+
+    def _plain(self, prompt: str) -> Prompt:
+        if not (ids := self.tokenizer.encode(prompt)):
+            raise ValueError("the prompt has no token; give it some text")
+        return Prompt(ids, {})
 
     def likelihoods(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
         """Return each row's log-likelihood of its second part in nats, and whether all its tokens are the likeliest."""

@@ -140,6 +140,7 @@ def _timed(config: RunConfig, each: IslandOutline, given: Assumptions) -> TimedK
     topology, seq_len = each.kind.topology, config.train.seq_len
     if not topology:
         return TimedKind(each, ASSUMED_STEP_S, "assumed, as no chips are named; say --step-s")
-    flops = model_flops(config.model, each.blueprint.shapes, each.kind.island.batch_size, seq_len).flops
+    shapes, batch = each.blueprint.shapes, each.kind.island.batch_size
+    flops = model_flops(config.model, shapes, batch, seq_len, config.data.soft_tokens).flops
     how = f"model FLOPs at {given.mfu:.0%} of the peak of {topology}"
     return TimedKind(each, flops / (topology.peak_flops * given.mfu), how)

@@ -195,7 +195,8 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
     sizes = dict(compiled.blueprint.mesh.shape)
     parameters = num_parameters(compiled.blueprint)
-    flops = model_flops(config.model, compiled.blueprint.shapes, island.batch_size, config.train.seq_len)
+    shapes, seq_len = compiled.blueprint.shapes, config.train.seq_len
+    flops = model_flops(config.model, shapes, island.batch_size, seq_len, config.data.soft_tokens)
     compiled_flops = step.program.matrix_flops * topology.devices if step.program else None
     step_s = tuple(flops.flops / (topology.peak_flops * mfu) for mfu in MFU)
     gathers = weight_gathers(step, compiled.blueprint)

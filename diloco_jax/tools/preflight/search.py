@@ -239,7 +239,8 @@ def _measure(candidate: Trial, topology: Topology, compiled: Compiled) -> Found:
     if step.program is None:
         return _result(hbm)
     batch, count = candidate.kind.island.batch_size, config.optimizer.accumulate_steps
-    flops = model_flops(config.model, compiled.blueprint.shapes, batch, config.train.seq_len)
+    shapes, seq_len = compiled.blueprint.shapes, config.train.seq_len
+    flops = model_flops(config.model, shapes, batch, seq_len, config.data.soft_tokens)
     # The masked FLOPs equal the unmasked ones. One third of them, per layer, is the forward pass of causal attention.
     kernels = step.program.kernels * flops.masked / (3 * decoder.num_layers * topology.devices * count)
     compute = step.program.matrix_flops + kernels * (1 + decoder.splash_block / config.train.seq_len)

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import ADAPTER_FILE, WRITTEN, Parameters, Weights
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 # In PEFT's files, the names of the model's tensors have this prefix.
@@ -69,8 +69,9 @@ def write_adapters(folder: Path, model: ModelConfig, parameters: Parameters, dty
             module = name.removesuffix(WEIGHT)
             for part, value in (("lora_A", first), ("lora_B", second)):
                 found[f"{PREFIX}{module}.{part}{WEIGHT}"] = np.ascontiguousarray(value.T, WRITTEN[dtype][1])
-            # The name within a layer, because the same name may stand for an expert elsewhere in the layer.
-            targets.append(module.split(".", 3)[-1])
+            # The name within a layer, because the same name may stand for an expert elsewhere in the layer. A tower's
+            # layers have the same names, so beside one the whole name is needed.
+            targets.append(module if model.module == SEEING_DECODER else module.split(".", 3)[-1])
     save_file(found, folder / ADAPTER_FILE, {"format": "pt"})
     described = _config(model, list(dict.fromkeys(targets)))
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from diloco_jax.training.convert.keys import check_keys
 from diloco_jax.training.convert.layers import OF_SCALING, of_layers, read_layers, write_layers
 from diloco_jax.training.convert.table import ACTIVATIONS, FAMILIES, HARMLESS, REFUSED, SEEING, VALUES, Family
-from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
+from diloco_jax.training.convert.tower import read_tower, write_tower
+from diloco_jax.training.models.config import DECODER, MOE, SEEING_DECODER, ModelConfig
 from diloco_jax.training.models.moe import MoeConfig, decoder_of
-from diloco_jax.training.models.options import WHOLE, DecoderConfig
+from diloco_jax.training.models.options import GLOBAL, LOCAL, WHOLE, DecoderConfig
+from diloco_jax.training.models.seeing import SeeingConfig
 
 # Arguments that change how a model is computed, but not which model it is.
 HOW = (
@@ -21,6 +23,12 @@ HOW = (
 NULL_IF_ZERO = ("attention_cap", "logit_cap")
 # Keys whose values are powers of our argument, with the exponent from theirs to ours.
 INVERSE = {"attention_multiplier": -2, "logits_scaling": -1}
+# The model_type of models with a vision tower, and of their text.
+WITH_TOWER, TEXT_OF_TOWER = "gemma4", "gemma4_text"
+# From our argument of a model with a tower to the key of config.json.
+IMAGE_IDS = {"image_token": "image_token_id", "image_begin": "boi_token_id", "image_end": "eoi_token_id"}
+# Arguments that only a model with a tower has.
+OF_SEEING = {one.name for one in fields(SeeingConfig)} - {one.name for one in fields(DecoderConfig)}
 
 
 def family_name(config: Mapping[str, Any]) -> str:
@@ -34,11 +42,17 @@ def family_name(config: Mapping[str, Any]) -> str:
     return name
 
 
-def from_hf(config: Mapping[str, Any]) -> ModelConfig:
+def from_hf(config: Mapping[str, Any], images: bool = False) -> ModelConfig:
     """Return our model for a config.json of one of the `FAMILIES`; ValueError names what the decoder does not support.
 
     A key either determines something here, or is known to have no effect, or is an error.
+
+    Args:
+        config: the content of config.json.
+        images: whether to return the model with its vision tower, instead of its text alone.
     """
+    if images:
+        return _with_tower(config)
     name = family_name(config)
     family = FAMILIES[name]
     keys = _keys(config, family, name)
@@ -67,6 +81,45 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     # Building the decoder's config checks the arguments.
     decoder(model)
     return model
+
+
+def _with_tower(config: Mapping[str, Any]) -> ModelConfig:
+    """Return our model of images and text for a config.json."""
+    text, vision = from_hf(config), config.get("vision_config")
+    if config["model_type"] != WITH_TOWER or not isinstance(vision, Mapping):
+        raise ValueError(
+            f"config.json: model_type is {config['model_type']!r}, vision_config {type(vision).__name__}; only models "
+            f"of {WITH_TOWER} have a tower that can be read; import the text alone, without images"
+        )
+    args = {"vocab_size": decoder(text).vocab_size, **text.args, "tower": read_tower(vision)}
+    args |= {ours: config[theirs] for ours, theirs in IMAGE_IDS.items() if config.get(theirs) is not None}
+    args["pad_token"] = config["text_config"].get("pad_token_id") or 0
+    if config["text_config"].get("use_bidirectional_attention") == "vision":
+        args = _see_in_windows(args)
+    model = ModelConfig(module=SEEING_DECODER, args=args)
+    # Building the config checks the arguments.
+    decoder(model)
+    return model
+
+
+def _see_in_windows(args: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with `see_images` in the layers with a window."""
+    if "kinds" in args:
+        kinds = {
+            name: {**options, "see_images": True} if options.get("window", args.get("window", 0)) else options
+            for name, options in args["kinds"].items()
+        }
+        return {**args, "kinds": kinds}
+    # A window of all layers, or of all but every n-th, becomes two kinds of layers.
+    short = {"window": args.get("window", 0), "global_every": args.get("global_every", 0)}
+    rest = {name: value for name, value in args.items() if name not in (*short, "rope_theta_local")}
+    if not short["window"]:
+        return rest
+    local = {"window": short["window"], "see_images": True}
+    if theta := args.get("rope_theta_local", 0.0):
+        local |= {"rope_theta": theta, "rope_scaling": "none"}
+    pattern = [LOCAL] * (short["global_every"] - 1) + [GLOBAL] if short["global_every"] else [LOCAL]
+    return {**rest, "pattern": pattern, "kinds": {LOCAL: local, GLOBAL: {}}}
 
 
 def _keys(config: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
@@ -106,6 +159,8 @@ def to_hf(model: ModelConfig, family: str = "") -> dict[str, Any]:
         family: the family to prefer if it has such models. Otherwise the result is the first family of the table that
             has them.
     """
+    if model.module == SEEING_DECODER:
+        return _tower_to_hf(model)
     c = decoder(model)
     if c.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -129,6 +184,44 @@ def to_hf(model: ModelConfig, family: str = "") -> dict[str, Any]:
     if not key:
         raise ours
     raise ValueError(f"model.args.{key} is {ours!r}, but models of {of} in transformers have {back!r}")
+
+
+def text_of(model: ModelConfig) -> ModelConfig:
+    """Return the text model within a model of images and text."""
+    args = {name: value for name, value in model.args.items() if name not in OF_SEEING}
+    if "kinds" in args:
+        args["kinds"] = {
+            name: {key: value for key, value in options.items() if key not in OF_SEEING}
+            for name, options in args["kinds"].items()
+        }
+    return ModelConfig(args={"vocab_size": decoder(model).vocab_size, **args})
+
+
+def _tower_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of a model of images and text."""
+    c, text = decoder(model), to_hf(text_of(model), TEXT_OF_TOWER)
+    assert isinstance(c, SeeingConfig), "the module is that of models with a tower"
+    if text["model_type"] != TEXT_OF_TOWER:
+        raise ValueError(f"the text of the model is one of {text['model_type']}, but only {WITH_TOWER} has our tower")
+    layers = of_layers(c)
+    sees, windows = [layer.see_images for layer in layers], [layer.window > 0 for layer in layers]
+    if any(sees) and sees != windows:
+        raise ValueError(
+            f"model.args.see_images is true in {sum(sees)} layers, but models of {WITH_TOWER} in transformers have it "
+            f"in all {sum(windows)} layers with a window, or in none"
+        )
+    del text["architectures"], text["dtype"]
+    text |= {"pad_token_id": c.pad_token, "use_bidirectional_attention": "vision" if any(sees) else None}
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": WITH_TOWER,
+        "dtype": "float32",
+        "tie_word_embeddings": c.tie_embeddings,
+        "text_config": text,
+        "vision_config": write_tower(c.tower_config()),
+        "audio_config": None,
+        **{theirs: getattr(c, ours) for ours, theirs in IMAGE_IDS.items()},
+    }
 
 
 def _written(c: DecoderConfig, name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ their tensors, and one of their tensors may hold several of our parameters:
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,12 +20,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from diloco_jax.training.convert.families import decoder, to_hf
+from diloco_jax.training.convert.families import TEXT_OF_TOWER, decoder, to_hf
 from diloco_jax.training.convert.layers import of_layers
 from diloco_jax.training.convert.table import FAMILIES, LAYER, MERGED, OUTSIDE
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.convert.tower import tower_tensors
+from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import find_model, split_model
+from diloco_jax.training.models.seeing import SeeingConfig
 
 # Tables have the same axes in both formats, so they are not transposed.
 TABLES = ("embed/embedding", "head", "per_layer_table")
@@ -85,6 +87,7 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
         ValueError: the model has no family, or parameters without a name in it.
     """
     c, name = decoder(model), family or to_hf(model)["model_type"]
+    name = TEXT_OF_TOWER if model.module == SEEING_DECODER else name
     table = (c.vocab_size, c.dim)
     outside = {"embed/embedding": table, "norm_final/scale": (c.dim,)} | ({} if c.tie_embeddings else {"head": table})
     if c.per_layer_dim:
@@ -103,7 +106,18 @@ def tensors(model: ModelConfig, family: str = "", merged: bool = False) -> list[
             found.append(
                 Mapped(theirs, f"{stack.path}/{one.path}", axis + one.shape, one.hf_shape, one.turned, one.part)
             )
-    return found
+    return _with_tower(found, c) if isinstance(c, SeeingConfig) else found
+
+
+def _with_tower(found: list[Mapped], c: SeeingConfig) -> list[Mapped]:
+    """Return the parameters of text under their names in a model of images and text, and those of its tower."""
+    text = [
+        replace(one, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in one.hf)) for one in found
+    ]
+    return text + [
+        Mapped(one.hf, f"tower/{one.path}", one.shape, one.hf_shape, one.transposed)
+        for one in tower_tensors(c.tower_config())
+    ]
 
 
 def unread(model: ModelConfig) -> re.Pattern[str]:

@@ -1,8 +1,10 @@
-"""Names of the vision tower's tensors in public files of Gemma 4."""
+"""The vision tower in public files of Gemma 4: its part of config.json, and the names of its tensors."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from diloco_jax.training.convert.keys import check_keys
+from diloco_jax.training.convert.table import HARMLESS
 from diloco_jax.training.models.tower import TowerConfig
 
 TOWER, TO_TEXT = "model.vision_tower", "model.embed_vision.embedding_projection.weight"
@@ -24,6 +26,24 @@ NORMS = {
     "norm_mlp": "pre_feedforward_layernorm",
     "norm_mlp_out": "post_feedforward_layernorm",
 }
+# From our argument to the key of vision_config with the kind of its value.
+KEYS = {
+    "dim": ("hidden_size", "count"),
+    "num_layers": ("num_hidden_layers", "count"),
+    "num_heads": ("num_attention_heads", "count"),
+    "head_dim": ("head_dim", "count"),
+    "mlp_dim": ("intermediate_size", "count"),
+    "patch_size": ("patch_size", "count"),
+    "pool": ("pooling_kernel_size", "count"),
+    "positions": ("position_embedding_size", "count"),
+    "norm_epsilon": ("rms_norm_eps", "number"),
+    "clipped": ("use_clipped_linears", "switch"),
+    "standardize": ("standardize", "switch"),
+}
+KEY_HEADS, ACTIVATION, ROPE, THETA = "num_key_value_heads", "hidden_activation", "rope_parameters", "rope_theta"
+GELU, AXIAL = "gelu_pytorch_tanh", "axial"
+# Keys that transformers does not read.
+UNREAD = {"max_position_embeddings", "default_output_length", "global_head_dim"}
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
@@ -39,6 +59,34 @@ class TowerTensor(NamedTuple):
     hf_shape: tuple[int, ...]
     # True if their tensors are matrices [out, in], and ours [in, out].
     transposed: bool
+
+
+def read_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of our tower for a vision_config; ValueError names what the tower does not have."""
+    where = "gemma4, vision_config"
+    kinds = {**dict(KEYS.values()), KEY_HEADS: "count", ACTIVATION: "text", ROPE: "object"}
+    check_keys(config, kinds, HARMLESS | UNREAD, where)
+    keys = {key: value for key, value in config.items() if value is not None}
+    rope = keys.get(ROPE, {})
+    check_keys(rope, {"rope_type": "text", THETA: "number"}, (), f"{where}, {ROPE}")
+    usual = TowerConfig()
+    args = {ours: keys.get(theirs, getattr(usual, ours)) for ours, (theirs, _) in KEYS.items()}
+    args["rope_theta"] = float(rope.get(THETA, usual.rope_theta))
+    for key, value, wanted in (
+        (ACTIVATION, keys.get(ACTIVATION, GELU), GELU),
+        (KEY_HEADS, keys.get(KEY_HEADS, usual.num_heads), args["num_heads"]),
+        ("rope_type", rope.get("rope_type", AXIAL), AXIAL),
+    ):
+        if value != wanted and (key, value) != ("rope_type", "default"):
+            raise ValueError(f"config.json of {where}: {key} is {value!r:.80}, but the tower supports only {wanted!r}")
+    return {ours: value for ours, value in args.items() if value != getattr(usual, ours)}
+
+
+def write_tower(c: TowerConfig) -> dict[str, Any]:
+    """Return the vision_config of our tower."""
+    found: dict[str, Any] = {"model_type": "gemma4_vision", ACTIVATION: GELU, KEY_HEADS: c.num_heads}
+    found |= {theirs: getattr(c, ours) for ours, (theirs, _) in KEYS.items()}
+    return {**found, ROPE: {"rope_type": AXIAL, THETA: c.rope_theta}}
 
 
 def tower_tensors(c: TowerConfig) -> Iterator[TowerTensor]:

@@ -23,7 +23,7 @@ from diloco_jax.training.convert.families import family_name, from_hf
 from diloco_jax.training.convert.mxfp4 import BLOCKS, MXFP4, SCALES, shape_of, unpack
 from diloco_jax.training.convert.table import FAMILIES, MERGED, OUTSIDE
 from diloco_jax.training.convert.tensors import Mapped, tensors, unread
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -34,13 +34,15 @@ READ = ("F32", "BF16", "F16")
 WRITTEN = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
 # Tensors that a model may have beyond those that we need: computed ones, and a head that equals the embedding.
 SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")
-# In a model of images and text, the text model's tensors have this prefix, and those of SEEING are skipped.
+# In a model of images and text, the text model's tensors have this prefix. Those of SEEING are read only if our model
+# has a tower too, and those of HEARING never.
 TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
 # A model that was saved without its head has names without the usual prefix.
 BASE = re.compile(r"(embed_tokens|layers|norm)\.")
 SEEING = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio|vision_embedder)\."
 )
+HEARING = re.compile(r"model\.(audio_tower|embed_audio)\.")
 # The largest file that is written, unless one tensor is larger.
 SHARD_BYTES = 5_000_000_000
 # Bytes that are transposed, rounded or compared at a time.
@@ -78,8 +80,11 @@ class Weights:
         self.folder = Path(folder)
         self.config = _read_json(self.folder / CONFIG_FILE)
 
-    def model(self) -> ModelConfig:
+    def model(self, images: bool = False) -> ModelConfig:
         """Return our model for these weights: the one of config.json, with a separate head if the files have one.
+
+        Args:
+            images: whether to return the model with its vision tower, instead of its text alone.
 
         Raises:
             ValueError: as `from_hf`; or the files cannot be read.
@@ -92,7 +97,7 @@ class Weights:
                     f"(*{BLOCKS} with *{SCALES}); remove {QUANTIZATION}, or copy the model again"
                 )
             config = {key: value for key, value in config.items() if key != QUANTIZATION}
-        model = from_hf(config)
+        model = from_hf(config, images)
         if self._has_own_head(model):
             return replace(model, args={**model.args, "tie_embeddings": False})
         return model
@@ -101,7 +106,8 @@ class Weights:
         """List a model's parameters with their tensors in these files; ValueError as in `tensors`."""
         # Some files have a layer's experts in one tensor, although the usual ones of the family do not.
         merged = any(name.endswith(MERGED["experts_up"]) for name in self._tensors)
-        return tensors(model, family_name(self.config), merged)
+        made = tensors(model, family_name(self.config), merged)
+        return [replace(mapped, hf=tuple(map(_name_of, mapped.hf))) for mapped in made]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,8 +121,6 @@ class Weights:
         for path in self._listed():
             with _opened(path) as file:
                 for own in file.keys():  # noqa: SIM118  (not a mapping)
-                    if SEEING.match(own):
-                        continue
                     part, name = file.get_slice(own), _name_of(own)
                     if name in found:
                         other, twin = found[name][:2]
@@ -184,15 +188,17 @@ class Weights:
         """
         made = sorted(self.tensors(model), key=lambda mapped: mapped.path)
         needed = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
-        shapes, skipped = self.shapes, unread(model)
-        for stored in self._tensors.values():
-            if stored.dtype not in READ and not stored.scales:
+        shapes, shared = self.shapes, unread(model)
+        skipped = HEARING if model.module == SEEING_DECODER else SEEING
+        for name, stored in self._tensors.items():
+            if stored.dtype not in READ and not (stored.scales or skipped.match(name)):
                 raise ValueError(
                     f"tensor {stored.own} of {stored.path} is {stored.dtype}; only {', '.join(READ)} are read"
                 )
         for name in sorted(needed.keys() | shapes):
             found, wanted = shapes.get(name), needed.get(name)
-            if found != wanted and not (wanted is None and (SPARE.fullmatch(name) or skipped.fullmatch(name))):
+            spare = SPARE.fullmatch(name) or shared.fullmatch(name) or skipped.match(name)
+            if found != wanted and not (wanted is None and spare):
                 lacking = sum(other not in shapes for other in needed)
                 raise ValueError(
                     f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, but the "
@@ -253,7 +259,9 @@ def _parts(stored: Stored) -> Iterator[tuple[int | EllipsisType, np.ndarray]]:
 
 
 def _name_of(own: str) -> str:
-    """Return the name that a tensor has in a model of text only."""
+    """Return the name that a tensor has in a model of text only, or that of a tower with its usual prefix."""
+    if SEEING.match(own):
+        return f"model.{own.removeprefix('model.')}"
     name = TEXT.sub("model.", own).replace(f"model.{HEAD}", HEAD)
     return f"model.{name}" if BASE.match(name) else name
 

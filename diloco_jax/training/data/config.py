@@ -183,6 +183,11 @@ class DataConfig:
         return any(part.format == "images" for part in (*self.sources.values(), *self.evaluation.values()))
 
     @property
+    def soft_tokens(self) -> int:
+        """Return the soft tokens that the image of each sample is padded to; 0 without images."""
+        return self.images.soft_tokens if self.with_images else 0
+
+    @property
     def remote(self) -> bool:
         """Return whether a source must be downloaded as a whole before it can be read."""
         return any("://" in part.path for part in (*self.sources.values(), *self.evaluation.values()))

@@ -18,8 +18,8 @@ from diloco_jax.core.kinds import LAYER_AXES
 from diloco_jax.training.blockwise import BITS, BLOCK, Blockwise
 from diloco_jax.training.models.config import LoraConfig
 from diloco_jax.training.models.layers import Linear
-from diloco_jax.training.models.variables import Frozen, path_of
 from diloco_jax.training.sharding import LogicalAxes, gather
+from diloco_jax.training.variables import Frozen, path_of
 
 # The target that stands for all linear maps of a layer.
 ALL = "all"

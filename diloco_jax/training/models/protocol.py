@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 
 from diloco_jax.training.models.config import OWN, LoraConfig
 from diloco_jax.training.models.lora import adapt
-from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.state import Batch, Metrics, Params
+from diloco_jax.training.variables import path_of, prepare
 
 # The static structure of a module.
 GraphDef = nnx.GraphDef[Any]

@@ -18,6 +18,7 @@ from flax import nnx
 from flax.core import FrozenDict, freeze
 from jaxtyping import Array, Bool, Float, Int32
 
+from diloco_jax.training.data.sample import PATCHES, POSITIONS
 from diloco_jax.training.models.attention import Seeing, attend
 from diloco_jax.training.models.block import Block, Places, places_of
 from diloco_jax.training.models.decoder import Decoder, Inputs
@@ -26,9 +27,6 @@ from diloco_jax.training.models.protocol import config_from_args
 from diloco_jax.training.models.tower import TowerConfig, VisionTower
 from diloco_jax.training.sharding import constrain
 from diloco_jax.training.state import Batch
-
-# The names of a batch's arrays of images.
-PATCHES, POSITIONS = "patches", "patch_positions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +109,7 @@ class SeeingDecoder(Decoder):
     def inputs(self, batch: Batch, table: Float[Array, "v d"] | None = None) -> Inputs:
         """Return the input of the layers for the `tokens` of a batch and its images.
 
-        A place of `image_token` for which the images have no soft token gets NaN.
+        A place of `image_token` gets NaN if the images have too few soft tokens.
         """
         if PATCHES not in batch:
             return super().inputs(batch, table)

@@ -25,9 +25,9 @@ from diloco_jax.training.models.config import DECODER, LoraConfig, ModelConfig
 from diloco_jax.training.models.layers import Linear
 from diloco_jax.training.models.lora import Adapter
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
-from diloco_jax.training.models.variables import frozen_variables
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.training.variables import frozen_variables
 from tests.tools.export.folders import model_of, public
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

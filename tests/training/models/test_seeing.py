@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.core.kinds import KNOWN, class_of
+from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import Seeing, attend
+from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 from diloco_jax.training.models.decoder import Decoder
+from diloco_jax.training.models.protocol import join_model, logical_axes, split_model
 from diloco_jax.training.models.seeing import SeeingDecoder
+from diloco_jax.training.sharding import MeshConfig, MeshLayout, make_mesh, use_layout
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -176,3 +181,53 @@ def test_every_parameter_but_constants_has_a_gradient() -> None:
 def test_impossible_options_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**changes)
+
+
+def test_a_mesh_computes_what_one_device_does() -> None:
+    model, batch = build(**KINDS), on_device(batch_of())
+    axes = logical_axes(model)
+    graphdef, params = split_model(model)
+
+    def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        return join_model(graphdef, params).loss(batch)[0]  # type: ignore[operator]
+
+    want, each = jax.jit(jax.value_and_grad(loss))(params, batch)
+    layout = MeshLayout(make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4]))
+    shardings = {path: layout.sharding(value.shape, axes[path]) for path, value in params.items()}
+    rows = {
+        name: jax.device_put(value, layout.sharding(value.shape, ("batch", *[None] * (value.ndim - 1))))
+        for name, value in batch.items()
+    }
+
+    def program(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> Any:
+        with use_layout(layout):
+            return jax.value_and_grad(loss)(params, batch)
+
+    found, got = jax.jit(program, out_shardings=(None, shardings))(jax.device_put(params, shardings), rows)
+    assert float(found) == pytest.approx(float(want), rel=1e-5)
+    for path, value in got.items():
+        np.testing.assert_allclose(value, each[path], atol=2e-4, err_msg=path)
+    kernel = params["tower/blocks/0/down/kernel"]
+    assert np.prod(shardings["tower/blocks/0/down/kernel"].shard_shape(kernel.shape)) == kernel.size / 4
+
+
+def test_flops_are_those_of_the_text_and_of_all_patches() -> None:
+    model = ModelConfig(module=SEEING_DECODER, args={**SIZES, **KINDS})
+    text = model_flops(ModelConfig(args=PLAIN | KINDS_OF_TEXT), {}, 3, 20).flops
+    # Two soft tokens are 18 patches of 12 numbers. A layer of the tower has 4 x 16 x 16 + 3 x 16 x 24 weights.
+    tower = 18 * (12 * 16 + 4 * 16 * 16 + 3 * 16 * 24) + 2 * 16 * 16
+    assert model_flops(model, {}, 3, 20, 2).flops == text + 3 * 3 * (2 * tower + 4 * 18 * 18 * 16)
+    assert model_flops(model, {}, 3, 20).flops == text
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("tower/blocks/0/q/kernel", "attention"),
+        ("tower/blocks/0/gate/kernel", "mlp"),
+        ("tower/blocks/0/norm_mlp/scale", "norm"),
+        ("tower/embed_positions", "embedding"),
+    ],
+)
+def test_tensors_of_the_tower_are_of_known_classes(path: str, kind: str) -> None:
+    assert class_of(path, KNOWN) == kind
