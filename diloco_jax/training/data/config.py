@@ -45,7 +45,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesConfig:
-    """How images with texts become samples, for format images."""
+    """Settings of samples made from images with texts, for format images."""
 
     soft_tokens: int = 280
     """The most tokens of the model for one image, which keeps its aspect ratio; Gemma 4 knows 70, 140, 280, 560 and
@@ -87,7 +87,7 @@ class DataConfig:
     """A folder with tokenizer.json, train:SIZE or bytes, for text or images that become a store; for format tokens, the
     tokenizer that produced the ids. A store contains its tokenizer."""
     images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
-    """How images with texts become samples, for format images."""
+    """Settings of samples made from images with texts, for format images."""
     documents: Literal["joined", "separate", "whole"] = "joined"
     """joined: windows may span documents. separate: the same windows, but attention and loss stay within a document.
     whole: like separate, but only a document longer than a window is cut; samples end with padding."""
