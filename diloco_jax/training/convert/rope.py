@@ -54,11 +54,11 @@ def write_rope(c: DecoderConfig, full: DecoderConfig, local: DecoderConfig, fami
     if family.rope == "each" or (family.rope == "local" and local.rope_scaling != "none" and local.window):
         each = {FULL: full, SLIDING: local}
         return {
-            "rope_parameters": {kind: {"rope_theta": one.rope_theta, **_settings(one)} for kind, one in each.items()}
+            "rope_parameters": {kind: {"rope_theta": _base(one), **_settings(one)} for kind, one in each.items()}
         }
-    found: dict[str, Any] = {"rope_theta": full.rope_theta}
+    found: dict[str, Any] = {"rope_theta": _base(full)}
     if family.rope == "local":
-        found["rope_local_base_freq"] = c.rope_theta_local or local.rope_theta
+        found["rope_local_base_freq"] = c.rope_theta_local or _base(local)
     settings = _settings(full)
     if BETA in family.rope_keys:
         settings |= {BETA: full.query_beta, LENGTH: full.rope_length}
@@ -68,6 +68,11 @@ def write_rope(c: DecoderConfig, full: DecoderConfig, local: DecoderConfig, fami
     # Some families scale wavelengths if config.json has no settings.
     needed = len(settings) > 1 or "rope_parameters" in family.defaults
     return found | ({"rope_scaling": settings} if needed else {})
+
+
+def _base(c: DecoderConfig) -> float:
+    """Return the base; a layer without positions gets the usual one, because in transformers 0 gives NaN."""
+    return c.rope_theta or USUAL_THETA
 
 
 def _settings(c: DecoderConfig) -> dict[str, Any]:

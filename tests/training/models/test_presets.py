@@ -86,6 +86,7 @@ def test_own_arguments_replace_those_of_a_preset_and_survive_a_file() -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; the decoder has"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "lacks 'short_factor'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0; it must be a finite number above 0"),
         ({"is_causal": False}, "is_causal is False, but the decoder supports only True"),
         ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
         ({"num_attention_heads": "many"}, "config.json of llama"),
@@ -103,6 +104,7 @@ def test_a_config_of_another_kind_is_refused(changes: dict[str, Any], message: s
     [
         ({}, "model.args.embed_scale is True, but models of llama"),
         ({"preset": "gemma3-1b", "args": {"attention_cap": 50.0}}, "model.args.attention_cap is 50.0"),
+        ({"preset": "qwen3-0.6b", "args": {"rope_theta": 0.0}}, "rope_theta is 0.0, but models of qwen3"),
         ({"module": "my.models:Net"}, "'my.models:Net', which has no family"),
         ({"preset": "qwen3-06b"}, "did you mean qwen3-0.6b?"),
         ({"preset": "qwen3-0.6b", "module": "own"}, "the islands bring the model"),
