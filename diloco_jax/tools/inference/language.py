@@ -82,7 +82,7 @@ class Language:
             how: Writing,
         ) -> Any:
             model: Any = evaluator.model(params, other)
-            options = {"temperature": how.temperature, "top_p": how.top_p, "ids": tokenizer.vocab_size}
+            options: dict[str, Any] = {"temperature": how.temperature, "top_p": how.top_p, "ids": tokenizer.vocab_size}
             if images:
                 options["arrays"] = images
             return model.generate(tokens, piece, key, length=length, context=self.context, **options)

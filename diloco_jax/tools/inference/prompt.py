@@ -9,12 +9,11 @@ import numpy as np
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.images import PATCH, POOL, cut_image
 from diloco_jax.training.data.pictures import Broken, decode
-from diloco_jax.training.data.sample import PATCHES, POSITIONS
+from diloco_jax.training.data.sample import PATCHES, POSITIONS, Sample
 from diloco_jax.training.data.tokenizer import Tokenizer
 from diloco_jax.training.models.config import SEEING_DECODER
 from diloco_jax.training.models.protocol import config_from_args
 from diloco_jax.training.models.seeing import SeeingConfig
-from diloco_jax.training.state import Batch
 
 
 class Prompt(NamedTuple):
@@ -22,7 +21,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     # The arrays of its images in a batch of one sample; empty without images.
-    arrays: Batch
+    arrays: Sample
 
 
 def prompt_of(config: RunConfig, tokenizer: Tokenizer, text: str, files: Sequence[Path]) -> Prompt:

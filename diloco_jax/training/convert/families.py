@@ -213,7 +213,10 @@ def _tower_to_hf(model: ModelConfig) -> dict[str, Any]:
     if text["model_type"] != TEXT_OF_TOWER:
         raise ValueError(f"the text of the model is one of {text['model_type']}, but only {WITH_TOWER} has our tower")
     layers = of_layers(c)
-    sees, windows = [layer.see_images for layer in layers], [layer.window > 0 for layer in layers]
+    sees, windows = (
+        [isinstance(layer, SeeingConfig) and layer.see_images for layer in layers],
+        [layer.window > 0 for layer in layers],
+    )
     if any(sees) and sees != windows:
         raise ValueError(
             f"model.args.see_images is true in {sum(sees)} layers, but models of {WITH_TOWER} in transformers have it "

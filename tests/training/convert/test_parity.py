@@ -16,7 +16,7 @@ import pytest
 from diloco_jax.training.convert.families import family_name, from_hf, to_hf
 from diloco_jax.training.convert.table import FAMILIES
 from diloco_jax.training.convert.weights import WRITTEN, Weights, write_weights
-from diloco_jax.training.models.config import ModelConfig, presets
+from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig, presets
 from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
 from tests.training.convert.cases import ALWAYS, GEMMA4, LIST, MINISTRAL
@@ -244,7 +244,7 @@ def test_presets_are_what_configs_of_transformers_say(name: str) -> None:
     described = to_hf(model)
     theirs = transformers.AutoConfig.for_model(**described)
     assert theirs.architectures == [described["architectures"][0]]
-    assert decoder_of(from_hf(theirs.to_dict())) == decoder_of(model)
+    assert decoder_of(from_hf(theirs.to_dict(), images=model.module == SEEING_DECODER)) == decoder_of(model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
