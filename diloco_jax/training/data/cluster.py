@@ -128,7 +128,7 @@ def _tokenizer_files(tokenizer: str) -> dict[str, str]:
 
 
 def _versions() -> str:
-    """Return the versions on which the ids of a text depend, beside the tokenizer's files."""
+    """Return the versions that decide the ids of a text, together with the tokenizer's files."""
     return f"diloco-jax {RELEASE} with tokenizers {tokenizers.__version__}"
 
 
