@@ -249,7 +249,7 @@ def _dtype(tokenizer: Tokenizer) -> str:
 
 
 class EncodedPart(NamedTuple):
-    """What a store has of a part beside its tokens."""
+    """Description of a part of a store, beside its tokens."""
 
     # The ends of its documents as their file has them.
     ends: bytes
