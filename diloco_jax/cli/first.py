@@ -95,7 +95,18 @@ def _tokenize_options(parser: Parser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
     parser.add_argument("--field", default="text", help="column or key with the text; default: text")
     parser.add_argument("--patterns", nargs="+", default=["*"], help="which files of a folder, such as *.py")
-    parser.add_argument("--workers", type=int, help="processes; default: one on each core")
+    parser.add_argument("--workers", type=int, help="processes, or tasks at a time; default: one on each core")
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="local: processes of this machine, the default; ray: tasks of a Ray cluster, which writes the same files",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT|auto",
+        help="the Ray cluster; default: a new one on this machine, which ends with the command",
+    )
 
 
 @command(
@@ -107,12 +118,16 @@ def tokenize(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from diloco_jax.training.data.cluster import on_ray
     from diloco_jax.training.data.documents import TextSource
     from diloco_jax.training.data.store import read_facts
     from diloco_jax.training.data.tokenizing import build_store
 
     if arguments.workers is not None and arguments.workers < 1:
         raise ValueError(f"--workers is {arguments.workers}; use 1 or more, or leave it out for one per core")
+    if arguments.address and arguments.engine != "ray":
+        raise ValueError(f"--address is {arguments.address}, but --engine is local; add --engine ray, or remove it")
+    engine = on_ray(arguments.address or "", arguments.workers or 0) if arguments.engine == "ray" else None
     source = TextSource(arguments.source, "", tuple(arguments.patterns), arguments.field)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
@@ -123,7 +138,7 @@ def tokenize(arguments: argparse.Namespace) -> int:
         def tell(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        out = build_store(source, arguments.tokenizer, Path(arguments.out), arguments.workers or 0, tell)
+        out = build_store(source, arguments.tokenizer, Path(arguments.out), arguments.workers or 0, tell, engine)
     facts = read_facts(out)
     told = {name: facts[name] for name in ("tokens", "documents", "bytes", "vocab_size", "tokenizer")}
     told |= {name: facts[name] for name in ("rows_left_out", "documents_replaced") if name in facts}

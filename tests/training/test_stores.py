@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -457,7 +458,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tokenizing, "TOKENS_NAME", "/dev/full")
     part = tokenizing.StorePart(0, tuple(list_pieces(TextSource(write_jsonl(tmp_path)))[0]), "bytes", tmp_path)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
-        tokenizing._make([part], 1, None)
+        tokenizing._make([part], partial(tokenizing._in_processes, 1), None)
 
 
 def test_a_folder_of_something_else_is_left_alone(made: Path, tmp_path: Path) -> None:

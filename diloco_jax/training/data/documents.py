@@ -81,12 +81,12 @@ def file_system(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def needs(name: str) -> Any:
-    """Import a module of the extra `data`; ValueError if it is missing."""
+def needs(name: str, extra: str = "data") -> Any:
+    """Import a module of an extra; ValueError if it is missing."""
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
-        raise ValueError(f"{name.split('.')[0]} is missing; {install_hint('data')}") from error
+        raise ValueError(f"{name.split('.')[0]} is missing; {install_hint(extra)}") from error
 
 
 def time_of(info: Mapping[str, Any]) -> Any:

@@ -9,12 +9,13 @@ import multiprocessing as mp
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -62,13 +63,25 @@ class StorePart(NamedTuple):
         return sum(piece.size for piece in self.pieces)
 
 
-def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0, tell: Tell | None = None) -> Path:
+# Builds parts in any order, and yields the size of each one in bytes after its files are written.
+Engine = Callable[[Sequence[StorePart]], Generator[int, None, None]]
+
+
+def build_store(
+    source: TextSource,
+    tokenizer: str,
+    out: Path,
+    workers: int = 0,
+    tell: Tell | None = None,
+    engine: Engine | None = None,
+) -> Path:
     """Build the token store of a source, or continue an interrupted build; return `out`.
 
     Args:
         tokenizer: a folder with tokenizer.json, train:SIZE, or bytes.
         workers: processes; 0 for one per core.
         tell: is called with the progress.
+        engine: builds the parts instead of the processes of this machine.
 
     Raises:
         ValueError: the source cannot be read or has no text, or `out` has other files.
@@ -86,7 +99,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
         made = _tokenizer(tokenizer, pieces, out, tell)
         name = BYTES if made.folder is None else str(out)
         parts = [StorePart(number, part, name, out) for number, part in enumerate(_parts(pieces))]
-        _make(parts, workers or len(os.sched_getaffinity(0)), tell)
+        _make(parts, engine or partial(_in_processes, workers or len(os.sched_getaffinity(0))), tell)
         files = [json.loads((out / PART_NAME.format(part.number)).read_text()) for part in parts]
         if not any(file["tokens"] for file in files):
             raise ValueError(f"'{source.path}' has no text: all its documents are empty; name another source")
@@ -180,14 +193,24 @@ def _parts(pieces: Sequence[SourcePiece]) -> list[tuple[SourcePiece, ...]]:
     return [tuple(part) for part in parts]
 
 
-def _make(parts: Sequence[StorePart], workers: int, tell: Tell | None) -> None:
-    """Build the missing parts in several processes."""
+def _make(parts: Sequence[StorePart], engine: Engine, tell: Tell | None) -> None:
+    """Build the missing parts."""
     total, done, missing = sum(part.size for part in parts), 0, []
     for part in parts:
         if _is_made(part):
             done += part.size
         else:
             missing.append(part)
+    # An error of `tell` ends the engine's work too.
+    with closing(engine(missing)) as made:
+        for size in itertools.chain((0,), made):
+            done += size
+            if tell:
+                tell("tokens", done, total)
+
+
+def _in_processes(workers: int, missing: Sequence[StorePart]) -> Generator[int, None, None]:
+    """Build parts in several processes of this machine."""
     workers = min(workers, len(missing))
     with ExitStack() as stack:
         made: Iterable[int] = map(_make_part, missing)
@@ -196,10 +219,7 @@ def _make(parts: Sequence[StorePart], workers: int, tell: Tell | None) -> None:
             stack.callback(pool.shutdown, cancel_futures=True)
             made = (future.result() for future in as_completed([pool.submit(_make_part, part) for part in missing]))
         try:
-            for size in itertools.chain((0,), made):
-                done += size
-                if tell:
-                    tell("tokens", done, total)
+            yield from made
         except BrokenProcessPool as error:
             message = "a worker was killed, perhaps because memory ran out; run it again with fewer --workers"
             raise ValueError(message) from error
@@ -235,30 +255,52 @@ def _dtype(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
 
 
-def _make_part(part: StorePart) -> int:
-    """Write the tokens of a part, the ends of its documents and finally its facts; return its size in bytes."""
-    made, hasher = open_tokenizer(part.tokenizer), xxhash.xxh3_64()
-    dtype, ends, bytes_, tokens = np.dtype(_dtype(made)).newbyteorder("<"), [], 0, 0
+class EncodedPart(NamedTuple):
+    """Description of a part of a store, beside its tokens."""
+
+    # The ends of its documents as their file has them.
+    ends: bytes
+    # Counts, and the digest of tokens and ends.
+    facts: dict[str, Any]
+
+
+def encode_part(pieces: Sequence[SourcePiece], tokenizer: Tokenizer, file: BinaryIO) -> EncodedPart:
+    """Write the tokens of a part's documents to a file."""
+    hasher = xxhash.xxh3_64()
+    dtype, ends, bytes_, tokens = np.dtype(_dtype(tokenizer)).newbyteorder("<"), [], 0, 0
     left_out = replaced = 0
+    for text in itertools.chain.from_iterable(map(read_documents, pieces)):
+        ids = tokenizer.encode_document(text)
+        raw = np.asarray(ids, dtype).tobytes()
+        hasher.update(raw)
+        file.write(raw)
+        tokens += len(ids)
+        bytes_ += len(text.encode())
+        ends += [tokens] * bool(ids)
+        left_out += not ids
+        replaced += REPLACEMENT in text
+    raw = np.asarray(ends, "<u8").tobytes()
+    hasher.update(raw)
+    facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
+    return EncodedPart(raw, facts | {"rows_left_out": left_out, "documents_replaced": replaced})
+
+
+def write_part(part: StorePart, write_tokens: Callable[[BinaryIO], EncodedPart]) -> int:
+    """Write the files of a part, its facts last, so that an interrupted part is made again; return its size in bytes.
+
+    Args:
+        write_tokens: writes the tokens to a file, and returns the rest of the part.
+    """
     try:
         with (part.out / TOKENS_NAME.format(part.number)).open("wb") as file:
-            for text in itertools.chain.from_iterable(map(read_documents, part.pieces)):
-                ids = made.encode_document(text)
-                raw = np.asarray(ids, dtype).tobytes()
-                hasher.update(raw)
-                file.write(raw)
-                tokens += len(ids)
-                bytes_ += len(text.encode())
-                ends += [tokens] * bool(ids)
-                left_out += not ids
-                replaced += REPLACEMENT in text
-        raw = np.asarray(ends, "<u8").tobytes()
-        hasher.update(raw)
-        (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(raw)
-        facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
-        facts |= {"rows_left_out": left_out, "documents_replaced": replaced}
-        write_whole(part.out / PART_NAME.format(part.number), json.dumps(facts))
+            encoded = write_tokens(file)
+        (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(encoded.ends)
+        write_whole(part.out / PART_NAME.format(part.number), json.dumps(encoded.facts))
     except OSError as error:
         # For a full disk, Python does not name the file.
         raise OSError(error.errno, error.strerror, error.filename or str(part.out)) from error
     return part.size
+
+
+def _make_part(part: StorePart) -> int:
+    return write_part(part, partial(encode_part, part.pieces, open_tokenizer(part.tokenizer)))

@@ -1,0 +1,169 @@
+"""Tokenizing on a Ray cluster: tasks encode the parts of a store, and this process writes their files.
+
+Only this process needs the folder of the store. The tasks get the tokenizer from it, and read the source themselves, so
+all nodes must see the source: a URL, or a folder that they mount.
+"""
+
+import io
+import itertools
+import os
+import socket
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import tokenizers
+
+from diloco_jax.protocol.releases import RELEASE
+from diloco_jax.training.data.documents import SourcePiece, needs
+from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILES, open_tokenizer
+from diloco_jax.training.data.tokenizing import EncodedPart, Engine, StorePart, encode_part, write_part
+
+# How often Ray starts a task again whose worker or node was lost.
+RETRIES_MAX = 3
+# The longest wait for a connection to the cluster.
+REACH_S = 10.0
+# Parts per core that are in work, or wait in the cluster's memory to be written.
+PARTS_PER_CORE = 2
+
+
+def on_ray(address: str, workers: int) -> Engine:
+    """Return an engine of `build_store` that runs on a Ray cluster.
+
+    Args:
+        address: HOST:PORT of the cluster, or `auto` for the one that runs here; "" starts one on this machine.
+        workers: the most tasks at a time; 0 for one on each core of the cluster.
+
+    Raises:
+        ValueError: Ray is missing. The engine itself raises it if the cluster cannot be reached, if a task fails, or if
+            workers are lost again and again.
+    """
+    # Ray reads these when it is imported. Without them it repeats a task forever whose node has no memory left, and
+    # sends statistics to a server that the network may block.
+    os.environ.setdefault("RAY_task_oom_retries", str(RETRIES_MAX))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = needs("ray", "ray")
+
+    def engine(parts: Sequence[StorePart]) -> Generator[int, None, None]:
+        if not parts:
+            return
+        with _connected(ray, address, workers) as cores:
+            # Tasks on all cores of a cluster of others would ignore a smaller --workers.
+            yield from _make(ray, parts, workers if address and workers else PARTS_PER_CORE * cores)
+
+    return engine
+
+
+@contextmanager
+def _connected(ray: Any, address: str, workers: int) -> Iterator[int]:
+    """Yield the number of cores of the cluster; at the end close it, or only the connection if it was there before."""
+    how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    # Each task has one core.
+    how["runtime_env"] = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
+    if ":" in address:
+        _check_reachable(address)
+    if not address:
+        how |= {"num_cpus": workers or len(os.sched_getaffinity(0)), "include_dashboard": False}
+    try:
+        ray.init(address=address or "local", **how)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _no_cluster(address or "local", error) from error
+    try:
+        cores = int(ray.cluster_resources().get("CPU", 0))
+        if cores < 1:
+            raise ValueError(
+                f"the Ray cluster at {address} has no cores; add a node with ray start --address {address}"
+            )
+        yield cores
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address where nothing listens, because Ray would try it for minutes and write to the terminal."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), REACH_S).close()
+    except (OSError, OverflowError, ValueError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> ValueError:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ValueError(
+        f"there is no Ray cluster at --address {address} ({first}); start it with ray start --head, or leave "
+        "--address out"
+    )
+
+
+def _make(ray: Any, parts: Sequence[StorePart], at_once: int) -> Iterator[int]:
+    """Build parts in tasks, at most `at_once`, which bounds memory, and write each as soon as it is there."""
+    files = ray.put(_tokenizer_files(parts[0].tokenizer))
+    task = ray.remote(max_retries=RETRIES_MAX, num_cpus=1)(_encoded)
+    todo, running = iter(parts), dict[Any, StorePart]()
+    while True:
+        for part in itertools.islice(todo, at_once - len(running)):
+            running[task.remote(part.pieces, files, _versions())] = part
+        if not running:
+            return
+        for done in ray.wait(list(running))[0]:
+            part = running.pop(done)
+            tokens, encoded = _result(ray, done, part)
+
+            def write(file: BinaryIO, tokens: bytes = tokens, encoded: EncodedPart = encoded) -> EncodedPart:
+                file.write(tokens)
+                return encoded
+
+            yield write_part(part, write)
+
+
+def _tokenizer_files(tokenizer: str) -> dict[str, str]:
+    """Return the tokenizer's files with their contents by name; none for bytes."""
+    if tokenizer == BYTES:
+        return {}
+    found = [Path(tokenizer) / name for name in TOKENIZER_FILES]
+    return {path.name: path.read_text(encoding="utf-8") for path in found if path.exists()}
+
+
+def _versions() -> str:
+    """Return the versions that decide the ids of a text, together with the tokenizer's files."""
+    return f"diloco-jax {RELEASE} with tokenizers {tokenizers.__version__}"
+
+
+def _encoded(pieces: Sequence[SourcePiece], files: dict[str, str], wanted: str) -> tuple[bytes, EncodedPart]:
+    """Encode a part on a worker; return its tokens and the rest of it."""
+    if (here := _versions()) != wanted:
+        raise ValueError(f"a node of the Ray cluster has {here}, this process {wanted}; install the same on every node")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        made = open_tokenizer(folder if files else BYTES)
+    file = io.BytesIO()
+    encoded = encode_part(pieces, made, file)
+    return file.getvalue(), encoded
+
+
+def _result(ray: Any, done: Any, part: StorePart) -> tuple[bytes, EncodedPart]:
+    try:
+        tokens, encoded = ray.get(done)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, OSError):
+            raise ValueError(
+                f"a node of the Ray cluster cannot read {cause.filename or part.pieces[0].url} ({cause.strerror}); "
+                "name a folder that all nodes mount, or a URL such as gs://bucket/folder"
+            ) from error
+        if isinstance(cause, ValueError):
+            raise ValueError(str(cause)) from error
+        raise ValueError(
+            f"a task of the Ray cluster failed: {str(cause).strip().splitlines()[-1]}; install this version of "
+            "diloco-jax with the extras data and ray on every node"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise ValueError(
+            f"the workers of part {part.number} were lost {RETRIES_MAX + 1} times ({type(error).__name__}), perhaps "
+            "because memory ran out; run it again with fewer --workers"
+        ) from error
+    return tokens, EncodedPart(*encoded)
