@@ -53,9 +53,7 @@ def write_rope(c: DecoderConfig, full: DecoderConfig, local: DecoderConfig, fami
     """
     if family.rope == "each" or (family.rope == "local" and local.rope_scaling != "none" and local.window):
         each = {FULL: full, SLIDING: local}
-        return {
-            "rope_parameters": {kind: {"rope_theta": _base(one), **_settings(one)} for kind, one in each.items()}
-        }
+        return {"rope_parameters": {kind: {"rope_theta": _base(one), **_settings(one)} for kind, one in each.items()}}
     found: dict[str, Any] = {"rope_theta": _base(full)}
     if family.rope == "local":
         found["rope_local_base_freq"] = c.rope_theta_local or _base(local)
