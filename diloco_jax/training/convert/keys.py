@@ -20,6 +20,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a list of whole numbers of at least 0",
         lambda value: isinstance(value, list) and all(_whole(one) and one >= 0 for one in value),
     ),
+    "factors": (
+        "a list of finite numbers above 0",
+        lambda value: isinstance(value, list) and all(KINDS["above"][1](one) for one in value),
+    ),
     "list": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
 }
 

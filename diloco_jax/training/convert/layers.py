@@ -20,7 +20,7 @@ PER_LAYER = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 # Arguments that do nothing if rotary wavelengths are not scaled, and the base.
 OF_SCALING = {
     "rope_theta", "rope_scaling", "rope_factor", "rope_length", "rope_slow", "rope_fast", "rope_attention",
-    "rope_truncate",
+    "rope_truncate", "rope_short", "rope_long",
 }  # fmt: skip
 # The arguments of one layer.
 Layer = dict[str, Any]

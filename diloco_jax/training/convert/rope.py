@@ -62,6 +62,9 @@ def write_rope(c: DecoderConfig, full: DecoderConfig, local: DecoderConfig, fami
     settings = _settings(full)
     if BETA in family.rope_keys:
         settings |= {BETA: full.query_beta, LENGTH: full.rope_length}
+    if full.rope_scaling == "longrope" and LENGTH in family.defaults:
+        # In transformers, this key outside of the rotary settings takes precedence over the one inside.
+        found[LENGTH] = full.rope_length
     # Some families scale wavelengths if config.json has no settings.
     needed = len(settings) > 1 or "rope_parameters" in family.defaults
     return found | ({"rope_scaling": settings} if needed else {})
@@ -72,7 +75,8 @@ def _settings(c: DecoderConfig) -> dict[str, Any]:
     if c.rope_scaling == "none":
         return {"rope_type": "default"}
     found = {"rope_type": c.rope_scaling} | {key: getattr(c, ours) for ours, key in SCALINGS[c.rope_scaling].items()}
-    if c.rope_scaling == "yarn" and c.rope_attention:
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    if c.rope_scaling in ("yarn", "longrope") and c.rope_attention:
         found["attention_factor"] = c.rope_attention
     if c.rope_scaling == "yarn" and not c.rope_truncate:
         found["truncate"] = False
@@ -111,12 +115,18 @@ def _arguments(rope: Mapping[str, Any], keys: Mapping[str, Any], family: Family,
         if rope.get("factor", 1) != 1:
             raise ValueError(f"config.json of {name}: rope is {rope}; the decoder supports only factor 1.0")
         rope.setdefault(FRACTION, 1.0)
-    elif rope.get(FRACTION, 1) != 1:
+    elif rope.get(FRACTION, 1) != 1 and not (kind == "longrope" and FRACTION in family.known):
         raise ValueError(f"config.json: rope is {rope}; the decoder turns all of a head, partial_rotary_factor 1.0")
     if kind == "yarn":
         rope.setdefault("factor", keys["max_position_embeddings"] / rope[LENGTH])
         rope = {"beta_slow": 1, "beta_fast": 32, **rope}
         found |= {"rope_attention": _attention_factor(rope, name), "rope_truncate": rope.get("truncate", True)}
+    if kind == "longrope":
+        # Texts of a model that was never made longer are short.
+        rope.setdefault("factor", max(1.0, keys["max_position_embeddings"] / rope[LENGTH]))
+        if rope.get("attention_factor", 1) <= 0:
+            raise ValueError(f"config.json of {name}: attention_factor is {rope['attention_factor']}; use more than 0")
+        found["rope_attention"] = float(rope.get("attention_factor", 0.0))
     return found | {ours: rope[theirs] for ours, theirs in SCALINGS[kind].items()}
 
 

@@ -40,6 +40,8 @@ class Places(NamedTuple):
     positions: Int32[Array, "b t"] | None = None
     # The number of each token's text; None: all tokens belong to one text.
     segments: Int32[Array, "b t"] | None = None
+    # The number of tokens of a sequence that a cache receives in parts; 0: the tokens are the whole sequence.
+    length: int = 0
     # The number of each token's image, 0 for text; None: all tokens are text.
     images: Int32[Array, "b t"] | None = None
 
@@ -297,7 +299,9 @@ class Block(nnx.Module):
 
     def _rotated(self, x: Float[Array, "b t n h"], places: Places) -> Float[Array, "b t n h"]:
         c = self.config
-        return apply_rope(x, frequencies(c), places.positions, size_of(c)) if c.rope_theta else x
+        if not c.rope_theta:
+            return x
+        return apply_rope(x, frequencies(c, places.length or x.shape[1]), places.positions, size_of(c))
 
 
 def _scaled(y: Float[Array, "*b d"], factor: float) -> Float[Array, "*b d"]:

@@ -243,7 +243,7 @@ class Decoder(nnx.Module):
             x, places, vectors = self.inputs({"tokens": tokens[None], **arrays}, table)
             # The state of a delta layer must not see the padding behind a prompt.
             real = (jnp.arange(len(tokens), dtype=jnp.int32) <= last).astype(jnp.int32)[None] if has_state else None
-            places = places._replace(positions=positions[None], segments=real)
+            places = places._replace(positions=positions[None], segments=real, length=kept)
             x, _, caches = self._layers(x, places, vectors, caches)
             x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
             return self.drawable(self._logits(self.norm_final(x), table)[0, 0, :ids]), caches

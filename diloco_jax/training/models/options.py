@@ -100,14 +100,18 @@ class DecoderConfig:
     """Base in the layers with a window, which are not scaled then; 0 = the same as in other layers."""
     rope_fraction: float = 1.0
     """Share of a head that is rotated; the rest of the head has no positions."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"] = "none"
     """Scaling of wavelengths for longer texts: none, linear (all wavelengths), llama3 or yarn (only wavelengths with
-    few turns within rope_length), or proportional (none, but the wavelengths spread over the whole head although only
-    rope_fraction of it is rotated)."""
+    few turns within rope_length), longrope (each by its own factor), or proportional (none, but the wavelengths spread
+    over the whole head although only rope_fraction of it is rotated)."""
     rope_factor: float = 1.0
-    """Factor of the wavelengths' scaling."""
+    """Factor of the wavelengths' scaling; with longrope it decides only the usual rope_attention."""
     rope_length: int = 8192
-    """Length in tokens of the texts before scaling, for llama3 and yarn."""
+    """Length in tokens of the texts before scaling, for llama3, yarn and longrope."""
+    rope_short: tuple[float, ...] = ()
+    """With longrope, the factor of each wavelength in sequences of at most rope_length tokens."""
+    rope_long: tuple[float, ...] = ()
+    """The same in longer sequences; a sequence counts as a whole, with its padding and all documents in it."""
     rope_slow: float = 1.0
     """Turns within rope_length below which a wavelength is stretched in full."""
     rope_fast: float = 4.0
@@ -115,7 +119,8 @@ class DecoderConfig:
     rope_truncate: bool = True
     """With yarn, round the first and last wavelength that are stretched in part to whole numbers."""
     rope_attention: float = 0.0
-    """With yarn, the factor of queries and keys; 0 = 1 + 0.1 ln(rope_factor)."""
+    """With yarn and longrope, the factor of queries and keys; 0 = the usual one, which is 1 + 0.1 ln(rope_factor) with
+    yarn and sqrt(1 + ln(rope_factor) / ln(rope_length)) with longrope."""
     query_beta: float = 0.0
     """Multiply queries at position p by 1 + query_beta ln(1 + floor(p / rope_length)); 0 = do not."""
     window: int = 0
@@ -300,6 +305,18 @@ class DecoderConfig:
                 f"model.args.rope_fraction is {self.rope_fraction}; it must be in (0, 1], and rotate an even number of "
                 f"the {self.head_dim} numbers of a head"
             )
+        if self.rope_scaling != "longrope":
+            return
+        pairs = int(self.head_dim * self.rope_fraction) // 2
+        for name in ("rope_short", "rope_long"):
+            factors = getattr(self, name)
+            if len(factors) != pairs or not all(0 < factor < math.inf for factor in factors):
+                raise ValueError(
+                    f"model.args.{name} has {len(factors)} factors; longrope needs {pairs}, one for each rotated pair "
+                    "of a head, finite and above 0"
+                )
+        if self.rope_length < 2:
+            raise ValueError(f"model.args.rope_length is {self.rope_length}; longrope needs at least 2")
 
     def _check_mixture(self) -> None:
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:

@@ -28,20 +28,24 @@ def apply_rope(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=-1)
 
 
-def frequencies(c: DecoderConfig) -> Float[Array, " half"]:
-    """Return the frequencies, in radians per token, of a layer with these options."""
+def frequencies(c: DecoderConfig, length: int) -> Float[Array, " half"]:
+    """Return the frequencies, in radians per token, of a layer with these options in a sequence of `length` tokens."""
     half = int(c.head_dim * c.rope_fraction) // 2
     if c.rope_scaling == "proportional":
         # The rest of the head is paired as well, but with a frequency of 0, so it keeps its numbers.
         return jnp.pad(_plain(c.rope_theta, c.head_dim // 2)[:half], (0, c.head_dim // 2 - half))
+    if c.rope_scaling == "longrope":
+        return _plain(c.rope_theta, half) / jnp.array(c.rope_long if length > c.rope_length else c.rope_short)
     return _scaled(c, _plain(c.rope_theta, half))
 
 
 def size_of(c: DecoderConfig) -> float:
-    """Return the factor of queries and keys; yarn uses it to sharpen attention for longer texts, others have 1."""
-    if c.rope_scaling != "yarn":
-        return 1.0
-    return c.rope_attention or 1 + 0.1 * math.log(c.rope_factor)
+    """Return the factor of queries and keys, which sharpens attention for longer texts."""
+    if c.rope_scaling == "yarn":
+        return c.rope_attention or 1 + 0.1 * math.log(c.rope_factor)
+    if c.rope_scaling == "longrope":
+        return c.rope_attention or math.sqrt(1 + math.log(c.rope_factor) / math.log(c.rope_length))
+    return 1.0
 
 
 def query_scale(c: DecoderConfig, positions: Int32[Array, "b t"]) -> Float[Array, "b t 1 1"]:

@@ -36,6 +36,11 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
 }  # fmt: skip
 GPT_OSS = rope(**YARN, **LONG, beta_fast=8.0, beta_slow=1.0, truncate=False)
+# Each wavelength has its own factor; those of long texts differ from those of short ones.
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [1.5 + 0.5 * i for i in range(8)]}  # fmt: skip
+PHI4 = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+        "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0], "partial_rotary_factor": 0.75}  # fmt: skip
 VECTORS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 331}
 
 
@@ -76,9 +81,11 @@ LIST = [
     Variant("llama_yarn_implicit_factor", "llama", rope(**YARN, **LONG),
             lambda config: config["rope_parameters"].update(factor=None)),
     Variant("llama_dynamic", "llama", rope(rope_type="dynamic", factor=2.0), refused="rope_type is 'dynamic'"),
-    Variant("llama_longrope", "llama",
-            rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, **LONG),
-            refused="rope_type is 'longrope'"),
+    Variant("llama_longrope", "llama", rope(**LONGROPE, **LONG)),
+    Variant("llama_longrope_short", "llama", rope(**LONGROPE, original_max_position_embeddings=256, factor=4.0)),
+    Variant("llama_longrope_nolen_legacy", "llama", rope(**LONGROPE, attention_factor=1.25), legacy=True),
+    Variant("llama_longrope_count", "llama", rope(**{**LONGROPE, "long_factor": [2.0] * 7}, **LONG),
+            refused="rope_long has 7 factors", theirs_fails=True),
     Variant("llama_partial_in_rope", "llama", rope(rope_type="default", partial_rotary_factor=0.5)),
     Variant("llama_partial_top", "llama", edit=sets(partial_rotary_factor=0.5), refused="partial_rotary_factor is 0.5"),
     Variant("llama_partial_linear", "llama", rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
@@ -222,9 +229,13 @@ LIST = [
     Variant("phi3_hd", "phi3", {"head_dim": 24, "num_key_value_heads": 1}),
     Variant("phi3_partial", "phi3", rope(rope_type="default", partial_rotary_factor=0.75)),
     Variant("phi3_partial_legacy", "phi3", edit=sets(partial_rotary_factor=0.75), legacy=True),
+    Variant("phi3_longrope", "phi3", {**LONG, **rope(**PHI4)}),
+    Variant("phi3_longrope_legacy", "phi3", {"max_position_embeddings": 8192, **rope(**PHI4)}, legacy=True),
     Variant("phi3_yarn", "phi3", edit=sets(rope_scaling=YARN), refused="rope_type is 'yarn', which transformers",
             theirs_fails=True),
     Variant("olmo3", "olmo3", {**WINDOW_16, **kinds("sssf"), **gemma_rope({**YARN, **LONG}, {"rope_theta": 5e5})}),
+    Variant("olmo3_longrope", "olmo3", {**WINDOW_16, **kinds("sssf"),
+            **gemma_rope({**LONGROPE, **LONG}, {"rope_theta": 5e5})}),
     Variant("olmo3_legacy", "olmo3", {**WINDOW_16, **TIED, **kinds("sfsf")}, flat_rope),
     Variant("olmo3_default_pattern", "olmo3", {**WINDOW_16, "num_hidden_layers": 5, "layer_types": None},
             drops("layer_types")),
@@ -344,6 +355,7 @@ ALWAYS = (
     "llama", "llama_tied_legacy", "qwen2", "qwen2_tied_legacy", "qwen3", "qwen3_tied_legacy", "gemma3", "gemma3_legacy",
     "olmo2", "olmo2_legacy", "mixtral", "mixtral_tied_legacy", "q3moe", "q3moe_tied_legacy",
     "mistral", "mistral_tied_legacy", "gemma", "gemma_legacy", "gemma2", "gemma2_legacy", "seed_oss", "seed_oss_legacy",
+    "phi3_longrope",
     "phi3", "phi3_tied_legacy", "olmo3", "olmo3_legacy", "smollm3", "smollm3_legacy", "exaone4", "exaone4_tied_legacy",
     "granite", "granite_tied_legacy", "ministral3", "ministral3_legacy", "gemma4", "gemma4_hub", "gemma4_shared",
     "gemma4_mixture", "gemma4_unified", "qwen2_moe", "qwen2_moe_legacy", "olmoe", "olmoe_tied_legacy", "q3moe_merged",

@@ -141,6 +141,9 @@ DELTA = {"num_layers": 6, "pattern": ["delta", "delta", "full"], "norm_offset": 
 GPT_OSS = {"num_layers": 4, "window": 3, "global_every": 2, "num_experts": 4, "routing": "dropless", "qkv_bias": True,
            "out_bias": True, "attention_sinks": True, "mixture_bias": True, "activation": "silu", "glu_limit": 0.5,
            "rope_scaling": "yarn", "rope_factor": 8.0, "rope_length": 4, "rope_truncate": False}  # fmt: skip
+# Wavelengths that change where a text becomes longer than rope_length, which the tests do midway.
+LONGROPE = {"num_layers": 3, "rope_scaling": "longrope", "rope_factor": 4.0, "rope_length": 8, "rope_fraction": 0.67,
+            "rope_short": (1.0, 1.5), "rope_long": (2.0, 6.0)}  # fmt: skip
 ALL = {
     "plain": {"num_layers": 3},
     "gemma": {**GEMMA, "num_layers": 7},
@@ -272,6 +275,7 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters() -> No
         ("window", -1, "window is -1; it must be at least 0"),
         ("rope_slow", 4.0, "rope_slow 4.0 must be above 0 and below rope_fast 4.0"),
         ("rope_factor", 0.5, "rope_factor 0.5"),
+        ("rope_scaling", "longrope", "rope_short has 0 factors"),
         ("rope_theta", math.nan, "rope_theta nan must be finite"),
         ("num_heads", 0, "at least 1"),
         ("experts_per_token", 5, r"use 1 to num_experts \(4\)"),
@@ -300,6 +304,7 @@ def test_a_too_long_sequence_is_refused() -> None:
         GEMMA,
         GEMMA | {"scan_layers": True},
         OLMO,
+        LONGROPE,
         *({**each, "scan_layers": scan} for each in (KINDS, SHARED, MIXED, DELTA, GPT_OSS) for scan in (False, True)),
     ],
 )

@@ -57,7 +57,8 @@ def test_own_arguments_replace_those_of_a_preset_and_survive_a_file() -> None:
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; the families are llama, "),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the decoder has silu, "),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; the decoder has"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; the decoder has"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "lacks 'short_factor'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
         ({"is_causal": False}, "is_causal is False, but the decoder supports only True"),
         ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
