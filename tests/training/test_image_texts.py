@@ -351,3 +351,6 @@ def test_a_damaged_store_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"images.bin is missing or cut; remove the folder"):
         load(tmp_path / "pairs")
+    (path.parent / "images.json").write_text('{"documents": "many"}')
+    with pytest.raises(ValueError, match=r"images.json is damaged \(KeyError\('tokenizer'\)\); remove the folder"):
+        load(tmp_path / "pairs")

@@ -52,7 +52,7 @@ class ImageStore:
     """
 
     def __init__(self, folder: Path, config: ImagesConfig) -> None:
-        self.folder, self.facts = folder, json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        self.folder, self.facts = folder, _read_facts(folder)
         self.tokenizer = open_image_tokenizer(BYTES if self.facts["tokenizer"] == BYTES else str(folder), config)
         count = self.facts["documents"]
         self.index = self._mapped(INDEX, ROW, count)
@@ -242,6 +242,20 @@ def build(pictures: Iterable[Picture], tokenizer: ImageTokenizer, folder: Path) 
     facts = {"documents": count, "tokens": int(row["ids"]), "digest": hasher.hexdigest()}
     facts |= {"tokenizer": tokenizer.tokenizer.digest, "broken": len(broken), "broken_shown": broken[:SHOWN]}
     _finish(folder, {**facts, "rows_left_out": left_out})
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """Read images.json; ValueError if it is damaged."""
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        count, _ = facts["documents"], (facts["tokenizer"], facts["digest"], facts["broken"], facts["broken_shown"])
+        if not isinstance(count, int) or count < 0:
+            raise ValueError("its count is not a number")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / FACTS} is damaged ({error!r}); remove the folder {folder}, and it is made again"
+        ) from error
+    return dict(facts)
 
 
 def _finish(folder: Path, facts: dict[str, Any]) -> None:
