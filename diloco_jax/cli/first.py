@@ -84,7 +84,7 @@ def _tokenize_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument(
         "source",
-        help="file, folder or URL (gs://, s3://) of text, JSONL, Parquet, Arrow or ArrayRecord, named by its suffix",
+        help="file, folder or URL (gs://, s3://); suffixes show what it is: text, JSONL, Parquet, Arrow or ArrayRecord",
     )
     parser.add_argument(
         "--tokenizer",
@@ -94,7 +94,7 @@ def _tokenize_options(parser: Parser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
     parser.add_argument("--field", default="text", help="column or key with the text; default: text")
-    parser.add_argument("--patterns", nargs="+", default=["*"], help="which files of a folder, such as *.py")
+    parser.add_argument("--patterns", nargs="+", default=["*"], help="names of files to read in a folder, such as *.py")
     parser.add_argument("--workers", type=int, help="processes, or tasks at a time; default: one on each core")
     parser.add_argument(
         "--engine",
@@ -105,7 +105,7 @@ def _tokenize_options(parser: Parser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT|auto",
-        help="the Ray cluster; default: a new one on this machine, which ends with the command",
+        help="address of the Ray cluster; default: a new cluster on this machine, until the command ends",
     )
 
 

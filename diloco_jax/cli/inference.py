@@ -97,7 +97,8 @@ def _sample_options(parser: Parser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="images for a model that sees; they come before the prompt, or where it has <|image|>, once for each",
+        help="images for a model with a vision tower; they come before the prompt, unless the prompt has <|image|> "
+        "once for each",
     )
     parser.add_argument("--tokens", type=int, default=200, help="tokens to print; default: 200")
     parser.add_argument(
@@ -185,17 +186,17 @@ def _begin_options(parser: Parser) -> None:
     parser.add_argument("folder", help="folder with config.json and *.safetensors from Hugging Face's hub")
     parser.add_argument(
         "--config",
-        help="everything but the model: YAML file, or a packaged config such as quickstart; default: the default "
-        "settings",
+        help="YAML file with the other settings, or a packaged config such as quickstart; default: the default "
+        "settings, with text in the folder texts",
     )
     parser.add_argument("--out", metavar="CONFIG", help="the config to write; default: FOLDER.yaml")
     parser.add_argument(
-        "--images", action="store_true", help="with the vision tower of Gemma 4; default: the text model alone"
+        "--images", action="store_true", help="read Gemma 4's vision tower too; default: only the text model"
     )
 
 
 @command(
-    "import", "Write a config whose run starts with the weights of a public model; checks them all.", _begin_options
+    "import", "Check the weights of a public model, and write a config whose run starts with them.", _begin_options
 )
 def begin(arguments: argparse.Namespace) -> int:
     """Write a config whose run starts with the weights of a public model."""
@@ -214,7 +215,9 @@ def begin(arguments: argparse.Namespace) -> int:
 def _export_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("run", help="folder of the run")
-    parser.add_argument("--format", choices=["hf", "orbax", "npz"], default="hf", help="hf (default): for transformers")
+    parser.add_argument(
+        "--format", choices=["hf", "orbax", "npz"], default="hf", help="hf (default): for transformers or PEFT"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the model")
     parser.add_argument(
         "--dtype",
@@ -225,8 +228,8 @@ def _export_options(parser: Parser) -> None:
     parser.add_argument(
         "--merged",
         action="store_true",
-        help="of a run with model.lora, write the whole model with the adapters merged into it; default: hf writes the "
-        "adapters as a folder of PEFT",
+        help="for a run with model.lora: write the whole model with the adapters merged into it; default: only the "
+        "adapters, in format hf for PEFT",
     )
 
 

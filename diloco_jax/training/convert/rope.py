@@ -1,6 +1,6 @@
-"""The rotary settings of a config.json.
+"""Conversion of the rotary settings of a config.json to arguments of the decoder, and back.
 
-transformers writes them as rope_parameters since version 5, and as rope_theta and rope_scaling before.
+transformers writes them as rope_parameters since version 5; earlier versions write rope_theta and rope_scaling.
 """
 
 import math
@@ -23,8 +23,8 @@ ROUNDING = 1e-6
 def read_rope(keys: Mapping[str, Any], family: Family, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return our arguments for the rotary settings of layers without a window, and of layers with one.
 
-    If config.json has both forms, rope_scaling replaces rope_parameters, as in transformers; in families with settings
-    for each kind of layers it replaces only single keys.
+    If config.json has both forms, rope_scaling replaces rope_parameters, as in transformers. In families with separate
+    settings for layers with a window, it replaces only single keys.
     """
     new, old = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     if family.rope == "alike":
@@ -125,7 +125,7 @@ def _arguments(rope: Mapping[str, Any], keys: Mapping[str, Any], family: Family,
         rope = {"beta_slow": 1, "beta_fast": 32, **rope}
         found |= {"rope_attention": _attention_factor(rope, name), "rope_truncate": rope.get("truncate", True)}
     if kind == "longrope":
-        # Texts of a model that was never made longer are short.
+        # If the longest text did not grow, the factor is 1.
         rope.setdefault("factor", max(1.0, keys["max_position_embeddings"] / rope[LENGTH]))
         if rope.get("attention_factor", 1) <= 0:
             raise ValueError(f"config.json of {name}: attention_factor is {rope['attention_factor']}; use more than 0")

@@ -1,6 +1,6 @@
-"""The table of public families (families.yaml): one row for each, which describes import and export.
+"""The table of public families (families.yaml): the row of a family describes its import and its export.
 
-In this package, "ours" is the built-in decoder and "theirs" the public family.
+In this package, "ours" is a name of the built-in decoder, and "theirs" a name of the public family.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,16 +27,16 @@ HARMLESS = frozenset(key for line in _WORDS["harmless"] for key in line)
 OUTSIDE: dict[str, str] = _WORDS["outside"]
 # The prefix of names in a layer.
 LAYER: str = _WORDS["layer"]
-# The same as Family.layer, where a layer's experts are in one tensor although the family usually has one for each.
+# As Family.layer, for files with all experts of a layer in one tensor although the family usually has one for each.
 MERGED: dict[str, Any] = _WORDS["merged"]
-# For each model_type that has a text model inside: its usual family, and the keys beside it.
+# For each model_type with a text model inside: the usual family of the text, and the harmless keys beside it.
 SEEING: dict[str, dict[str, Any]] = _WORDS["seeing"]
 
 
 class Family(NamedTuple):
-    """The choices that all models of a family share."""
+    """The description of a family: how its config.json and its tensors correspond to the decoder."""
 
-    # The models of the family, one of them by its name on the Hub, and what is refused, for docs/models.md.
+    # For the table in docs/models.md: the models of the family, the name of one on the Hub, and what is refused.
     models: str
     example: str
     without: str
@@ -51,17 +51,17 @@ class Family(NamedTuple):
     # From the usual name of a key to the name in this family; `also` has names that are accepted beside the usual one.
     renamed: Mapping[str, str] = {}
     also: Mapping[str, str] = {}
-    # Old values of keys, with the values that transformers replaces them by.
+    # For each key, old values and the values that transformers uses instead.
     spellings: Mapping[str, Mapping[str, str]] = {}
     # The values of keys that are missing in config.json.
     defaults: Mapping[str, Any] = {}
     # Keys that transformers does not read in this family.
     ignored: Sequence[str] = ()
-    # The layers with sliding_window if config.json has no layer_types: never; all; later or early (from or below
-    # max_window_layers); pattern or typed (all except every n-th); unrotated (those without rotary positions).
+    # The layers with sliding_window if config.json has no layer_types: never; all; later (from max_window_layers on);
+    # early (below max_window_layers); pattern or typed (all except every n-th); unrotated (without rotary positions).
     window: str = "never"
-    # Whether layers may have linear_attention, gated DeltaNet. Without layer_types, all have it except every
-    # full_attention_interval-th.
+    # Whether layers may have linear_attention, which is gated DeltaNet. Without layer_types, all layers have it except
+    # every full_attention_interval-th.
     linear: bool = False
     # Whether transformers takes the window from the last layer.
     last_full: bool = False
@@ -69,8 +69,8 @@ class Family(NamedTuple):
     full: Mapping[str, str] = {}
     # The layers with rotary positions: all; local (with a window, if any layer has one); listed (no_rope_layers).
     positions: str = "all"
-    # The rotary settings: alike (for all layers); each (for layers with a window and without); local (the same, but
-    # written as rope_local_base_freq).
+    # The rotary settings: alike (one for all layers); each (one for layers with a window, one for those without);
+    # local (as each, but the base of layers with a window is written as rope_local_base_freq).
     rope: str = "alike"
     # Rotary settings of this family only.
     rope_keys: Sequence[str] = ()

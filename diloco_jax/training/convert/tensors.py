@@ -1,4 +1,4 @@
-"""The tensors of public families: for each of our parameters, the tensors in the files that it corresponds to.
+"""The tensors of public families: for each of our parameters, the corresponding tensors in the files.
 
 Matrices in these files are [out, in], in this package [in, out]. One of our parameters may be a stack of several of
 their tensors, and one of their tensors may hold several of our parameters:
@@ -40,17 +40,17 @@ class TensorName(NamedTuple):
     name: str
     # False if a matrix is [in, out] in the files too.
     turned: bool = True
-    # True if the parts of a fused tensor alternate, instead of one behind the other.
+    # True if the rows of a fused tensor's parts alternate; otherwise one part follows the other.
     interleaved: bool = False
     # The axis of a fused tensor that its parts share, in our order of axes.
     axis: int = -1
-    # The argument of the decoder that counts groups: each group of a fused tensor has a piece of every part.
+    # The argument of the decoder that has the number of groups; each group of a fused tensor has a piece of every part.
     groups: str = ""
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """One of our parameters with the tensors of a public family that it corresponds to."""
+    """One of our parameters with the corresponding tensors of a public family."""
 
     # The names of their tensors; for a stack in the order of its layers and, within a layer, of its experts.
     hf: tuple[str, ...]
@@ -67,12 +67,12 @@ class Mapped:
     groups: int = 1
 
     def to_hf(self, array: Float[np.ndarray, "..."]) -> list[Float[np.ndarray, "..."]]:
-        """Cut our parameter into what each of their tensors has of it, as views with the axes of `in_theirs`.
+        """Cut our parameter into one piece for each of their tensors, as views with the axes of `in_theirs`.
 
         An import fills the views of an empty parameter, and an export writes those of a trained one.
         """
         pieces = array.reshape(len(self.hf), *array.shape[len(array.shape) - len(self.hf_shape) :])
-        # The ellipsis makes a view of a number too, where plain indexing would copy it out of the array.
+        # With the ellipsis, a single number is a view too; plain indexing would copy it.
         return [self._grouped(self._exchange(pieces[i, ...])) for i in range(len(pieces))]
 
     def in_theirs(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
@@ -140,9 +140,9 @@ def _with_tower(found: list[Mapped], c: SeeingConfig) -> list[Mapped]:
 
 
 def unread(model: ModelConfig) -> re.Pattern[str]:
-    """Return which names of tensors the files may have although transformers does not read them.
+    """Return a pattern of the names of tensors that files may have although transformers does not read them.
 
-    These are the keys and values of layers that use those of an earlier layer.
+    These tensors compute keys and values in layers that use those of an earlier layer.
     """
     shared = [number for number, layer in enumerate(of_layers(decoder(model))) if layer.kv_from]
     prefixes = "|".join(re.escape(LAYER.format(number)) for number in shared)

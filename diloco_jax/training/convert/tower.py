@@ -1,4 +1,4 @@
-"""The vision tower in public files of Gemma 4: its part of config.json, and the names of its tensors."""
+"""Conversion of Gemma 4's vision tower: its settings in config.json, and the names of its tensors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 class TowerTensor(NamedTuple):
-    """One of our parameters with the tensors of the files that it corresponds to."""
+    """One of our parameters with the corresponding tensors in the files."""
 
     # The path in the tower.
     path: str
@@ -62,7 +62,7 @@ class TowerTensor(NamedTuple):
 
 
 def read_tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of our tower for a vision_config; ValueError names what the tower does not have."""
+    """Return the arguments of our tower for a vision_config; ValueError names a key that the tower does not support."""
     where = "gemma4, vision_config"
     kinds = {**dict(KEYS.values()), KEY_HEADS: "count", ACTIVATION: "text", ROPE: "object"}
     check_keys(config, kinds, HARMLESS | UNREAD, where)
@@ -106,7 +106,7 @@ def tower_tensors(c: TowerConfig) -> Iterator[TowerTensor]:
 
 
 def _blocks(c: TowerConfig, where: str, layers: range, stack: tuple[int, ...]) -> Iterator[TowerTensor]:
-    """Yield the parameters of one of our blocks, which may be a stack of theirs."""
+    """Yield the parameters of one of our blocks; a stacked block corresponds to several of theirs."""
 
     def names(*ends: str) -> tuple[str, ...]:
         return tuple(f"{TOWER}.encoder.layers.{layer}.{end}" for layer in layers for end in ends)

@@ -1,7 +1,7 @@
 """Tokenizing on a Ray cluster: tasks encode the parts of a store, and this process writes their files.
 
-Only this process needs the folder of the store. The tasks get the tokenizer from it, and read the source themselves, so
-all nodes must see the source: a URL, or a folder that they mount.
+Only this process needs the folder of the store; it sends the tokenizer to the tasks. The tasks read the source, so all
+nodes must see it, as a URL or in a folder that they mount.
 """
 
 import io
@@ -21,11 +21,11 @@ from diloco_jax.training.data.documents import SourcePiece, needs
 from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILES, open_tokenizer
 from diloco_jax.training.data.tokenizing import EncodedPart, Engine, StorePart, encode_part, write_part
 
-# How often Ray starts a task again whose worker or node was lost.
+# How often Ray repeats a task if its worker or its node is lost.
 RETRIES_MAX = 3
 # The longest wait for a connection to the cluster.
 REACH_S = 10.0
-# Parts per core that are in work, or wait in the cluster's memory to be written.
+# Parts per core that a task encodes, or that wait in the cluster's memory to be written.
 PARTS_PER_CORE = 2
 
 
@@ -33,15 +33,15 @@ def on_ray(address: str, workers: int) -> Engine:
     """Return an engine of `build_store` that runs on a Ray cluster.
 
     Args:
-        address: HOST:PORT of the cluster, or `auto` for the one that runs here; "" starts one on this machine.
+        address: HOST:PORT of the cluster, or `auto` for the cluster of this machine; "" starts a cluster here.
         workers: the most tasks at a time; 0 for one on each core of the cluster.
 
     Raises:
         ValueError: Ray is missing. The engine itself raises it if the cluster cannot be reached, if a task fails, or if
             workers are lost again and again.
     """
-    # Ray reads these when it is imported. Without them it repeats a task forever whose node has no memory left, and
-    # sends statistics to a server that the network may block.
+    # Ray reads these variables when it is imported. Without the first, it forever repeats a task whose node has no
+    # memory left. Without the second, it sends statistics to a server that the network may block.
     os.environ.setdefault("RAY_task_oom_retries", str(RETRIES_MAX))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = needs("ray", "ray")
@@ -50,7 +50,8 @@ def on_ray(address: str, workers: int) -> Engine:
         if not parts:
             return
         with _connected(ray, address, workers) as cores:
-            # Tasks on all cores of a cluster of others would ignore a smaller --workers.
+            # A cluster that this process did not start has more cores than --workers, so the number of parts limits
+            # the tasks there.
             yield from _make(ray, parts, workers if address and workers else PARTS_PER_CORE * cores)
 
     return engine
@@ -58,7 +59,7 @@ def on_ray(address: str, workers: int) -> Engine:
 
 @contextmanager
 def _connected(ray: Any, address: str, workers: int) -> Iterator[int]:
-    """Yield the number of cores of the cluster; at the end close it, or only the connection if it was there before."""
+    """Yield the number of cores of the cluster; at the end stop it, or only disconnect if it ran before."""
     how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     # Each task has one core.
     how["runtime_env"] = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
@@ -99,7 +100,7 @@ def _no_cluster(address: str, error: Exception) -> ValueError:
 
 
 def _make(ray: Any, parts: Sequence[StorePart], at_once: int) -> Iterator[int]:
-    """Build parts in tasks, at most `at_once`, which bounds memory, and write each as soon as it is there."""
+    """Encode parts in tasks and write each as soon as it arrives; `at_once` limits the parts in memory."""
     files = ray.put(_tokenizer_files(parts[0].tokenizer))
     task = ray.remote(max_retries=RETRIES_MAX, num_cpus=1)(_encoded)
     todo, running = iter(parts), dict[Any, StorePart]()
@@ -133,7 +134,7 @@ def _versions() -> str:
 
 
 def _encoded(pieces: Sequence[SourcePiece], files: dict[str, str], wanted: str) -> tuple[bytes, EncodedPart]:
-    """Encode a part on a worker; return its tokens and the rest of it."""
+    """Encode a part on a worker; return its tokens, and the description of the part."""
     if (here := _versions()) != wanted:
         raise ValueError(f"a node of the Ray cluster has {here}, this process {wanted}; install the same on every node")
     with tempfile.TemporaryDirectory() as folder:

@@ -48,18 +48,19 @@ class ImagesConfig:
     """Settings of samples made from images with texts, for format images."""
 
     soft_tokens: int = 280
-    """The most tokens of the model for one image, which keeps its aspect ratio; Gemma 4 knows 70, 140, 280, 560 and
-    1120. Low: fine details are lost. High: long samples."""
+    """The most soft tokens of one image, which keeps its aspect ratio; Gemma 4 supports 70, 140, 280, 560 and 1120.
+    Low: fine details are lost. High: long samples."""
     column: str = "image"
-    """Column of Parquet with the image: bytes, or a struct that has them as `bytes`."""
+    """Column of Parquet with the image: its bytes, or a struct with the field `bytes`."""
     broken: Literal["refuse", "skip"] = "refuse"
     """What happens to images that cannot be decoded. refuse: the run does not start. skip: they are left out."""
     begin_token: str = "<|image>"
-    """Special token of tokenizer.json before the tokens of an image; bytes have id 256 instead."""
+    """Special token of tokenizer.json before the soft tokens of an image; the tokenizer bytes uses id 256 instead."""
     image_token: str = "<|image|>"
-    """Special token that stands for each soft token of an image, and in a text for the image's place; for bytes 257."""
+    """Special token in the place of each soft token of an image, and once in a text to place the image there; the
+    tokenizer bytes uses id 257."""
     end_token: str = "<image|>"
-    """Special token after the tokens of an image; for bytes 258."""
+    """Special token after the soft tokens of an image; the tokenizer bytes uses id 258."""
 
     def __post_init__(self) -> None:
         check_choices("data.images", self)
@@ -72,25 +73,26 @@ class ImagesConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Settings of the corpus, and of how it is cut into windows."""
+    """Settings of the corpus, and of how it is cut into samples."""
 
     format: DataFormat = "bytes"
-    """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder made by
-    diloco tokenize). text, jsonl, parquet, arrow and arrayrecord become a store in $DILOCO_CACHE at the first read, as
-    do images: a folder of images with texts, or Parquet with both."""
+    """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder that
+    diloco tokenize wrote). text, jsonl, parquet, arrow, arrayrecord and images (a folder of images with texts, or
+    Parquet with both) become a store in $DILOCO_CACHE at the first read."""
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
     or text may also be at gs://, s3:// or another URL that fsspec reads."""
     field: str = "text"
     """Column or key with the text, for jsonl, parquet, arrow and images."""
     tokenizer: str = ""
-    """A folder with tokenizer.json, train:SIZE or bytes, for text or images that become a store; for format tokens, the
-    tokenizer that produced the ids. A store contains its tokenizer."""
+    """A folder with tokenizer.json, train:SIZE or bytes, for text and images that become a store; for format tokens,
+    the tokenizer that produced the ids. A store contains its tokenizer."""
     images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
     """Settings of samples made from images with texts, for format images."""
     documents: Literal["joined", "separate", "whole"] = "joined"
-    """joined: windows may span documents. separate: the same windows, but attention and loss stay within a document.
-    whole: like separate, but only a document longer than a window is cut; samples end with padding."""
+    """joined: samples may span documents. separate: the same samples, but attention and loss stay within a document.
+    whole: like separate, but only a document longer than a sample is cut; samples end with padding. No effect on
+    images."""
     mixture: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     """Several sources by name, read in proportion to their weights; they replace path and format."""
     evaluation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
@@ -105,7 +107,7 @@ class DataConfig:
     """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1. Low: too little to evaluate on, a
     noisy loss. High: little is left to train on."""
     shuffle_seed: int = 0
-    """Seed of the global order of the windows; islands of one run must agree."""
+    """Seed of the global order of the samples; islands of one run must agree."""
     prefetch: int = 4
     """Batches that each process of an island reads ahead on a separate thread, 1 GB at most. 0: the thread of the steps
     reads each batch while the previous step runs, for a source that must not be read on another thread. Low: steps

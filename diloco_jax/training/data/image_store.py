@@ -1,4 +1,4 @@
-"""Stores of images with texts: random access to what a folder of images or Parquet files hold.
+"""Stores of images with texts: copies of a folder of images or of Parquet files, with random access.
 
 images.json     counts, digest, tokenizer, and the images that were left out
 images.bin      the bytes of the images' files, one after another
@@ -7,7 +7,7 @@ index.bin       a row for each image (`ROW`)
 names.txt       the name of each image, one per line
 tokenizer.json  the tokenizer, unless a token is a byte
 
-A run reads copies, because a folder that changes during the run would change samples that were already counted.
+A run reads the copy, because a source that changes during the run would change samples that were already counted.
 """
 
 import json
@@ -34,7 +34,7 @@ from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILES, train_tok
 from diloco_jax.training.data.tokenizing import TRAIN, TRAINING_BYTES, training_size
 
 FACTS, IMAGES, TEXTS, INDEX, NAMES = "images.json", "images.bin", "texts.bin", "index.bin", "names.txt"
-# A part of the folder's name, so that another version makes another store.
+# The name of a store's folder depends on this version, so that another version builds another store.
 VERSION = 1
 # The ends of an image's bytes and of its ids, its size, and the place of the image token in the ids.
 ROW = np.dtype([("bytes", "<u8"), ("ids", "<u8"), ("height", "<u4"), ("width", "<u4"), ("place", "<u4")])
@@ -117,7 +117,7 @@ class ImageTexts:
 
 @dataclass(frozen=True, slots=True)
 class WithoutImages:
-    """Samples of text in the form of samples with images, so that both fit into one batch."""
+    """Samples of text that have the arrays of an absent image, so that they fit into batches with images."""
 
     samples: Samples
     soft_tokens: int
@@ -141,11 +141,11 @@ def image_samples(store: ImageStore, seq_len: int, start: int, stop: int) -> Ima
     """Return a range of a store as samples.
 
     Raises:
-      ValueError: an image and a token of text may not fit into a sample.
+      ValueError: samples are too short for the text before an image, the image and one token of text behind it.
     """
     soft_tokens = store.tokenizer.config.soft_tokens
     places = store.index["place"][start:stop]
-    # After the image comes its end, and then at least one token that is to be predicted.
+    # Behind the image there is its end token, and at least one token that is predicted.
     if len(places) and (need := int(places.max()) + soft_tokens + 1) > seq_len:
         raise ValueError(
             f"train.seq_len is {seq_len}, but {store.name(start + int(places.argmax()))} needs at least {need} for its "
@@ -159,7 +159,7 @@ def open_image_store(source: PictureSource, tokenizer: str, config: ImagesConfig
     """Open the store of a source in this machine's cache; the first process builds it while others wait.
 
     Raises:
-      ValueError: the source cannot be read, an image is broken and `config.broken` is refuse, or none has a text.
+      ValueError: the source cannot be read, an image is broken and `config.broken` is refuse, or no image has a text.
     """
     pictures, digest = list_pictures(source)
     names = (config.begin_token, config.image_token, config.end_token)
@@ -203,10 +203,10 @@ def _texts(pictures: Iterable[Picture]) -> Iterator[str]:
 
 
 def build(pictures: Iterable[Picture], tokenizer: ImageTokenizer, folder: Path) -> None:
-    """Write a store; images.json is written last, so that an interrupted store is made again.
+    """Write a store; images.json is written last, so that an interrupted store is built again.
 
-    Every image is decoded, so that a broken one is found before a run begins, and not after days of it. Images without
-    text and broken ones are left out and counted.
+    The function decodes every image, so that a broken one is found before the run starts and not days later. Images
+    without text and broken images are left out and counted.
 
     Raises:
       ValueError: a text has more than one image token.
@@ -267,7 +267,10 @@ def _finish(folder: Path, facts: dict[str, Any]) -> None:
 def _examined(
     pictures: Iterable[Picture], pool: ThreadPoolExecutor, image_token: str
 ) -> Iterator[tuple[Picture, bytes, tuple[int, int] | Broken | None]]:
-    """Read and decode images in order; yield each with its bytes and its size, or why it is broken, or no text."""
+    """Read and decode images in order; yield each with its bytes and its size.
+
+    Instead of the size there is the error of a broken image, or None if the image has no text.
+    """
 
     def examine(picture: Picture) -> tuple[Picture, bytes, tuple[int, int] | Broken | None]:
         if not (picture.text or "").replace(image_token, "").strip():

@@ -1,7 +1,7 @@
 """Token ids of a text with an image in it, as Gemma 4's processor writes them.
 
-The image's place in the text becomes a token that begins the image, as many image tokens as the image has soft tokens,
-and a token that ends it. A stored text has one image token, which `spread` repeats.
+An image becomes a token that begins it, one image token for each of its soft tokens, and a token that ends it. A stored
+text has a single image token, which `spread` repeats.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ class ImageTokenizer(NamedTuple):
     end: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a document with one image: where the text has the image token, or else in front.
+        """Return the ids of a document with one image, which is where the text has the image token, or else in front.
 
         Raises:
           ValueError: the text has the image token more than once.
@@ -50,7 +50,7 @@ class ImageTokenizer(NamedTuple):
 
 
 def open_image_tokenizer(name: str, config: ImagesConfig) -> ImageTokenizer:
-    """Open the tokenizer in a folder, or the tokenizer of bytes, which gets ids 256 to 258 for images.
+    """Open the tokenizer in a folder, or the tokenizer `bytes`, whose special tokens of images have ids 256 to 258.
 
     Raises:
       ValueError: the tokenizer is missing, or lacks one of the special tokens.

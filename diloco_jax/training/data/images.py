@@ -49,7 +49,7 @@ def cut_image(image: Shaped[np.ndarray, "..."], soft_tokens: int = 280) -> Patch
 
     Args:
       image: uint8 [height, width, 3].
-      soft_tokens: the most soft tokens of an image; Gemma 4 knows 70, 140, 280, 560 and 1120.
+      soft_tokens: the most soft tokens of an image; Gemma 4 supports 70, 140, 280, 560 and 1120.
 
     Raises:
       ValueError: the array is not an RGB image, soft_tokens is less than 1, or Pillow is missing.

@@ -1,7 +1,7 @@
-"""Images with texts in files of other tools: a folder of images, or Parquet files with the bytes of images.
+"""Readers of images with texts: a folder of images, or Parquet files with the bytes of images.
 
 A folder has either a text file beside each image, `a.txt` beside `a.png`, or a table `metadata.jsonl` or `metadata.csv`
-as Hugging Face's ImageFolder reads it. Paths may be on this machine or anywhere that fsspec reads.
+as Hugging Face's ImageFolder reads it. Paths may be on this machine or at any URL that fsspec reads.
 """
 
 import csv
@@ -27,7 +27,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 TABLES = ("metadata.jsonl", "metadata.csv")
 # Pillow tries only these, because its many other readers are hardly tested against hostile files.
 FORMATS = ("PNG", "JPEG", "WEBP")
-# An image within the first limit may still decompress to far more, so both hold. Pillow warns from 89 million pixels.
+# A small file may decompress to many pixels, so there are two limits. Pillow warns from 89 million pixels.
 FILE_BYTES_MAX, PIXELS_MAX = 1 << 26, 1 << 26
 # Rows of a Parquet file, or texts of a folder, that are read at once.
 ROWS = 64
@@ -46,7 +46,7 @@ class PictureSource(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """An image that has not been read yet, with its text; None or "" if it has none."""
+    """An image that is read on demand, with its text; the text is None or "" if there is none."""
 
     name: str
     text: str | None
@@ -86,12 +86,13 @@ def decode(data: bytes) -> UInt8[np.ndarray, "height width 3"]:
 def list_pictures(source: PictureSource) -> tuple[Callable[[], Iterator[Picture]], str]:
     """List the images of a source; return a function that yields them, and a digest of the source.
 
-    The digest covers the names, sizes and times of the files. Images of a folder come in the order of a hash of their
-    names, which mixes subfolders, because the end is held out. Rows of Parquet keep their order.
+    The digest covers the names, sizes and times of the files. Images of a folder have the order of a hash of their
+    names. This mixes the subfolders, so that the held-out end has images of all of them. Rows of Parquet keep their
+    order.
 
     Raises:
-      ValueError: there is no image, or an image has no text. The function also raises it, for a table that cannot be
-        read or names an image that does not exist.
+      ValueError: there is no image, or an image has no text. The returned function raises it if a table cannot be read
+        or names an image that does not exist.
     """
     fs, root = file_system(source.path)
     files: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -163,7 +164,7 @@ def _pairs(fs: Any, paths: Mapping[str, str], beside: Mapping[str, str]) -> Iter
 
 
 def _rows(fs: Any, paths: Mapping[str, str], images: set[str], source: PictureSource) -> Iterator[Picture]:
-    """Yield the images that the tables of a folder name, which are files relative to the table's own folder."""
+    """Yield the images that the tables of a folder name; names are relative to the folder of their table."""
     found = list(_named(fs, paths, images, source))
     yield from sorted(found, key=lambda picture: _mixed(picture.name))
 

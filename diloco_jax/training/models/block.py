@@ -1,10 +1,10 @@
-"""One layer of the decoder: attention and a feed-forward part, each between its norms and added to the stream.
+"""One layer of the decoder: attention and MLP, each between norms and added to the residual stream.
 
     x += Attention(RMSNorm(x));   x += MLP(RMSNorm(x))
 
 Shapes: B batch, T length, D model width, N query heads, K key and value heads, G = N / K queries per key head, H head
 width, F width of the MLP, E experts, C tokens in a cache. A block is built from the options of its kind of layers
-(`DecoderConfig.of_kind`), and does not know the other layers.
+(`DecoderConfig.of_kind`) alone. Gated DeltaNet may replace attention (delta.py), and a mixture the MLP (mixture.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Places(NamedTuple):
 
 
 def places_of(segments: Int32[Array, "b t"] | None) -> Places:
-    """Return the places of tokens whose positions start at 0 in every segment; None: there is one segment."""
+    """Return the places of tokens whose positions start at 0 in every segment; with None there is one segment."""
     if segments is None:
         return Places()
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
@@ -87,7 +87,7 @@ def empty_cache(c: DecoderConfig, length: int) -> Cache:
 
 
 class Block(nnx.Module):
-    """One layer, built from the options of its kind; the parameters that an option adds exist only with it."""
+    """One layer, built from the options of its kind; the parameters of an option exist only with the option."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
@@ -168,10 +168,10 @@ class Block(nnx.Module):
         """Apply the layer to the residual stream.
 
         Args:
-          kv: keys and values of an earlier layer, for a layer without its own.
+          kv: keys and values of an earlier layer, for a layer that computes none.
           vectors: the tokens' vectors for this layer, for a model with per-layer embeddings.
-          cache: the earlier tokens; the layer adds the new ones. Either the cache is empty, or there is only
-            one new token.
+          cache: the keys and values of earlier tokens, or the state after them; the layer adds the new tokens. The
+            cache must be empty unless there is only one new token.
         """
         c = self.config
         y = x if self.norm_attention is None else self.norm_attention(x)
@@ -230,7 +230,7 @@ class Block(nnx.Module):
     def _attention(
         self, y: Float[Array, "b t d"], places: Places, kv: KeysValues | None, cache: KeysValues | tuple[()] | None
     ) -> tuple[Float[Array, "b t d"], KeysValues, KeysValues | tuple[()] | None]:
-        """Return the result of attention; and the keys and values that the queries saw, and the cache."""
+        """Return the result of attention, the keys and values that the queries saw, and the cache."""
         c = self.config
         q, gate = self._queries(y, places)
         own = self._keys_values(y, places) if not c.kv_from else None
@@ -262,7 +262,7 @@ class Block(nnx.Module):
         places: Places,
         sinks: Float[Array, " n"] | None,
     ) -> Float[Array, "b t n h"]:
-        """Mix the values of the tokens that each token sees: those before it, in its text."""
+        """Mix the values of the tokens that each token sees: itself and the earlier tokens of its text."""
         return attend(q, k, v, self.config.attention, rules, places.segments, sinks)
 
     def _queries(

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, small enough to read in one sitting; options turn it into public families (options.py).
+"""A decoder-only transformer, small enough to read in one sitting; its options select a public family (options.py).
 
 Shapes: B batch, T length, D model width, V vocabulary, L layers, P width of per-layer embeddings.
 
@@ -132,10 +132,10 @@ class Decoder(nnx.Module):
         return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
 
     def inputs(self, batch: Batch, table: Float[Array, "v d"] | None = None) -> Inputs:
-        """Return the input of the layers for the `tokens` of a batch, and its `segments` if there are any.
+        """Return the input of the layers for the `tokens` of a batch, and for its `segments` if it has any.
 
         Args:
-          batch: arrays by name; here no array has a further token at the end.
+          batch: arrays by name; unlike in `loss`, tokens and segments end with the last token that is read.
           table: the gathered embedding, if there is one.
         """
         tokens = batch["tokens"]
@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
         ids: int,
         arrays: Batch = MappingProxyType({}),
     ) -> Int32[Array, " count"]:
-        """Continue a text token by token, with a cache of the keys and values of earlier tokens.
+        """Continue a text token by token, with a cache of keys and values (or states) of earlier tokens.
 
         Args:
           prompt: at least one token; only its last `context` tokens are read.
@@ -225,7 +225,7 @@ class Decoder(nnx.Module):
           key: random key of the draws.
           length: number of real tokens if the prompt is padded, so that one program serves many lengths; the padded
             prompt then has at most `context` tokens. None: the prompt is not padded.
-          context: tokens that each layer sees, at most seq_len_max.
+          context: number of latest tokens that a layer may see, at most seq_len_max.
           temperature: divides the logits; at 0 the likeliest token is taken.
           top_p: tokens are drawn from the likeliest ones that together have this probability; 1 = from all.
           ids: only tokens with smaller ids are drawn.
@@ -311,7 +311,7 @@ class Decoder(nnx.Module):
         return state[0], means, None if caches is None else after
 
     def _no_keys(self, x: Float[Array, "b t d"], caches: Sequence[Any] | None) -> dict[str, KeysValues]:
-        """Return zeros in the place of the keys and values that later layers get from layers of each kind."""
+        """Return zeros as the first keys and values of each kind of layers whose keys and values later layers use."""
         found, length = dict[str, KeysValues](), x.shape[1]
         if caches is not None and length == 1:
             # The queries of one new token see a whole cache.
@@ -344,7 +344,7 @@ class Decoder(nnx.Module):
 
                 def alone(x: Array, params: Any, kv: Any, cache: Any, rows: Any, at: int = at) -> Layer:
                     layer: Layer = nnx.merge(split[at][0], params)(x, places, kv=kv, vectors=rows, cache=cache)
-                    # What no later layer needs is not kept for the backward pass.
+                    # The backward pass keeps keys and values only if a later layer uses them.
                     return layer if period.kinds[at] in state[1] else layer._replace(kv=None)
 
                 layer = checkpoint(alone, self.config.remat, scanned=stacked)(x, params, source, cache, rows)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464): attention with a state of fixed size in place of a cache of all keys and values.
+"""Gated DeltaNet (arXiv 2412.06464): a layer that mixes tokens through a state of fixed size, instead of attention.
 
 Shapes: B batch, T length, D model width, K key heads, N value heads (N / K of them read one key head), H key width,
 V value width, C tokens of a chunk, W taps of the convolution.
@@ -9,26 +9,26 @@ what S returns for the key k, and corrects S toward the value v:
     S_t = a_t S_(t-1) + k_t u_t^T,    u_t = b_t (v_t - a_t S_(t-1)^T k_t),    o_t = S_t^T q_t
 
 Linear attention would write u = v. The delta rule writes the difference between v and what S already returns, so that
-a key's new value replaces its old one. b in (0, 1) is the rate of this correction, and a in (0, 1) is what remains of
-the state (the gate). Keys have length 1, hence no correction overshoots.
+a key's new value replaces its old one. b in (0, 1) is the rate of this correction, and a in (0, 1), the gate, is the
+share of the state that remains. Keys have length 1, so no correction overshoots.
 
-The chunked form. Token after token this is T small steps. Within a chunk of C tokens that starts from S_0, let
-g_i = log a_1 + ... + log a_i. Unrolled, the state is a sum over the corrections of the chunk:
+The chunked form. Computed token after token, the recurrence is T small steps. Within a chunk of C tokens that starts
+from S_0, let g_i = log a_1 + ... + log a_i. Unrolled, the state is a sum over the corrections of the chunk:
 
     S_i = e^(g_i) S_0 + sum_(j <= i) e^(g_i - g_j) k_j u_j^T
 
-With this the definition of u is a linear system for the C rows of U, and everything else is matrix products:
+With this sum, the definition of u becomes a linear system for the C rows of U. All other terms are matrix products:
 
     (I + A) U = diag(b) (V - diag(e^g) K S_0),     A_ij = b_i e^(g_i - g_j) k_i.k_j  for j < i, else 0
     O = diag(e^g) Q S_0 + P U,                     P_ij = e^(g_i - g_j) q_i.k_j      for j <= i, else 0
     S_C = e^(g_C) S_0 + sum_j e^(g_C - g_j) k_j u_j^T
 
 I + A is triangular with ones on its diagonal (the paper's UT transform), so its inverse is cheap and exact. A scan over
-the chunks carries S. A text that starts within the chunk neither sees S_0 nor earlier texts: there e^(g_i) and
-e^(g_i - g_j) are replaced by 0.
+the chunks carries S. A text that starts within the chunk sees neither S_0 nor earlier texts: for its tokens, e^(g_i)
+and the e^(g_i - g_j) of earlier texts are 0.
 
-The layer. q, k and v pass a causal convolution over the last W tokens, each channel by itself; k and q get length 1; a
-and b are computed from the token; the result is normalised in each head and gated by silu(z).
+The layer. q, k and v each pass a causal convolution over the last W tokens, one for each channel. Then k and q get
+length 1. The layer computes a and b from the token. The result is normalised in each head and multiplied by silu(z).
 """
 
 from typing import NamedTuple
@@ -54,7 +54,7 @@ class DeltaCache(NamedTuple):
 
 
 def texts_of(segments: Int32[Array, "b t"]) -> Int32[Array, "b t"]:
-    """Number the text of each token from 0; a text starts where the segment changes to one that is not 0, padding."""
+    """Return the number of each token's text, from 0; a text starts where the segment changes to another one than 0."""
     starts = (segments[:, 1:] != segments[:, :-1]) & (segments[:, 1:] != 0)
     return jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
 
@@ -87,7 +87,7 @@ def delta_rule(
     """Apply the gated delta rule to all tokens; return the float32 results and the state after the last token.
 
     Args:
-      q, k: queries and keys of any length; here keys get length 1, and queries length 1 / sqrt(H).
+      q, k: queries and keys of any length; the function gives keys the length 1, and queries the length 1 / sqrt(H).
       v: values; value head i reads key head i // (N / K).
       log_decay: log a, float32, at most 0.
       beta: b, float32.
@@ -163,7 +163,7 @@ class Convolution(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, inputs: Float[Array, "b s c"], texts: Int32[Array, "b t"]) -> Float[Array, "b t c"]:
-        """Convolve S = W - 1 + T inputs; the first W - 1 precede the T tokens. A token sees only its own text."""
+        """Convolve S = W - 1 + T inputs; the first W - 1 precede the T tokens. A token sees only its text."""
         kernel = gather(self.kernel[...], *CONVOLUTION_AXES).astype(jnp.float32)
         length, width = texts.shape[1], kernel.shape[2]
         numbers = jnp.pad(texts, ((0, 0), (width - 1, 0)))
@@ -207,12 +207,12 @@ class GatedDelta(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t d"], segments: Int32[Array, "b t"] | None = None, cache: DeltaCache | None = None
     ) -> tuple[Float[Array, "b t d"], DeltaCache | None]:
-        """Apply the layer to the normalised stream; return the result, and the cache after the last token if any.
+        """Apply the layer to the normalised stream; return the result, and the cache after the last token (or None).
 
         Args:
           segments: a token sees only tokens of its segment. Tokens of segment 0 are padding before or after the texts;
             they change no state, and their results mean nothing. None: all tokens belong to one text.
-          cache: the earlier tokens of the first text, which the new tokens continue; None: there are none.
+          cache: the state after earlier tokens of the first text, which the new tokens continue; None: return no cache.
         """
         c = self.config
         segments = jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments

@@ -1,9 +1,10 @@
-"""A mixture of experts, which replaces a layer's MLP: a few of many gated MLPs compute each token.
+"""A mixture of experts in place of a layer's MLP: a few of many gated MLPs compute each token.
 
-Shapes as in block.py, and E experts, A experts per token, C slots that an expert has for one sequence.
+Shapes: B batch, T length, D model width, F width of an expert, E experts, A experts per token, C slots of an expert for
+one sequence.
 
-    p = softmax(x R)              router, float32;  a token takes its A most probable experts, with weights of sum 1
-    y = sum_a w_a MLP_e(a)(x)     without the choices that found no free slot
+    p = softmax(x R)              router, float32;  a token has its A most probable experts, whose weights w have sum 1
+    y = sum_a w_a MLP_e(a)(x)     without the choices that got no slot
 
 With biases, x R + r replaces x R, and each MLP adds biases after its three products.
 
@@ -101,7 +102,7 @@ def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int, no
 def mixture(
     x: Float[Array, "b t d"], logits: Float[Array, "b t e"], experts: Experts, c: DecoderConfig
 ) -> tuple[Float[Array, "b t d"], Metrics]:
-    """Compute each token by its experts; return the results, and `balance` and `dropped` of this layer.
+    """Compute each token with its experts; return the results, and the metrics `balance` and `dropped` of this layer.
 
     Args:
       x: the experts' input.
@@ -136,7 +137,7 @@ def _weights(routes: Route, experts: Experts) -> Float[Array, "b t a"]:
 def _with_biases(
     y: Float[Array, "b t d"], routes: Route, weights: Float[Array, "b t a"], experts: Experts
 ) -> Float[Array, "b t d"]:
-    """Add the biases of each token's experts by their weights; a choice without a slot has the weight 0."""
+    """Add the weighted biases of each token's experts; a choice without a slot has the weight 0."""
     if experts.biases is None:
         return y
     down = experts.biases.down.astype(y.dtype)

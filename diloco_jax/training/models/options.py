@@ -1,8 +1,7 @@
 """Options of the built-in decoder: the differences between public families, and trade-offs of memory and time.
 
 A model's layers may be of several kinds: `pattern` names each layer's kind, and `kinds` has the options that a kind
-changes. `DecoderConfig.of_kind` resolves them, so that a layer is built from the options of its kind, and knows nothing
-about the others.
+changes. `DecoderConfig.of_kind` returns the options of one kind, and each layer is built from them alone.
 """
 
 import math
@@ -52,8 +51,8 @@ class Period(NamedTuple):
 def periods_of(kinds: Sequence[str]) -> list[Period]:
     """Cut a model's layers into repeated periods, so that few different layers are compiled.
 
-    At each layer, the period is taken that covers most layers by its repetitions; of equals the shortest one. A layer
-    that no period repeats is a period with one repetition.
+    At each layer, the function chooses the period whose repetitions cover most layers, and among equals the shortest
+    one. A layer that no period repeats is a period with one repetition.
     """
     found, at = list[Period](), 0
     while at < len(kinds):
@@ -81,7 +80,7 @@ class DecoderConfig:
     """Number of blocks."""
     pattern: tuple[str, ...] = ()
     """The kind of each layer, a name in `kinds`; a shorter list is repeated ([local, local, global]). Empty: all layers
-    are alike, but for `window` and `global_every`."""
+    are alike, except for `window` and `global_every`."""
     kinds: Mapping[str, Any] = field(default_factory=FrozenDict)
     """For each kind of layers, the options that it changes, such as {local: {window: 512}}."""
     num_heads: int = 4
@@ -95,36 +94,36 @@ class DecoderConfig:
     seq_len_max: int = 2048
     """Longest sequence, tokens; a longer batch is an error."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths; larger reaches further; 0 = no positions."""
+    """Base of the rotary wavelengths; a larger base reaches further; 0 = no positions."""
     rope_theta_local: float = 0.0
-    """Base in the layers with a window, which are not scaled then; 0 = the same as in other layers."""
+    """Base in the layers with a window, whose wavelengths are then not scaled; 0 = the same as in other layers."""
     rope_fraction: float = 1.0
     """Share of a head that is rotated; the rest of the head has no positions."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"] = "none"
     """Scaling of wavelengths for longer texts: none, linear (all wavelengths), llama3 or yarn (only wavelengths with
-    few turns within rope_length), longrope (each by its own factor), or proportional (none, but the wavelengths spread
-    over the whole head although only rope_fraction of it is rotated)."""
+    few turns within rope_length), longrope (a factor for each wavelength), or proportional (no scaling; if only
+    rope_fraction of a head is rotated, the wavelengths are those of a whole head)."""
     rope_factor: float = 1.0
-    """Factor of the wavelengths' scaling; with longrope it decides only the usual rope_attention."""
+    """Factor of the scaled wavelengths; with longrope it decides only the default of rope_attention."""
     rope_length: int = 8192
-    """Length in tokens of the texts before scaling, for llama3, yarn and longrope."""
+    """Longest text before scaling, tokens, for llama3, yarn and longrope."""
     rope_short: tuple[float, ...] = ()
     """With longrope, the factor of each wavelength in sequences of at most rope_length tokens."""
     rope_long: tuple[float, ...] = ()
-    """The same in longer sequences; a sequence counts as a whole, with its padding and all documents in it."""
+    """With longrope, the factors in longer sequences; the length includes padding and all documents of a sequence."""
     rope_slow: float = 1.0
-    """Turns within rope_length below which a wavelength is stretched in full."""
+    """With llama3 and yarn, a wavelength with fewer turns than this within rope_length is scaled in full."""
     rope_fast: float = 4.0
-    """Turns within rope_length above which a wavelength stays; in between it is stretched in part."""
+    """With llama3 and yarn, a wavelength with more turns than this is not scaled; in between it is scaled in part."""
     rope_truncate: bool = True
-    """With yarn, round the first and last wavelength that are stretched in part to whole numbers."""
+    """With yarn, round the indices of the first and the last wavelength that are scaled in part."""
     rope_attention: float = 0.0
-    """With yarn and longrope, the factor of queries and keys; 0 = the usual one, which is 1 + 0.1 ln(rope_factor) with
+    """With yarn and longrope, the factor of queries and keys; 0 = the default, which is 1 + 0.1 ln(rope_factor) with
     yarn and sqrt(1 + ln(rope_factor) / ln(rope_length)) with longrope."""
     query_beta: float = 0.0
-    """Multiply queries at position p by 1 + query_beta ln(1 + floor(p / rope_length)); 0 = do not."""
+    """Multiply queries at position p by 1 + query_beta ln(1 + floor(p / rope_length)); 0 = no factor."""
     window: int = 0
-    """Number of tokens that a token sees in a layer, itself included; 0 = all earlier tokens."""
+    """Number of tokens that a token sees in a layer, itself included; 0 = itself and all earlier tokens."""
     global_every: int = 0
     """Every n-th layer has no window (6: five layers with a window, then one without); 0 = all layers have it."""
     attention_width: float = 0.0
@@ -132,7 +131,7 @@ class DecoderConfig:
     attention_cap: float = 0.0
     """Soft limit of attention scores, cap tanh(score / cap); 0 = none."""
     attention_sinks: bool = False
-    """Each query head has a trained score that takes a share of the softmax and adds nothing."""
+    """Each query head has a trained score, which takes a share of the softmax but adds no value (gpt-oss)."""
     attention_gate: bool = False
     """Multiply the result of attention by the sigmoid of a gate, which `q` computes beside the queries."""
     keys_as_values: bool = False
@@ -140,7 +139,8 @@ class DecoderConfig:
     value_norm: bool = False
     """Divide the values of each head by their root mean square."""
     kv_from: str = ""
-    """A kind of layers: keys and values are those of its latest earlier layer, and there is no `k` or `v`."""
+    """Name of a kind: a layer uses the keys and values of the latest earlier layer of that kind, and has no `k` and
+    `v`; empty = it computes its own."""
     logit_cap: float = 0.0
     """Soft limit of the logits; 0 = none."""
     logit_scale: float = 1.0
@@ -175,22 +175,23 @@ class DecoderConfig:
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
     layer_scale: bool = False
-    """Multiply the stream by a constant at the end of a layer. It is 1 in a new model, and is never trained."""
+    """Multiply the residual stream by a constant at the end of a layer. The constant is 1 in a new model, and is never
+    trained."""
     embed_scale: bool = True
     """Multiply embeddings by the square root of dim."""
     embed_multiplier: float = 1.0
     """A further factor of embeddings."""
     per_layer_dim: int = 0
-    """Width of the vectors that a second embedding gives each token for each layer; 0 = there is no such embedding."""
+    """Width of per-layer embeddings, which give each token another vector in each layer; 0 = none."""
     per_layer_vocab: int = 0
-    """Rows of the second embedding; 0 = vocab_size."""
+    """Rows of the table of per-layer embeddings; 0 = vocab_size."""
     tie_embeddings: bool = True
     """Compute logits with the embedding; otherwise with a separate table, `head`."""
     activation: Literal["gelu", "silu", "relu2"] = "gelu"
     """Gate of the MLP: gelu (Gemma), silu, or relu2 (squared relu, cheapest on CPU)."""
     glu_limit: float = 0.0
-    """Limit of the gate g and of the other factor u in an MLP or an expert: g is at most this, u is in plus and minus
-    this, and g sigmoid(1.702 g) (u + 1) is computed, as in gpt-oss; needs silu; 0 = none."""
+    """Compute g sigmoid(1.702 g) (u + 1) from the gate g and the other factor u of an MLP or an expert, as in gpt-oss;
+    g is cut to at most this limit, and u to plus or minus this limit; needs silu; 0 = no limit, and silu(g) u."""
     num_experts: int = 0
     """Experts of a mixture, which replaces the MLP; a multiple of the mesh axis `expert`; 0 = an MLP."""
     experts_per_token: int = 2
@@ -198,12 +199,13 @@ class DecoderConfig:
     expert_dim: int = 0
     """Width of one expert; 0 = mlp_dim."""
     dense_beside: bool = False
-    """The MLP and the mixture compute every token, each with separate norms. The router reads the stream itself."""
+    """Both the MLP and the mixture compute every token, each with separate norms; the router reads the residual stream
+    (Gemma 4 26B-A4B)."""
     shared_dim: int = 0
     """Width of an expert that computes every token, weighted by a sigmoid; 0 = none."""
     normalize_weights: bool = True
-    """Normalise the weights of a token's experts to the sum 1, which is a softmax over these experts alone; otherwise
-    they are the router's probabilities."""
+    """Divide the weights of a token's experts by their sum, which gives a softmax over these experts alone; otherwise
+    the weights are the router's probabilities."""
     mixture_bias: bool = False
     """Add biases in the router and in the experts."""
     routing: Literal["capacity", "dropless"] = "capacity"
@@ -218,20 +220,21 @@ class DecoderConfig:
     """einsum (fastest on CPU), dot_product (jax.nn.dot_product_attention), or splash (Pallas kernel for TPUs, which
     keeps no length x length matrix; on other devices it is computed as einsum)."""
     scan_layers: bool = False
-    """Stack the blocks' parameters and scan over them: compiles in constant time, one tensor per kind of weight."""
+    """Stack the blocks' parameters and scan over them: compile time does not grow with the number of layers. A weight
+    is one tensor for all layers, or for all layers at one position of the pattern."""
     remat: Remat = "none"
     """Computations that the backward pass repeats, from many to few: full (whole blocks), attention (all but attention
     itself), mlp (only the MLP), minimal (no matrix product), offload (like minimal, but the MLP's results wait in host
-    memory), none (nothing). Or a policy of jax.checkpoint_policies."""
+    memory), none (nothing). Or dots_saveable or dots_with_no_batch_dims_saveable, of jax.checkpoint_policies."""
     splash_block: int = 0
-    """Tokens of a tile of the splash kernel, a power of two from 128 to 2048; 0 = tuned. If it does not divide the
-    sequence, a smaller one is used."""
+    """Tokens of a tile of the splash kernel, a power of two from 128 to 2048; 0 = a tuned size. If it does not divide
+    the sequence, a smaller tile is used."""
     lookup: Literal["gather", "exchange"] = "gather"
     """Look-up of embeddings when devices share the table: gather (each device gathers the table and sums its gradient),
     or exchange (each device looks up its rows for all devices; for large vocabularies)."""
     loss_chunk: int = 0
-    """Number of token ids whose logits exist at a time, a divisor of vocab_size; 0 = all. Saves memory with large
-    vocabularies."""
+    """Number of token ids whose logits are in memory at a time, a divisor of vocab_size; 0 = all. A small number saves
+    memory with large vocabularies."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products, float32 or bfloat16; parameters and the loss are always float32."""
 

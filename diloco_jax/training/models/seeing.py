@@ -1,12 +1,12 @@
-"""The decoder of images and text: soft tokens of a vision tower are read in the places of a special token.
+"""A decoder of images and text: where the text has a special token, the decoder reads soft tokens of a vision tower.
 
 Shapes: B batch, T length, I images of a sample, N patches of an image, P numbers of a patch, M soft tokens of an image,
 D model width. Batches are {"tokens": [B, T], "patches": uint8 [B, I, N, P], "patch_positions": int32 [B, I, N, 2]}, and
-may have `segments`. The positions of padding are -1, and an image that is absent has only padding.
+may have `segments`. Padding has the positions -1, and an absent image has only padding.
 
     soft = Tower(patches);   x = soft_k in the k-th place of `image_token`, E[tokens] sqrt(D) in all others
 
-A text that is read without images, with `tokens` alone, has no special places.
+In a batch without `patches`, `image_token` is an ordinary id.
 """
 
 from collections.abc import Mapping
@@ -39,18 +39,18 @@ class SeeingConfig(DecoderConfig):
     """Sizes and options of the vision tower, the fields of TowerConfig. Its scan_layers, remat and dtype are those of
     the decoder unless they are given."""
     image_token: int = 258_880
-    """Id in the places of soft tokens; it is never predicted."""
+    """Id in the places of soft tokens; the loss does not count its predictions, and the model never writes it."""
     image_begin: int = 255_999
     """Id before the soft tokens of an image in a prompt."""
     image_end: int = 258_882
     """Id after the soft tokens of an image in a prompt."""
     pad_token: int = 0
-    """Id whose per-layer embedding soft tokens have."""
+    """Id whose per-layer embedding is used for soft tokens."""
     see_images: bool = False
-    """A soft token sees the later soft tokens of its image too."""
+    """A soft token also sees the later soft tokens of its image; an option of a kind of layers."""
 
     def __post_init__(self) -> None:
-        # Lists in a mapping would not be hashable; the tower has none.
+        # Options must be hashable, and a frozen mapping is. No option of the tower is a list, which would not be.
         object.__setattr__(self, "tower", freeze(dict(self.tower)))
         DecoderConfig.__post_init__(self)
         for name in ("image_token", "image_begin", "image_end", "pad_token"):
@@ -84,7 +84,9 @@ class SeeingBlock(Block):
         places: Places,
         sinks: Float[Array, " n"] | None,
     ) -> Float[Array, "b t n h"]:
-        """Mix the values of the tokens that each token sees: those before it, and with `see_images` its whole image."""
+        """Mix the values of the tokens that each token sees: earlier ones, and with `see_images` later soft tokens of
+        its image.
+        """
         images = places.images if self.config.see_images else None
         return attend(q, k, v, self.config.attention, rules, places.segments, sinks, images)
 
@@ -124,7 +126,9 @@ class SeeingDecoder(Decoder):
     def _soft_tokens(
         self, batch: Batch, is_soft: Bool[Array, "b t"]
     ) -> tuple[Float[Array, "b t d"], Int32[Array, "b t"]]:
-        """Return the soft token of each place, and the number of its image; other places have any token and 0."""
+        """Return the soft token of each place and the number of its image; at other places the number is 0, and the
+        soft token means nothing.
+        """
         patches, positions = batch[PATCHES], batch[POSITIONS]
         samples, count = patches.shape[:2]
         soft, real = self.tower(
@@ -143,5 +147,5 @@ class SeeingDecoder(Decoder):
         return found, jnp.where(is_soft, chosen // length + 1, 0).astype(jnp.int32)
 
     def drawable(self, logits: Float[Array, " v"]) -> Float[Array, " v"]:
-        """Return logits where the token in the places of images is -inf, because there is no image to write."""
+        """Return the logits with -inf for `image_token`, because the model cannot write an image."""
         return jnp.where(jnp.arange(len(logits)) == self.config.image_token, -jnp.inf, logits)

@@ -1,13 +1,13 @@
-"""The vision tower of Gemma 4: patches of images of any shape become soft tokens for a language model.
+"""The vision tower of Gemma 4, which computes soft tokens for a language model from images of any shape.
 
-Shapes: B images, N patches of P x P pixels, K x K patches per soft token, M = N / K^2 soft tokens, D width, N heads of
-width H. Patches know their column and row in the image, and padding has the position (-1, -1).
+Shapes: B images, N patches of P x P pixels, K x K patches per soft token, M = N / K^2 soft tokens, D width. The
+position of a patch is its column and row in the image; padding has the position (-1, -1).
 
     x = 2 (patches - 1/2) W + columns[column] + rows[row]
     x += RMSNorm(Attention(RMSNorm(x)));   x += RMSNorm(MLP(RMSNorm(x)))
     soft = sqrt(D) mean(x of K x K patches);   embeddings = RMSNorm((soft - bias) scale) W_text
 
-All patches of an image see each other. Constants of public models, such as the bias and the scale, are parameters
+All patches of an image see each other. Constants of public models, such as `bias` and `scale` above, are parameters
 without gradients: they are exchanged and saved like weights, and never change.
 """
 
@@ -42,7 +42,7 @@ class TowerConfig:
     num_heads: int = 12
     """Heads of queries, keys and values."""
     head_dim: int = 64
-    """Width of one head; a multiple of 4, because column and row each turn pairs in half of it."""
+    """Width of one head; a multiple of 4, because column and row each rotate the pairs of one half."""
     mlp_dim: int = 3072
     """Width of the gated MLP."""
     text_dim: int = 1536
@@ -52,7 +52,7 @@ class TowerConfig:
     pool: int = 3
     """Height and width of a soft token, patches."""
     positions: int = 10240
-    """Columns and rows that have an embedding; patches beyond give NaN."""
+    """Number of columns, and of rows, that have an embedding; a patch beyond them gives NaN."""
     rope_theta: float = 100.0
     """Base of the rotary wavelengths of columns and rows."""
     norm_epsilon: float = 1e-6
@@ -191,7 +191,7 @@ class VisionTower(nnx.Module):
     def __call__(
         self, patches: Shaped[Array, "b n p"], positions: Int32[Array, "b n 2"]
     ) -> tuple[Float[Array, "b m t"], Bool[Array, "b m"]]:
-        """Return the embeddings of the soft tokens, row by row, and which of them belong to the image.
+        """Return the soft tokens, row by row, and whether each belongs to the image or is padding.
 
         Args:
           patches: pixels of each patch, row by row, channels last: uint8, or floats from 0 to 1.
@@ -244,7 +244,7 @@ class VisionTower(nnx.Module):
     def _pooled(
         self, x: Float[Array, "b n d"], positions: Int32[Array, "b n 2"], real: Bool[Array, "b n"]
     ) -> tuple[Float[Array, "b m d"], Bool[Array, "b m"]]:
-        """Return float32 means of neighbouring patches times sqrt(D), and which of them have patches."""
+        """Return sqrt(D) times the float32 means of K x K patches, and whether each mean has patches."""
         k, length = self.config.pool, x.shape[1] // self.config.pool**2
         cells = positions // k
         wide = (jnp.max(positions[..., 0], axis=1, keepdims=True) + 1) // k
