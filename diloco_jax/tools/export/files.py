@@ -53,7 +53,8 @@ Watch = Callable[[Parameters, int], Parameters]
 def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, images: bool = False) -> dict[str, Any]:
     """Check a public model's folder, including every value, and write a config for a run that starts from it.
 
-    Other settings are those of the config `base`; without one, the data is text and the rest has its defaults.
+    Other settings are those of the config `base`, its adapters included; without one, the data is text and the rest has
+    its defaults.
 
     Args:
       images: whether the model has its vision tower; otherwise it is the text model alone.
@@ -76,8 +77,11 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, imag
     of_text = data.get("mixture") or data.get("format", "bytes") not in (*PLAIN, "store")
     if tokenizer and of_text:
         values["data"] = {"tokenizer": where, **data}
-    how = {name: value for name, value in ((values.get("model") or {}).get("args") or {}).items() if name in HOW}
+    own = values.get("model") or {}
+    how = {name: value for name, value in (own.get("args") or {}).items() if name in HOW}
     values["model"] = {"module": model.module, "args": {**model.args, **how}, "weights": where}
+    if "lora" in own:
+        values["model"]["lora"] = own["lora"]
     mixture = data.get("mixture")
     parts = mixture.values() if isinstance(mixture, dict) else [data]
     if not (tokenizer or data.get("tokenizer")) and any(_needs_tokenizer(part) for part in parts):

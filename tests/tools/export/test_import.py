@@ -20,7 +20,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, begin
 from diloco_jax.settings.text import load
 from diloco_jax.training.convert import weights
 from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.config import LoraConfig, ModelConfig
 from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 
 TEXT = "".join(f"island {n} sends {n * n} gradients to the syncer\n" for n in range(400))
@@ -64,6 +64,14 @@ def test_transformers_opens_an_export_and_a_config_evaluates_it(
     found = json.loads(capsys.readouterr().out)
     settings = load(config)
     assert found["loss"] == pytest.approx(loss_of_theirs(theirs, settings.data, 4, 3), abs=1e-4)
+
+    lora = {"rank": 2, "targets": ["q"]}
+    adapted = tmp_path / "adapted.yaml"
+    (tmp_path / "base.yaml").write_text(
+        yaml.safe_dump(yaml.safe_load((public / "config.yaml").read_text()) | {"model": {"lora": lora}})
+    )
+    assert main(["import", str(public / "llama"), "--config", str(tmp_path / "base.yaml"), "--out", str(adapted)]) == 0
+    assert load(adapted).model == replace(settings.model, lora=LoraConfig(rank=2, targets=("q",)))
 
     alone = replace(settings, algorithm="data_parallel", train=replace(settings.train, batch_size=8))  # on 8 devices
     run = DataParallelRun(alone, tmp_path, threading.Event())
