@@ -78,7 +78,7 @@ def typed_args(config_class: type, args: Mapping[str, Any], where: str) -> dict[
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(f"{where}.{key} is {value!r}, a {type(value).__name__}; it must be a {wanted.__name__}")
         if wanted is tuple and (element := get_args(get_type_hints(config_class)[key])[:1]) in ((str,), (float,)):
-            _check_elements(value, element[0], f"{where}.{key}")
+            _check_elements(args[key], element[0], f"{where}.{key}")
         try:
             typed[key] = wanted(value) if wanted in (float, tuple) else value
         except OverflowError as error:
