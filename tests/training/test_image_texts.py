@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -258,19 +259,21 @@ def test_images_are_upright_and_in_three_colours(tmp_path: Path) -> None:
 
 def test_broken_images_are_refused_by_name_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "PIXELS_MAX", 50_000)
+    monkeypatch.setattr(pictures, "SIDE_MAX", 2_000)
     monkeypatch.setattr(pictures, "FILE_BYTES_MAX", 200_000)
     folder, whole = write_pairs(tmp_path / "some"), load(write_pairs(tmp_path / "all"))
     deep = io.BytesIO()
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(deep, "PNG")
     harm = {
         "cut.png": (encoded(pixels_of(1))[:-500], "truncated"),
-        "text.png": (b"not an image", "cannot identify"),
-        "empty.jpg": (b"", "cannot identify"),
+        "text.png": (b"not an image", "12 bytes do not begin a PNG"),
+        "empty.jpg": (b"", "its 0 bytes do not begin a PNG"),
         # The few bytes of this image decompress to more pixels than the limit.
         "bomb.png": (encoded(np.zeros((300, 300, 3), np.uint8)), "300 x 300 = 90,000 pixels, the limit is 50,000"),
+        "strip.png": (encoded(np.zeros((1, 3000, 3), np.uint8)), "3000 x 1 pixels, and the limit of a side is 2,000"),
         "large.png": (encoded(pixels_of(1)) + bytes(200_000), "bytes, and the limit is 200,000"),
         "deep.png": (deep.getvalue(), "mode I;16; convert it to 8 bits"),
-        "film.webp": (b"GIF89a" + bytes(40), "cannot identify"),
+        "film.webp": (b"GIF89a" + bytes(40), "do not begin a PNG"),
     }
     for name, (data, why) in harm.items():
         (folder / name).write_bytes(data)
@@ -307,6 +310,60 @@ def test_texts_that_cannot_be_used_are_one_error(tmp_path: Path) -> None:
         load(folder)
     with pytest.raises(ValueError, match=r"has no .png"):
         load_source(config_of(tmp_path / "cache"), SEQ_LEN)
+
+
+def test_patterns_in_names_are_only_names(tmp_path: Path) -> None:
+    folder = write_pairs(tmp_path / "pairs")
+    for name, text in {"[0]": "brackets", "*": "star", "?": "mark", "a": "letter"}.items():
+        (folder / f"{name}.png").write_bytes(encoded(pixels_of(0)))
+        (folder / f"{name}.txt").write_text(text)
+    found = {each.name: each.text for each in list_pictures(PictureSource(str(folder)))[0]()}
+    assert found == {f"{name}.png": text for name, text in TEXTS.items()} | {
+        "[0].png": "brackets", "*.png": "star", "?.png": "mark", "a.png": "letter"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.txt", "metadata.jsonl"])
+def test_files_that_cannot_be_read_or_never_end_are_refused(tmp_path: Path, name: str) -> None:
+    folder = write_pairs(tmp_path / "pairs")
+    (folder / "a.png").write_bytes(encoded(pixels_of(0)))
+    (folder / "a.txt").write_text("a text")
+    (folder / name).unlink(missing_ok=True)
+    for target in ("/nowhere", "/dev/zero", name):
+        (folder / name).symlink_to(target)
+        with pytest.raises(ValueError, match=f"'{name}' of '.*' is a broken link, a pipe or a device; remove it"):
+            list_pictures(PictureSource(str(folder)))
+        (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"'{name}' of '.*' is a broken link, a pipe or a device; remove it"):
+        list_pictures(PictureSource(str(folder)))
+
+
+def test_long_texts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "TEXT_MAX", 100)
+    folder = write_pairs(tmp_path / "pairs")
+    (folder / "00.txt").write_text("x" * 101)
+    # No text was read yet.
+    with pytest.raises(ValueError, match=r"the text of 00.txt has a length of 101, and the limit is 100; shorten it"):
+        list_pictures(PictureSource(str(folder)))
+    (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "01.png", "text": "x" * 101}))
+    with pytest.raises(ValueError, match=r"metadata.jsonl, row 1 has a length of 101, and the limit is 100"):
+        load(folder)
+
+
+def test_damaged_texts_of_tables_are_refused(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "table", as_csv=True)
+    (folder / "metadata.csv").write_text('file_name,text\nimages/00.png,"' + "x\n" * 100_000)
+    with pytest.raises(ValueError, match=r"metadata.csv is not CSV at line 1: field larger .*; correct it"):
+        load(folder)
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    from pyarrow import parquet
+
+    # Arrow writes what is not UTF-8 as text.
+    text = pyarrow.array([b"\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"image": [b"x"], "text": text}), folder / "train.parquet")
+    with pytest.raises(ValueError, match=r"train.parquet has text that is not UTF-8: .*; write it again as UTF-8"):
+        load(folder)
 
 
 def test_a_table_without_the_columns_is_refused(tmp_path: Path) -> None:

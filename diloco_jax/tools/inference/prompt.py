@@ -8,7 +8,7 @@ import numpy as np
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.images import PATCH, POOL, cut_image
-from diloco_jax.training.data.pictures import Broken, decode
+from diloco_jax.training.data.pictures import FILE_BYTES_MAX, Broken, decode
 from diloco_jax.training.data.sample import PATCHES, POSITIONS, Sample
 from diloco_jax.training.data.tokenizer import Tokenizer
 from diloco_jax.training.models.config import SEEING_DECODER
@@ -72,7 +72,9 @@ def prompt_of(config: RunConfig, tokenizer: Tokenizer, text: str, files: Sequenc
 
 def _read(file: Path) -> np.ndarray:
     try:
-        return decode(file.read_bytes())
+        with file.open("rb") as opened:
+            # One byte more than the limit is enough for the refusal of a larger file, or of one without an end.
+            return decode(opened.read(FILE_BYTES_MAX + 1))
     except OSError as error:
         raise ValueError(f"--image {file} cannot be read: {error.strerror}; correct the path") from error
     except Broken as error:

@@ -239,10 +239,19 @@ def _joined(found: Mapping[str, Stored]) -> dict[str, Stored]:
         blocks, scales = found[name], found.get(name.removesuffix(BLOCKS) + SCALES)
         if not name.endswith(BLOCKS) or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
             continue
-        if shape := shape_of(blocks.shape, scales.shape):
-            del joined[name], joined[name.removesuffix(BLOCKS) + SCALES]
-            whole = Stored(blocks.path, blocks.own, shape, MXFP4, (scales.path, scales.own))
-            joined[name.removesuffix(BLOCKS)] = whole
+        base = name.removesuffix(BLOCKS)
+        if twin := found.get(base):
+            raise ValueError(
+                f"{twin.path} has {twin.own} in {twin.dtype}, and {blocks.path} has it in {MXFP4} as {blocks.own}; "
+                "remove one of them"
+            )
+        if (shape := shape_of(blocks.shape, scales.shape)) is None:
+            raise ValueError(
+                f"{blocks.own} of {blocks.path} has shape {blocks.shape}, and its scales {scales.shape}; blocks "
+                "[E, out, n, 16] need scales [E, out, n]; copy the model again"
+            )
+        del joined[name], joined[base + SCALES]
+        joined[base] = Stored(blocks.path, blocks.own, shape, MXFP4, (scales.path, scales.own))
     return joined
 
 

@@ -29,6 +29,10 @@ TABLES = ("metadata.jsonl", "metadata.csv")
 FORMATS = ("PNG", "JPEG", "WEBP")
 # A small file may decompress to many pixels, so there are two limits. Pillow warns from 89 million pixels.
 FILE_BYTES_MAX, PIXELS_MAX = 1 << 26, 1 << 26
+# To shrink a longer side, Pillow would need gigabytes, or fail. JPEG and WebP have no longer ones.
+SIDE_MAX = 1 << 16
+# The longest text, in bytes of a file or in characters, because texts are read as a whole.
+TEXT_MAX = 1 << 20
 # Rows of a Parquet file, or texts of a folder, that are read at once.
 ROWS = 64
 
@@ -72,12 +76,17 @@ def decode(data: bytes) -> UInt8[np.ndarray, "height width 3"]:
             # Opening reads only the header, so a small file that decompresses to gigabytes is refused here.
             if (pixels := image.width * image.height) > PIXELS_MAX:
                 raise Broken(f"it has {image.width} x {image.height} = {pixels:,} pixels, the limit is {PIXELS_MAX:,}")
+            if max(image.size) > SIDE_MAX:
+                raise Broken(f"it has {image.width} x {image.height} pixels, and the limit of a side is {SIDE_MAX:,}")
             if image.mode[0] in "IF":
                 # Conversion to RGB would clip 16 bits at 255, and the image would be white.
                 raise Broken(f"its pixels are of mode {image.mode}; convert it to 8 bits per channel")
             return np.asarray(operations.exif_transpose(image).convert("RGB"))
     except (Broken, MemoryError):
         raise
+    except pillow.UnidentifiedImageError as error:
+        # The error's own message has an address in memory, which differs between runs.
+        raise Broken(f"its {len(data):,} bytes do not begin a PNG, JPEG or WebP") from error
     # Pillow's readers raise OSError, SyntaxError, ValueError, struct.error and others for damaged files.
     except Exception as error:
         raise Broken(f"it is not a whole PNG, JPEG or WebP: {type(error).__name__}: {error}") from error
@@ -107,9 +116,12 @@ def list_pictures(source: PictureSource) -> tuple[Callable[[], Iterator[Picture]
         raise ValueError(
             f"'{source.path}' has no {', '.join(SUFFIXES)} and no .parquet file; correct the path, or data.patterns"
         )
-    hasher = xxhash.xxh3_128(f"{source.field} {source.column}".encode())
+    hasher = xxhash.xxh3_128(f"{source.field} {source.column}".encode("utf-8", "surrogatepass"))
     for name in tables or sorted([*images, *texts]):
         full, info = files[name]
+        # A pipe would be read forever. fsspec reports links as other than files too.
+        if info["type"] != "file" and not fs.isfile(full):
+            raise ValueError(f"{name!r} of '{source.path}' is a broken link, a pipe or a device; remove it")
         hasher.update(os.fsencode(f"{name} {info['size']} {time_of(info)}\n"))
     paths = {name: full for name, (full, _) in files.items()}
     if tables:
@@ -117,7 +129,10 @@ def list_pictures(source: PictureSource) -> tuple[Callable[[], Iterator[Picture]
         return partial(_from_parquet, fs, [(name, paths[name]) for name in ordered], source), hasher.hexdigest()
     if _has_table(files):
         return partial(_rows, fs, paths, images, source), hasher.hexdigest()
-    return partial(_pairs, fs, paths, _beside(paths, images)), hasher.hexdigest()
+    beside = _beside(paths, images)
+    for name in sorted(beside.values()):
+        _check_length(files[name][1]["size"], name)
+    return partial(_pairs, fs, paths, beside), hasher.hexdigest()
 
 
 def _of(name: str, suffixes: Sequence[str]) -> bool:
@@ -157,9 +172,12 @@ def _pairs(fs: Any, paths: Mapping[str, str], beside: Mapping[str, str]) -> Iter
     names = iter(sorted(beside, key=_mixed))
     # A bucket answers many requests at once.
     while chosen := list(islice(names, ROWS)):
-        said = fs.cat([paths[beside[name]] for name in chosen])
-        for name in chosen:
-            text = bytes(said[paths[beside[name]]]).decode("utf-8-sig", "replace").rstrip("\r\n")
+        # Unlike cat, this does not take [, ? and * in names as patterns.
+        found = fs.cat_ranges([paths[beside[name]] for name in chosen], None, None)
+        for name, data in zip(chosen, found, strict=True):
+            if isinstance(data, Exception):
+                raise data
+            text = bytes(data).decode("utf-8-sig", "replace").rstrip("\r\n")
             yield Picture(name, text, partial(_read, fs, paths[name]))
 
 
@@ -172,7 +190,7 @@ def _rows(fs: Any, paths: Mapping[str, str], images: set[str], source: PictureSo
 def _named(fs: Any, paths: Mapping[str, str], images: set[str], source: PictureSource) -> Iterator[Picture]:
     for table in sorted(name for name in paths if PurePosixPath(name).name in TABLES):
         text = bytes(fs.cat_file(paths[table])).decode("utf-8-sig", "replace")
-        rows = _jsonl(text, table) if table.endswith(".jsonl") else csv.DictReader(io.StringIO(text))
+        rows = _jsonl(text, table) if table.endswith(".jsonl") else _csv(text, table)
         for number, row in enumerate(rows, 1):
             where = f"{table}, row {number}"
             if not isinstance(row, dict) or not {"file_name", source.field} <= row.keys():
@@ -196,6 +214,21 @@ def _jsonl(text: str, table: str) -> Iterator[Any]:
                 raise ValueError(f"{table}, line {number} is not JSON: {error}; correct it") from error
 
 
+def _csv(text: str, table: str) -> Iterator[Any]:
+    rows = csv.DictReader(io.StringIO(text))
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise ValueError(
+            f"{table} is not CSV at line {rows.line_num}: {error}; correct it, such as a quote without its end"
+        ) from error
+
+
+def _check_length(length: int, where: str) -> None:
+    if length > TEXT_MAX:
+        raise ValueError(f"the text of {where} has a length of {length:,}, and the limit is {TEXT_MAX:,}; shorten it")
+
+
 def _text(value: Any, field: str, where: str) -> str | None:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -203,6 +236,7 @@ def _text(value: Any, field: str, where: str) -> str | None:
         check_text(value, field)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    _check_length(len(value or ""), where)
     return HALVES.sub(REPLACEMENT, value) if value else None
 
 
@@ -212,6 +246,8 @@ def _from_parquet(fs: Any, tables: Sequence[tuple[str, str]], source: PictureSou
         try:
             with fs.open(path, "rb") as file:
                 yield from _table(parquet.ParquetFile(file), name, source)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} has text that is not UTF-8: {error}; write it again as UTF-8") from error
         except (OSError, arrow.ArrowException) as error:
             # An error of the disk has a number, unlike errors of pyarrow.
             if getattr(error, "errno", None):

@@ -63,6 +63,11 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
+        if c.kv_from and not c.pattern:
+            raise ValueError(
+                f"model.args.kv_from is '{c.kv_from}', which names a kind of layers, but there are no kinds; set "
+                "model.args.pattern and kinds, or remove it"
+            )
         # Axis names must not require a mesh here, because the island places the parameters later.
         with nnx.use_eager_sharding(False):
             init = nnx.with_partitioning(nnx.initializers.normal(0.02), TABLE_AXES)

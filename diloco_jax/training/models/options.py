@@ -26,6 +26,8 @@ WHOLE = {
     "pad_token",
 }  # fmt: skip
 LAYERS_MAX = 10_000
+# Experts of all layers together. Some public files have several tensors for each.
+EXPERTS_MAX = 1_000_000
 # The longest period of a pattern of layers that is looked for.
 PERIOD_MAX = 16
 
@@ -289,6 +291,10 @@ class DecoderConfig:
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 0, and finite")
+        for name in ("window", "global_every", "rope_length", "seq_len_max"):
+            # Devices compute with whole numbers of 32 bits.
+            if getattr(self, name) >= 2**31:
+                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be below 2^31")
         for name in ("residual_scale", "logit_scale", "embed_multiplier"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be finite")
@@ -326,6 +332,11 @@ class DecoderConfig:
             raise ValueError(
                 f"model.args.experts_per_token is {self.experts_per_token}; use 1 to num_experts ({self.num_experts})"
             )
+        if self.num_experts * self.num_layers > EXPERTS_MAX:
+            raise ValueError(
+                f"model.args.num_experts is {self.num_experts} in each of {self.num_layers} layers; use at most "
+                f"{EXPERTS_MAX} in all layers together"
+            )
         if not (0 < self.capacity_factor < math.inf and 0 <= self.balance_coefficient < math.inf):
             raise ValueError(
                 f"model.args.capacity_factor {self.capacity_factor} must be > 0, and balance_coefficient "
@@ -350,24 +361,49 @@ class DecoderConfig:
             raise ValueError(
                 f"model.args.pattern names {len(self.pattern)} layers, but num_layers is {self.num_layers}; shorten it"
             )
-        for name in {*self.pattern, *self.kinds}:
+        if len(self.kinds) > LAYERS_MAX:
+            raise ValueError(f"model.args.kinds has {len(self.kinds)} kinds; use at most {LAYERS_MAX}")
+        for name in (*self.pattern, *self.kinds):
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"model.args.pattern and kinds have {name!r:.80}, a {type(name).__name__}, as the name of a kind; "
+                    "use a text (in YAML with quotes, if it reads as a number or as true or false)"
+                )
             if name not in self.kinds or not isinstance(options := self.kinds[name], Mapping):
                 raise ValueError(f"model.args.kinds needs a mapping for '{name}'; it has {', '.join(self.kinds)}")
             if wrong := sorted(WHOLE & {*options}):
                 raise ValueError(
                     f"model.args.kinds.{name} has {wrong[0]}, an option of the whole model; move it to model.args"
                 )
-        sources = {name: self.of_kind(name).kv_from for name in self.kinds}
+        options = {name: self.of_kind(name) for name in self.kinds}
         earlier = set[str]()
         for layer in range(self.num_layers):
-            kind = self.kind(layer)
-            if (source := sources[kind]) and source not in earlier:
-                raise ValueError(
-                    f"model.args.kinds.{kind}.kv_from is '{source}', but no layer before layer {layer} is of that kind "
-                    f"and has keys; use one of {', '.join(sorted(earlier)) or 'the kinds'}"
-                )
-            if not source and self.of_kind(kind).mixer == "attention":
+            c = options[kind := self.kind(layer)]
+            if c.kv_from:
+                self._check_source(layer, c, {name: options[name] for name in earlier})
+            elif c.mixer == "attention":
                 earlier.add(kind)
+
+    def _check_source(self, layer: int, c: "DecoderConfig", earlier: Mapping[str, "DecoderConfig"]) -> None:
+        """Refuse a layer that cannot use the keys and values of the layer that it names.
+
+        Args:
+          layer: its number.
+          c: its options.
+          earlier: the options of the kinds before it that have keys, by their names.
+        """
+        kind, source = self.kind(layer), earlier.get(c.kv_from)
+        if source is None:
+            raise ValueError(
+                f"model.args.kinds.{kind}.kv_from is '{c.kv_from}', but no layer before layer {layer} is of that kind "
+                f"and has keys; use one of {', '.join(sorted(earlier)) or 'the kinds'}"
+            )
+        if c.head_dim != source.head_dim or c.num_heads % source.num_kv_heads:
+            raise ValueError(
+                f"model.args.kinds.{kind} has num_heads {c.num_heads} and head_dim {c.head_dim}, but keys of "
+                f"'{c.kv_from}' with num_kv_heads {source.num_kv_heads} and head_dim {source.head_dim}; make head_dim "
+                "equal, and num_heads a multiple of num_kv_heads"
+            )
 
     def kind(self, layer: int) -> str:
         """Return the kind of a layer, counted from 0."""

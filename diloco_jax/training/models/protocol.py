@@ -5,11 +5,11 @@ class as `package.module:Class`. Parameters are a flat dict from path to array, 
 the order of `flax.nnx`. Other variables of a module are described in variables.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -77,8 +77,24 @@ def typed_args(config_class: type, args: Mapping[str, Any], where: str) -> dict[
             wanted, accepted = dict, (Mapping,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(f"{where}.{key} is {value!r}, a {type(value).__name__}; it must be a {wanted.__name__}")
-        typed[key] = wanted(value) if wanted in (float, tuple) else value
+        if wanted is tuple and (element := get_args(get_type_hints(config_class)[key])[:1]) in ((str,), (float,)):
+            _check_elements(args[key], element[0], f"{where}.{key}")
+        try:
+            typed[key] = wanted(value) if wanted in (float, tuple) else value
+        except OverflowError as error:
+            raise ValueError(f"{where}.{key} is a whole number too large for a float; use at most 1e308") from error
     return typed
+
+
+def _check_elements(values: Sequence[Any], wanted: type, where: str) -> None:
+    """Raise ValueError if an element of a list has another type than `wanted`; whole numbers are floats too."""
+    accepted = (float, int) if wanted is float else (wanted,)
+    for number, value in enumerate(values):
+        if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
+            raise ValueError(
+                f"{where}[{number}] is {value!r:.80}, a {type(value).__name__}; it must be a {wanted.__name__} (text "
+                "needs quotes in YAML if it reads as a number or as true or false)"
+            )
 
 
 def find_model(module: str) -> type[nnx.Module]:

@@ -11,6 +11,7 @@ All patches of an image see each other. Constants of public models, such as `bia
 without gradients: they are exchanged and saved like weights, and never change.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from diloco_jax.training.models.layers import Linear, Remat, checkpoint, keep, make_norm
+from diloco_jax.training.models.options import LAYERS_MAX
 from diloco_jax.training.models.rotary import apply_rope
 from diloco_jax.training.named import check_choices
 from diloco_jax.training.sharding import constrain, gather
@@ -75,6 +77,13 @@ class TowerConfig:
                 raise ValueError(f"model.args.tower.{name} is {getattr(self, name)}; it must be at least 1")
         if self.head_dim < 4 or self.head_dim % 4:
             raise ValueError(f"model.args.tower.head_dim is {self.head_dim}; it must be a multiple of 4")
+        if self.num_layers > LAYERS_MAX:
+            raise ValueError(f"model.args.tower.num_layers is {self.num_layers}; use at most {LAYERS_MAX}")
+        if not (0 < self.norm_epsilon < 1 and 0 < self.rope_theta < math.inf):
+            raise ValueError(
+                f"model.args.tower: norm_epsilon {self.norm_epsilon} must be in (0, 1), and rope_theta "
+                f"{self.rope_theta} above 0 and finite"
+            )
 
 
 def _constant(shape: tuple[int, ...], init: nnx.Initializer, rngs: nnx.Rngs) -> nnx.Param:

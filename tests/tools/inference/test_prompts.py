@@ -97,6 +97,7 @@ def test_what_cannot_be_seen_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         (other, "x", files, r"tower has patch_size 8 and pool 3, but images are cut into patches of 16"),
         (config, "x", [tmp_path / "no.png"], r"no.png cannot be read: No such file or directory; correct the path"),
         (config, "x", [tmp_path / "broken.png"], r"broken.png cannot be used: it is not a whole PNG"),
+        (config, "x", [Path("/dev/zero")], r"/dev/zero cannot be used: it has 67,108,865 bytes, and the limit is"),
         (config, "<|image|>x", files, r"have the image token 1 times \(id 257, .*, but there are 2 images"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -159,6 +159,9 @@ def test_a_folder_computes_what_it_does_in_transformers_and_returns(
         ({"vision_config": {"num_key_value_heads": 4}}, r"num_key_value_heads is 4, but the tower supports only 12"),
         ({"vision_config": {"windows": 4}}, r"vision_config has unknown keys: windows"),
         ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, r"rope_type is 'yarn', but the tower"),
+        ({"vision_config": {"num_hidden_layers": 10**12}}, r"num_layers is 1000000000000; use at most 10000"),
+        ({"vision_config": {"rms_norm_eps": -1.0}}, r"norm_epsilon -1.0 must be in \(0, 1\)"),
+        ({"vision_config": {"rope_parameters": {"rope_theta": 0}}}, r"rope_theta 0.0 above 0 and finite"),
     ],
 )
 def test_a_tower_of_another_kind_is_refused(changes: dict[str, Any], message: str) -> None:
