@@ -91,7 +91,7 @@ def _ask(arguments: argparse.Namespace) -> int:
 def _sample_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("run", help="folder of the run; or a config, for the model that its run would start with")
-    parser.add_argument("--prompt", default="\n", help="text to continue; default: the start of a line")
+    parser.add_argument("--prompt", help="text to continue; default: the start of a line, or nothing with --image")
     parser.add_argument(
         "--image",
         nargs="+",
@@ -122,32 +122,36 @@ def sample(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.inference.language import Writing
 
     how = Writing(arguments.temperature, arguments.top_p, arguments.seed)
+    images = [Path(name) for name in arguments.image]
+    prompt = ("" if images else PROMPT) if arguments.prompt is None else arguments.prompt
     cold_or_hot = not (how.temperature == 0 or TEMPERATURES[0] <= how.temperature <= TEMPERATURES[1])
-    if arguments.tokens < 1 or cold_or_hot or not 0 < how.top_p <= 1 or not arguments.prompt:
+    if arguments.tokens < 1 or cold_or_hot or not 0 < how.top_p <= 1 or not (prompt or images):
         raise ValueError(
             f"--tokens is {arguments.tokens}, --temperature {how.temperature:g}, --top-p {how.top_p:g}, --prompt "
-            f"{arguments.prompt!r}; use at least one token, a temperature of 0 or from {TEMPERATURES[0]:g} to "
+            f"{prompt!r}; use at least one token, a temperature of 0 or from {TEMPERATURES[0]:g} to "
             f"{TEMPERATURES[1]:g}, a probability above 0 and at most 1, and a prompt of at least one character"
         )
     if not 0 <= how.seed < 2**31:
         raise ValueError(f"--seed is {how.seed}; it must be in [0, 2^31)")
     language, step = _language(arguments.run)
-    images = [Path(name) for name in arguments.image]
-    pieces = map(_harmless, language.write(arguments.prompt, arguments.tokens, how, images))
+    pieces = map(_harmless, language.write(prompt, arguments.tokens, how, images))
     if arguments.json:
-        show(arguments, {"prompt": arguments.prompt, "text": "".join(pieces), "global_step": step}, str)
+        show(arguments, {"prompt": prompt, "text": "".join(pieces), "global_step": step}, str)
         return 0
-    for piece in chain([arguments.prompt], pieces, ["\n"]):
+    for piece in chain([prompt], pieces, ["\n"]):
         print(piece, end="", flush=True)
     return 0
 
 
 def written(run: Path, count: int) -> str:
-    """Let the newest checkpoint of a run write `count` tokens; return the text, "" if its model is not of text."""
-    from diloco_jax.tools.inference.language import Writing
+    """Let the newest checkpoint of a run write `count` tokens; return the text, "" if it is not of text alone."""
+    from diloco_jax.tools.inference.language import Language, Writing
 
     try:
-        language, _ = _language(str(run))
+        config, parameters, _ = _newest(str(run))
+        if config.data.with_images:
+            return ""
+        language = Language(config, parameters)
     except ValueError:
         return ""
     return "".join(map(_harmless, language.write(PROMPT, count, Writing(TEMPERATURE))))
