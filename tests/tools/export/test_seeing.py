@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from diloco_jax.cli.main import main
@@ -43,7 +44,17 @@ def test_a_folder_with_a_tower_returns_with_it(
     assert seeing.module == SEEING_DECODER and seeing.args["image_token"] == 2047
     assert text.module == ModelConfig().module and "tower" not in text.args
     values = dict(Weights(folder / "gemma").read(seeing))
-    run = make_run(tmp_path / "run", seeing, values)
+    run = make_run(tmp_path / "run", seeing, values, data={"images": {"soft_tokens": 4}})
+    # Without a prompt, the text begins behind the image.
+    Image.new("RGB", (96, 48), "red").save(tmp_path / "red.png")
+    words_of_sample = ["sample", str(run), "--image", str(tmp_path / "red.png"), "--tokens", "2", "--json"]
+    capsys.readouterr()
+    written = []
+    for prompt in ([], ["--prompt", "<|image|>"], ["--prompt", ""]):
+        assert main([*words_of_sample, *prompt]) == 0
+        written.append(json.loads(capsys.readouterr().out)["text"])
+    assert written[0] == written[1] == written[2]
+    assert main(["sample", str(run), "--prompt", ""]) == 2
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     before, after = load_file(folder / "gemma" / FILE), load_file(tmp_path / "out" / FILE)
     assert before.keys() - after.keys() == {"model.audio_tower.conv.weight"}
