@@ -153,9 +153,12 @@ def _tuned(results: Results) -> str:
         point = ", ".join(f"`{path}` {value}" for path, value in job.point.items())
         rows.append((job.case.size, job.arm, point, loss, "taken" if best else ""))
     about = (
-        f"Each side has {len(tuning.points(next(iter(tuning.grids))))} points, {tuning.tokens / 1e6:g}M tokens each, "
-        f"seed {tuning.seed}, at every size. Other arms use those of the arm that they resemble."
+        f"Each arm has {len(tuning.points(next(iter(tuning.grids))))} points, {tuning.tokens / 1e6:g}M tokens each, "
+        f"seed {tuning.seed}, at every size."
     )
+    for name, arm in results.experiment.arms.items():
+        if arm.like:
+            about += f" {name} has the settings of {arm.like}, because {arm.because}."
     return f"## Tuning\n\n{about}\n\n" + _table(("size", "arm", "settings", "final loss", ""), rows)
 
 

@@ -125,8 +125,14 @@ def make_plan(experiment: Experiment, choice: Choice, records: Sequence[Record])
     asked, done = chosen(experiment, choice), by_digest(records)
     tuning, tuned = asked.tuning, {}
     jobs: list[Job] = []
-    needed = {arm.like or name for name, arm in asked.arms.items()}
     for size in dict.fromkeys(case.size for case in asked.cases):
+        cases = [case for case in asked.cases if case.size == size]
+        # The arms that some case of this size compares need their grids.
+        needed = {
+            arm.like or name
+            for name, arm in asked.arms.items()
+            if any(not case.arms or name in case.arms for case in cases)
+        }
         for name in [arm for arm in tuning.grids if arm in needed] if tuning is not None else ():
             own = list(_tuning_jobs(experiment, size, name, choice))
             jobs += own

@@ -37,8 +37,10 @@ class Arm:
     settings: Settings = field(default_factory=dict)
     # Changes of the simulated cluster. With `real: true` the arm is a run of processes.
     schedule: Settings | None = None
-    # The arm with the tuned settings for this one; the default is the arm itself.
+    # The arm with the tuned settings for this one; the default is the arm itself. An arm that merges otherwise, or at
+    # another period, has another best rate, so this needs a reason.
     like: str = ""
+    because: str = ""
     # The time of a job as a multiple of the size's.
     slower: float = 1.0
     # A feature that the package does not have yet. The arm is not run.
@@ -91,7 +93,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A grid for the baseline and one for the method, with equal numbers of points, at a smaller budget."""
+    """A grid for each arm, with equal numbers of points, at a smaller budget."""
 
     tokens: float
     # By arm: values by setting, such as {optimizer.learning_rate: [1.0e-3, 2.0e-3]}.
@@ -210,6 +212,8 @@ def problems(experiment: Experiment) -> Iterator[str]:
     for name, arm in arms.items():
         if arm.like and arm.like not in arms:
             yield f"arm {name} is like '{arm.like}', which is not an arm"
+        if arm.like and not (arm.because and tuning is not None and arm.like in tuning.grids):
+            yield f"arm {name} is like '{arm.like}'; give it a grid of its own, or say in `because` why that one fits"
     for check in experiment.checks:
         named = (check.arm, check.against, *check.beyond)
         yield from (f"a check names '{arm}', which is not an arm" for arm in named if arm not in {*arms, ""})

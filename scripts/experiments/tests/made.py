@@ -18,7 +18,7 @@ EXPERIMENT = Experiment(
     arms={
         "baseline": Arm(label="data parallel", settings={"algorithm": "data_parallel"}),
         "m4": Arm(label="M = 4"),
-        "m2": Arm(settings={"islands": {"count": 2}}, like="m4"),
+        "m2": Arm(settings={"islands": {"count": 2}}, like="m4", because="it is made up"),
         "later": Arm(waits="a setting"),
     },
     cases=(Case(size="1M", tokens=1e6), Case(size="1M", tokens=2e6, arms=("baseline", "m4"))),

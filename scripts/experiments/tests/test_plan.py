@@ -88,6 +88,8 @@ def test_contradictions_are_named() -> None:
     assert "is not an arm" in next(problems(replace(EXPERIMENT, baseline="none")))
     assert "size '3M'" in next(problems(replace(EXPERIMENT, cases=(Case(size="3M"),))))
     assert "like 'm9'" in next(problems(replace(EXPERIMENT, arms={**EXPERIMENT.arms, "m3": Arm(like="m9")})))
+    without = {**EXPERIMENT.arms, "m3": Arm(like="m4")}
+    assert "say in `because` why" in next(problems(replace(EXPERIMENT, arms=without)))
 
 
 def test_an_unknown_key_is_named(tmp_path: Path) -> None:
@@ -114,12 +116,8 @@ def test_every_job_of_every_experiment_has_a_config(name: str, tmp_path: Path) -
             path.write_text(yaml.safe_dump(placed(job.settings, tmp_path)), encoding="utf-8")
             config = load_config(path)
             assert config.planned_steps > 5 and config.train.tokens == round(job.case.tokens)
-    for arm in experiment.arms.values():
-        assert arm.waits or arm.like in (
-            "",
-            experiment.baseline,
-            *(experiment.tuning.grids if experiment.tuning else ()),
-        )
+    for arm_name, arm in experiment.arms.items():
+        assert experiment.tuning is None or arm.like or arm_name in experiment.tuning.grids, f"{arm_name} has no grid"
 
 
 def test_sizes_have_the_parameters_of_their_names() -> None:
