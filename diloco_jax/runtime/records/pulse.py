@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ class Pulse:
                 folder.mkdir(parents=True, exist_ok=True)
             self._touch()
             self.ready(False)
-        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+        # The thread does not keep the pulse alive: an object whose loop never ran, or failed, must not end its process.
+        threading.Thread(target=_watch, args=(weakref.ref(self), self._over), name="watchdog", daemon=True).start()
 
     def beat(self, took_s: float | None = None) -> None:
         """Note progress, and the seconds of a step that is done."""
@@ -163,15 +165,12 @@ class Pulse:
         with contextlib.suppress(OSError):
             self._alive.touch()
 
-    def _look(self) -> None:
-        last_s = time.monotonic()
-        while not self._over.wait(TICK_S):
-            now_s = time.monotonic()
-            if reason := self._patience.count(now_s - last_s):
-                self._end(reason)
-            last_s = now_s
-            if self._patience.long:
-                self._touch()
+    def look(self, elapsed_s: float) -> None:
+        """Count the time since the last look, and end the process if its loop hangs."""
+        if reason := self._patience.count(elapsed_s):
+            self._end(reason)
+        if self._patience.long:
+            self._touch()
 
     def _end(self, reason: str) -> None:
         if sys.__stderr__ is not None:
@@ -181,3 +180,16 @@ class Pulse:
         farewell.join(FAREWELL_S)
         log.error(f"{self.what} hangs: {reason}; the stacks of its threads are above, the process ends to start again")
         end_now(HUNG)
+
+
+def _watch(watched: "weakref.ref[Pulse]", over: threading.Event) -> None:
+    last_s = time.monotonic()
+    while not over.wait(TICK_S):
+        now_s = time.monotonic()
+        pulse = watched()
+        # Nobody holds the pulse any more, so no loop beats it.
+        if pulse is None:
+            return
+        pulse.look(now_s - last_s)
+        last_s = now_s
+        del pulse

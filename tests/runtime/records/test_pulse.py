@@ -1,9 +1,11 @@
 """A hanging loop ends its process with a reason, and the run continues; a stopped or slow loop does not."""
 
+import gc
 import math
 import re
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -80,6 +82,18 @@ def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
         pulse.phase("recovering")
         assert not read_phases(tmp_path), "it trains"
     assert alive.exists() and not ready.exists()
+
+
+def test_a_forgotten_pulse_watches_nothing() -> None:
+    """A run that could not start leaves its pulse behind; half an hour later it would end the user's process."""
+    before = set(threading.enumerate())
+    pulse = Pulse(CONFIG, "a loop that never ran", None)
+    (watchdog,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "watchdog")
+    assert watchdog.is_alive()
+    del pulse
+    gc.collect()
+    watchdog.join(20 * TICK_S)
+    assert not watchdog.is_alive()
 
 
 HANGS = """
