@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Float32, Shaped
 
-from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer
+from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer, scale_bytes
 from diloco_jax.core.fragments import Fragment
 
 # Elements of a leaf: 1 MiB of float32.
@@ -68,7 +68,7 @@ class Layout:
         for piece in self.pieces:
             count = piece.stop - piece.start
             scales, blocks = offset, math.ceil(count / BLOCK) if is_integer(format) else 0
-            codes = scales + 4 * blocks
+            codes = scales + (blocks * scale_bytes(format) if blocks else 0)
             end = codes + (blocks * block_bytes(format) if blocks else count * element_bytes(format))
             found.append(Place(scales, codes, end))
             offset = end

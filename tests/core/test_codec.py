@@ -23,7 +23,7 @@ from diloco_jax.core.codec import Format, decode, encode, encoded_size
 from tests.core.merging import SHAPES
 
 FORMATS = get_args(Format)
-INTEGERS = ("int8", "int4", "int2")
+INTEGERS = ("int8", "int4", "int2", "ternary")
 
 flats = hnp.arrays(np.float32, st.integers(1, 600), elements=st.floats(-(2.0**100), 2.0**100, width=32))
 
@@ -46,9 +46,11 @@ def error_bound(x: np.ndarray, format: str) -> np.ndarray:
         return np.zeros(x.shape)
     if format == "bfloat16":
         return np.abs(x).astype(np.float64) / 256 + 1.2e-38
-    if format == "int2":
+    if format in ("int2", "ternary"):
         level = block_level(x)
-        return np.maximum(level / 2, np.abs(x) - level) * 1.0001 + 1e-30
+        # The level of ternary has eight bits.
+        rounding = level * 2**-8 if format == "ternary" else 0
+        return np.maximum(level / 2, np.abs(x) - level) * 1.0001 + rounding + 1e-30
     return block_absmax(x).astype(np.float64) / {"int8": 254, "int4": 14}[format] * 1.0001 + 1e-30
 
 
@@ -373,4 +375,4 @@ def test_a_first_merge_compiles_nothing_where_no_cache_can_be_written(tmp_path: 
     shutil.rmtree(package / "diloco_jax" / "core" / "__pycache__", ignore_errors=True)
     (package / "diloco_jax" / "core" / "__pycache__").write_text("", encoding="utf-8")
     nowhere = {name: str(blocked / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
-    assert merge("nesterov", package, HOME=str(blocked), **nowhere) == "merged 25"
+    assert merge("nesterov", package, HOME=str(blocked), **nowhere) == "merged 36"
