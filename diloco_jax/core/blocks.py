@@ -282,9 +282,9 @@ def _encode_ternary(wanted_at, scale_at, codes_at, rounded_at):
     half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16 if word <= 0x7F800000 else 0x7FC0
     uint16s(scale_at)[0] = np.uint16(half)
     scale = float_of(np.uint32(half << 16))
-    divisor = np.float32(np.inf) if scale == np.float32(0) else scale
+    limit = np.float32(np.inf) if scale == np.float32(0) else scale * np.float32(0.5)
     for j in range(BLOCK):
-        rounded[j] = min(max((wanted[j] / divisor + _ROUND) - _ROUND, np.float32(-1)), np.float32(1))
+        rounded[j] = np.float32(wanted[j] > limit) - np.float32(wanted[j] < -limit)
     for j in range(_FIFTH):
         byte = np.int32(40)
         for k in range(4):

@@ -60,8 +60,6 @@ _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 _NORMAL = int(_SMALLEST_NORMAL.view(np.int32))
 # The host works on this many blocks at once, because their 512 KiB stay in the cache.
 _CHUNK = 512
-# By byte of a ternary block, the codes of its five elements.
-_DIGITS = (np.arange(256)[:, None] // 3 ** np.arange(5) % 3 - 1).astype(np.int8)
 # The largest byte that a ternary block has at each place.
 _MOST = np.where(np.arange(52) + 208 < BLOCK, 242, 80).astype(np.uint8)
 
@@ -193,21 +191,24 @@ def quantize_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, A
 def scale_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, Any]:
     """Compute codes, as whole numbers in float32[nb, 256], and scales in float32[nb]; `pack_codes` packs the codes."""
     magnitudes = blocks.view(xp.int32) & 0x7FFFFFFF
-    levels = _MAX_CODE[format] == 1
-    if levels:
+    if format in ("int2", "ternary"):
         size = _sum(xp.abs(blocks))
         usual = size / xp.maximum(_sum((magnitudes >= _NORMAL).astype(xp.float32)), xp.float32(1))
         scales = xp.where(usual < _ZERO_ABSMAX, xp.float32(0), usual * _LEVEL)
-        scales = _rounded(xp, scales) if format == "ternary" else scales
     else:
         # The magnitudes are compared as integers, because then NaN is the largest. XLA's maximum of floats ignores NaN
         # on CPUs, so that NaN would travel as zeros.
         absmax = xp.max(magnitudes, axis=1).view(xp.float32)
         # This is a product with a rounded constant, not absmax / max_code, because XLA may replace such a division.
         scales = xp.where(absmax < _ZERO_ABSMAX, xp.float32(0), absmax * np.float32(1 / _MAX_CODE[format]))
+    if format == "ternary":
+        scales = _rounded(xp, scales)
+        # Comparisons are exact on every device; quotients are not.
+        half = xp.where(scales == 0, xp.float32(np.inf), scales * xp.float32(0.5))[:, None]
+        return ((blocks > half).astype(xp.int8) - (blocks < -half).astype(xp.int8)).astype(xp.float32), scales
     divisors = xp.where(scales == 0, xp.float32(np.inf), scales)
     numbers = xp.rint(blocks / divisors[:, None])
-    return xp.clip(numbers, -1, 1) if levels else numbers, scales
+    return xp.clip(numbers, -1, 1) if format == "int2" else numbers, scales
 
 
 def _sum(rows: Any) -> Any:
@@ -231,20 +232,42 @@ def pack_codes(xp: ModuleType, numbers: Any, format: Format) -> Any:
     codes = numbers.astype(xp.int8)
     if format == "int8":
         return codes
-    width, bits = block_bytes(format), 8 // _PER_BYTE[format]
     if format == "ternary":
-        digits = xp.pad((codes + 1).view(xp.uint8), ((0, 0), (0, 5 * width - BLOCK)))
-        return sum(digits[:, k * width : (k + 1) * width] * xp.uint8(3**k) for k in range(5))
+        return _pack_base3(xp, codes.view(xp.uint8))
+    width, bits = block_bytes(format), 8 // _PER_BYTE[format]
     packed = codes[:, :width] & (2**bits - 1)
     for k in range(1, _PER_BYTE[format]):
         packed = packed | ((codes[:, k * width : (k + 1) * width] & (2**bits - 1)) << (k * bits))
     return packed.view(xp.uint8)
 
 
+def _pack_base3(xp: ModuleType, codes: Any) -> Any:
+    """Pack uint8[nb, 256], -1 as 255, to bytes of up to five digits each."""
+    width, rest = block_bytes("ternary"), 4 * block_bytes("ternary")
+    none = xp.zeros((codes.shape[0], 5 * width - BLOCK), xp.uint8)
+    packed = xp.concatenate([codes[:, rest:] + xp.uint8(1), none], axis=1)
+    for k in (3, 2, 1, 0):
+        packed = packed * xp.uint8(3) + codes[:, k * width : (k + 1) * width]
+    # The four lower digits are their codes plus one, and 1 + 3 + 9 + 27 is 40.
+    return packed + xp.uint8(40)
+
+
+def _unpack_base3(xp: ModuleType, packed: Any) -> Any:
+    """Return the codes int8[nb, 256] of `_pack_base3`."""
+    digits = []
+    for _ in range(5):
+        above = packed // xp.uint8(3)
+        digits.append((packed - above * xp.uint8(3)).view(xp.int8) - xp.int8(1))
+        packed = above
+    # Cutting the last digits, not the result, leaves an array without gaps, which is faster to convert.
+    digits[4] = digits[4][:, : BLOCK - 4 * packed.shape[1]]
+    return xp.concatenate(digits, axis=1)
+
+
 def dequantize_blocks(xp: ModuleType, codes: Any, scales: Any, format: Format) -> Any:
     """Return the float32[nb, 256] that the codes and scales of `quantize_blocks` stand for."""
     if format == "ternary":
-        codes = xp.concatenate([xp.take(_DIGITS[:, k], codes.view(xp.uint8)) for k in range(5)], axis=1)[:, :BLOCK]
+        codes = _unpack_base3(xp, codes.view(xp.uint8))
     elif format != "int8":
         packed, bits = codes.view(xp.int8), 8 // _PER_BYTE[format]
         # A left shift followed by an arithmetic right shift restores the sign.
@@ -285,6 +308,7 @@ def dequantize_on_host(
 ) -> Float32[np.ndarray, "size"]:
     """Return the first `size` values that codes and scales of an integer format stand for."""
     values = np.empty((len(scales), BLOCK), np.float32)
+    scales = scales.astype(np.float32, copy=False)
     # The caller must refuse non-finite scales.
     with np.errstate(invalid="ignore"):
         for i in range(0, len(scales), _CHUNK):
@@ -298,10 +322,10 @@ def _dequantize(payload: Bytes, offset: int, size: int, format: Format) -> np.nd
         dtype = np.dtype("<f4") if format == "float32" else np.dtype(ml_dtypes.bfloat16)
         return np.frombuffer(payload, dtype, size, offset).astype(np.float32)
     count, width = math.ceil(size / BLOCK), block_bytes(format)
-    scales = np.frombuffer(payload, scale_type(format), count, offset)
+    scales = np.frombuffer(payload, scale_type(format), count, offset).astype(np.float32)
     if not (np.isfinite(scales) & (scales >= 0)).all():
         raise ValueError("a scale is negative or not finite; the payload is damaged")
-    codes = np.frombuffer(payload, np.int8, count * width, offset + scales.nbytes).reshape(count, width)
+    codes = np.frombuffer(payload, np.int8, count * width, offset + count * scale_bytes(format)).reshape(count, width)
     if format == "ternary" and (codes.view(np.uint8) > _MOST).any():
         raise ValueError("a byte of codes is above 242, or above 80 at the end of a block; the payload is damaged")
     return dequantize_on_host(codes, scales, size, format)
