@@ -88,3 +88,23 @@ def reference(
 
 def bits(state: State) -> list[bytes]:
     return [state.value.tobytes(), state.residual.tobytes(), *(leaf.tobytes() for leaf in state.outer.values())]
+
+
+def level_ties() -> tuple[np.ndarray, np.ndarray]:
+    """Mean magnitudes whose level of ternary is halfway between two numbers of bfloat16, or next to it, and levels."""
+    means = np.float32(1) + np.arange(2**21, dtype=np.float32) * np.float32(2**-23)
+    ends = (means * np.float32(1.5336)).view(np.uint32) & 0xFFFF
+    means = np.concatenate([means[ends == end][:64] for end in (0x7FFF, 0x8000, 0x8001)])
+    return means, means * np.float32(1.5336)
+
+
+def code_ties() -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of ternary with elements of half their scale (0, 2) and one a little larger (1), and the scales."""
+    scales = level_ties()[1].astype(ml_dtypes.bfloat16).astype(np.float32)
+    rows = np.repeat(scales, 256).reshape(-1, 256)
+    rows[:, :128] *= np.float32(0.5)
+    # The mean magnitude is then scale / 1.5336.
+    rows[:, 128:] *= np.float32(0.8042)
+    rows[:, 1] = np.nextafter(rows[:, 1], np.float32(9))
+    rows[:, 2] *= -1
+    return rows, scales

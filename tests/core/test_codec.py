@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format, decode, encode, encoded_size
-from tests.core.merging import SHAPES
+from tests.core.merging import SHAPES, code_ties, level_ties
 
 FORMATS = get_args(Format)
 INTEGERS = ("int8", "int4", "int2", "ternary")
@@ -198,30 +198,25 @@ def test_ternary_blocks_are_those_of_a_few_lines(x: list[int], exponent: int) ->
 
 
 def test_scales_in_bfloat16_are_rounded_to_even_everywhere() -> None:
-    ties = np.float32(1) + np.arange(2**21, dtype=np.float32) * np.float32(2**-23)
-    words = (ties * np.float32(1.5336)).view(np.uint32)
-    # Mean magnitudes whose level is halfway between two numbers of bfloat16, and their neighbours.
-    ties = np.concatenate([ties[(words & 0xFFFF) == half][:64] for half in (0x7FFF, 0x8000, 0x8001)])
-    x = np.repeat(ties, 256)
-    payload = encode({"x": x}, "ternary")
-    scales = np.frombuffer(payload, ml_dtypes.bfloat16, len(ties))
-    expected = (ties * np.float32(1.5336)).astype(ml_dtypes.bfloat16)
-    assert scales.tobytes() == expected.tobytes()
-    kept = (words[(words & 0xFFFF) == 0x8000][:64] >> 16) & 1
-    assert set(kept.tolist()) == {0, 1}, "ties round both ways"
-    codes, found = map(np.asarray, quantize(x, "ternary"))
-    assert codec.as_bytes(found).tobytes() + codec.as_bytes(codes).tobytes() == payload
-    # Elements at exactly half a level, and one unit in the last place above, in blocks of the same level.
-    rows = np.repeat(expected.astype(np.float32), 256).reshape(-1, 256)
-    rows[:, :128] *= np.float32(0.5)
-    rows[:, 128:] *= np.float32(0.8042)
-    rows[:, 1] = np.nextafter(rows[:, 1], np.float32(9))
-    rows[:, 2] *= -1
+    means, levels = level_ties()
+    scales = np.frombuffer(encode({"x": np.repeat(means, 256)}, "ternary"), ml_dtypes.bfloat16, len(means))
+    assert scales.tobytes() == levels.astype(ml_dtypes.bfloat16).tobytes()
+    ties = levels.view(np.uint32)[levels.view(np.uint32) & 0xFFFF == 0x8000]
+    assert set((ties >> 16 & 1).tolist()) == {0, 1}, "ties round both ways"
+
+
+def test_half_a_level_is_zero_and_a_little_more_is_not() -> None:
+    rows, scales = code_ties()
     decoded = decode(encode({"x": rows}, "ternary"), [("x", rows.shape)], "ternary")["x"]
-    same = decoded.max(axis=1) == expected
-    assert same.sum() > 20 and not decoded[same, 2].any() and not decoded[same, 3].any() and decoded[same, 1].all()
-    codes, found = map(np.asarray, quantize(rows.reshape(-1), "ternary"))
-    assert codec.as_bytes(found).tobytes() + codec.as_bytes(codes).tobytes() == encode({"x": rows}, "ternary")
+    same = decoded.max(axis=1) == scales
+    assert same.sum() > 20, "the blocks have the scales that they were made for"
+    assert not decoded[same, 0].any() and not decoded[same, 2].any() and (decoded[same, 1] == scales[same]).all()
+
+
+@pytest.mark.parametrize("x", [np.repeat(level_ties()[0], 256), code_ties()[0].reshape(-1)], ids=["level", "code"])
+def test_devices_round_ties_of_ternary_like_the_host(x: np.ndarray) -> None:
+    codes, scales = map(np.asarray, quantize(x, "ternary"))
+    assert codec.as_bytes(scales).tobytes() + codec.as_bytes(codes).tobytes() == encode({"x": x}, "ternary")
 
 
 @pytest.mark.parametrize("format", ["int2", "ternary"])

@@ -23,7 +23,9 @@ from tests.core.merging import (
     NESTEROV,
     SHAPES,
     bits,
+    code_ties,
     layout_of,
+    level_ties,
     make_merger,
     payload_of,
     random_values,
@@ -204,7 +206,8 @@ def test_a_result_that_is_not_finite_says_so(down: Format, outer: Any) -> None:
     layout = layout_of({"x": (300,)})
     merger = make_merger(layout, "float32", down, outer)
     state = merger.first(np.zeros(300, np.float32))
-    for huge in (3e38, -3e38, np.nan):
+    # The last one is NaN with all bits, which would overflow if it were rounded as a number.
+    for huge in (3e38, -3e38, np.nan, np.uint32(0x7FFFFFFF).view(np.float32)):
         gradient = np.zeros(300, np.float32)
         gradient[299] = huge
         values = values_of([gradient.view(np.uint8)] * 2)
@@ -331,6 +334,17 @@ def test_halves_between_two_codes_are_rounded_as_by_the_codec(down: Format, most
     state = merger.first(np.zeros(layout.size, np.float32))
     step = round_of(merger, [payload_of(gradient, "float32")], np.ones(1), state).step
     assert step.tobytes() == payload_of({"x": -gradient["x"]}, down).tobytes()
+
+
+@pytest.mark.parametrize(
+    "rows", [np.repeat(level_ties()[0], 256).reshape(-1, 256), code_ties()[0]], ids=["level", "code"]
+)
+def test_ties_of_ternary_are_rounded_as_by_the_codec(rows: np.ndarray) -> None:
+    layout = layout_of({"x": rows.shape})
+    merger = make_merger(layout, "float32", "ternary", Nesterov(1.0, 0.0))
+    state = merger.first(np.zeros(layout.size, np.float32))
+    step = round_of(merger, [payload_of({"x": rows}, "float32")], np.ones(1), state).step
+    assert step.tobytes() == payload_of({"x": -rows}, "ternary").tobytes()
 
 
 def test_a_change_of_blocks_is_compiled_again() -> None:
