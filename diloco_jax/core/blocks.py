@@ -13,7 +13,11 @@ from numba.extending import intrinsic
 
 BLOCK = 256
 _HALF, _QUARTER = BLOCK // 2, BLOCK // 4
-FLOAT32, BFLOAT16, INT8, INT4, INT2 = 0, 1, 2, 3, 4
+FLOAT32, BFLOAT16, INT8, INT4, INT2, TERNARY = 0, 1, 2, 3, 4, 5
+# Bytes of a block's codes in base 3, and how many of them have a fifth digit.
+_FIFTH, _FIVES = 52, 48
+# 2^16 / 3^(k + 1), rounded up. Times a byte, modulo 2^16, it is the fraction that starts with the byte's digit k.
+_DIGIT = (21846, 7282, 2428, 810, 270)
 # Bytes of a block in float32.
 ROW = np.uint64(4 * BLOCK)
 # Adding and subtracting this number rounds |x| < 2^22 to the nearest even integer.
@@ -56,7 +60,8 @@ def _at(dtype: Any, size: int = BLOCK) -> Any:
 
 scalar, float64s = _at(types.float32, 1), _at(types.float64, LANES)
 float32s, uint32s = _at(types.float32), _at(types.uint32)
-int16s, uint16s, int8s = _at(types.int16), _at(types.uint16), _at(types.int8)
+int16s, uint16s = _at(types.int16), _at(types.uint16)
+int8s, uint8s = _at(types.int8), _at(types.uint8)
 
 
 @intrinsic
@@ -105,6 +110,54 @@ def _decode_add_int2(payload_at, at, block, weight, acc_at):
 
 @compiled
 @no_type_check
+def scale_of(payload_at, fmt, at, block):
+    """Return the scale of a block of integer codes."""
+    if fmt == TERNARY:
+        half = uint16s(payload_at + np.uint64(at[0] + 2 * block))[0]
+        return float_of(np.uint32(np.uint32(half) << 16))
+    return scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
+
+
+@njit(forceinline=True)
+@no_type_check
+def _digit(byte, k):
+    """Return digit k of a byte in base 3, minus one."""
+    fraction = np.uint16(np.uint32(byte) * np.uint32(_DIGIT[k]))
+    return np.int16((np.uint32(fraction) * np.uint32(3)) >> np.uint32(16)) - np.int16(1)
+
+
+@compiled
+@no_type_check
+def _decode_add_ternary(payload_at, at, block, weight, acc_at):
+    factor = weight * scale_of(payload_at, TERNARY, at, block)
+    codes = uint8s(payload_at + np.uint64(at[1] + block * _FIFTH))
+    for k in range(5):
+        part = float32s(acc_at + np.uint64(4 * k * _FIFTH))
+        for j in range(_FIFTH if k < 4 else _FIVES):
+            part[j] += factor * np.float32(np.int32(_digit(codes[j], k)))
+
+
+@compiled
+@no_type_check
+def usable(payload_at, fmt, at, block):
+    """Return whether a block of integer codes is one that a sender writes: no damaged codes, no negative scale or NaN.
+
+    An infinite scale counts as usable here, because it makes the learner's square infinite.
+    """
+    if not scale_of(payload_at, fmt, at, block) >= np.float32(0):
+        return False
+    most, last = np.uint8(0), np.uint8(0)
+    if fmt == TERNARY:
+        codes = uint8s(payload_at + np.uint64(at[1] + block * _FIFTH))
+        for j in range(_FIVES):
+            most = max(most, codes[j])
+        for j in range(_FIVES, _FIFTH):
+            last = max(last, codes[j])
+    return most <= 242 and last <= 80
+
+
+@compiled
+@no_type_check
 def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
     """Compute acc += weight * block, for one block of a payload."""
     acc = float32s(acc_at)
@@ -126,6 +179,8 @@ def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
             acc[j] += weight * float_of(np.uint32(np.uint32(halves[j]) << 16))
     elif fmt == INT2:
         _decode_add_int2(payload_at, at, block, weight, acc_at)
+    elif fmt == TERNARY:
+        _decode_add_ternary(payload_at, at, block, weight, acc_at)
     else:
         values = float32s(payload_at + np.uint64(at[1] + 4 * block * BLOCK))
         for j in range(size):
@@ -135,8 +190,7 @@ def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
 @compiled
 @no_type_check
 def unpack(payload_at, fmt, at, block, row_at):
-    """Unpack the codes of a block as int16; return its scale, or NaN if the scale is negative or NaN."""
-    scale = scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
+    """Unpack the codes of a block as int16; return its scale, or NaN if the block is not usable."""
     row = int16s(row_at)
     if fmt == INT4:
         packed, high = int8s(payload_at + np.uint64(at[1] + block * _HALF)), int16s(row_at + np.uint64(2 * _HALF))
@@ -149,11 +203,17 @@ def unpack(payload_at, fmt, at, block, row_at):
             part = int16s(row_at + np.uint64(2 * k * _QUARTER))
             for j in range(_QUARTER):
                 part[j] = np.int16(np.int8(packed[j] << (6 - 2 * k)) >> 6)
+    elif fmt == TERNARY:
+        bytes_at = payload_at + np.uint64(at[1] + block * _FIFTH)
+        for k in range(5):
+            part = int16s(row_at + np.uint64(2 * k * _FIFTH))
+            for j in range(_FIFTH if k < 4 else _FIVES):
+                part[j] = _digit(uint8s(bytes_at)[j], k)
     else:
         codes = int8s(payload_at + np.uint64(at[1] + block * BLOCK))
         for j in range(BLOCK):
             row[j] = np.int16(codes[j])
-    return np.float64(scale) if scale >= np.float32(0) else np.nan
+    return np.float64(scale_of(payload_at, fmt, at, block)) if usable(payload_at, fmt, at, block) else np.nan
 
 
 @compiled
@@ -213,6 +273,31 @@ def _encode_int2(wanted_at, scale_at, codes_at, rounded_at):
 
 @compiled
 @no_type_check
+def _encode_ternary(wanted_at, scale_at, codes_at, rounded_at):
+    usual = _usual(wanted_at, rounded_at)
+    wanted, rounded, codes = float32s(wanted_at), float32s(rounded_at), uint8s(codes_at)
+    scalar(rounded_at)[0] = np.float32(0) if usual < _ZERO_ABSMAX else usual * _LEVEL
+    word = np.int64(uint32s(rounded_at)[0])
+    # NaN would overflow.
+    half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16 if word <= 0x7F800000 else 0x7FC0
+    uint16s(scale_at)[0] = np.uint16(half)
+    scale = float_of(np.uint32(half << 16))
+    limit = np.float32(np.inf) if scale == np.float32(0) else scale * np.float32(0.5)
+    for j in range(BLOCK):
+        rounded[j] = np.float32(wanted[j] > limit) - np.float32(wanted[j] < -limit)
+    for j in range(_FIFTH):
+        byte = np.int32(40)
+        for k in range(4):
+            byte += np.int32(rounded[j + k * _FIFTH]) * np.int32(3**k)
+        codes[j] = np.uint8(byte)
+    for j in range(_FIVES):
+        codes[j] += np.uint8(81 * (np.int32(rounded[j + 4 * _FIFTH]) + 1))
+    for j in range(BLOCK):
+        rounded[j] *= scale
+
+
+@compiled
+@no_type_check
 def _encode_bfloat16(wanted, halves, rounded, size):
     """Round to the nearest even bfloat16; subnormal numbers become zero, as in codec.py, and NaN stays NaN."""
     for j in range(size):
@@ -231,6 +316,9 @@ def encode(wanted_at, most, fmt, step_at, at, block, size, rounded_at):
     if fmt == INT2:
         scale_at, codes_at = step_at + np.uint64(at[0] + 4 * block), step_at + np.uint64(at[1] + block * _QUARTER)
         _encode_int2(wanted_at, scale_at, codes_at, rounded_at)
+    elif fmt == TERNARY:
+        scale_at, codes_at = step_at + np.uint64(at[0] + 2 * block), step_at + np.uint64(at[1] + block * _FIFTH)
+        _encode_ternary(wanted_at, scale_at, codes_at, rounded_at)
     elif fmt >= INT8:
         width = _HALF if fmt == INT4 else BLOCK
         scale_at, codes_at = step_at + np.uint64(at[0] + 4 * block), step_at + np.uint64(at[1] + block * width)

@@ -31,13 +31,13 @@ from diloco_jax.core.blocks import (
     float32s,
     float64s,
     int16s,
-    scalar,
     uint32s,
     unpack,
+    usable,
 )
 
 # The digest of blocks.py. Numba compiles again only if this file changes, so a test compares the digest.
-BLOCKS = "92a5a213b1abbcc4"
+BLOCKS = "ff795acdf149762c"
 
 _INFINITE = np.uint32(0x7F800000)
 # Blocks that are copied at once, because 64 KiB of each array fit into the level-2 cache.
@@ -111,7 +111,7 @@ def _dot(a_at, b_at, sums_at):
 @compiled
 @no_type_check
 def _value(payload_at, moved_at, fmt, at, block, size, row_at):
-    """Decode one learner's block, with zeros from `size` on; return NaN if its scale is unusable, otherwise 1."""
+    """Decode one learner's block, with zeros from `size` on; return NaN if the block is unusable, otherwise 1."""
     fill(row_at, 0)
     decode_add(payload_at, fmt, at, block, size, np.float32(1), row_at)
     if moved_at:
@@ -119,7 +119,7 @@ def _value(payload_at, moved_at, fmt, at, block, size, row_at):
     fill(row_at, size)
     if fmt < INT8:
         return 1.0
-    return 1.0 if scalar(payload_at + np.uint64(at[0] + 4 * block))[0] >= np.float32(0) else np.nan
+    return 1.0 if usable(payload_at, fmt, at, block) else np.nan
 
 
 @compiled
@@ -128,8 +128,8 @@ def gram(payloads, moved, fmt, at, start, size, unit, products):
     """Compute products[u, i, j] = <v_i + moved_i, v_j + moved_j> for i <= j, over a leaf's part of its u-th unit.
 
     The arguments are those of `update`; `products` is float64[units, learners, learners]. If a learner has a negative
-    or non-finite scale or a non-finite value, its own square is not finite. The products of the other learners among
-    each other do not depend on it.
+    or non-finite scale, damaged codes or a non-finite value, its own square is not finite. The products of the other
+    learners among each other do not depend on it.
     """
     count, as_codes = payloads.size, fmt >= INT8
     scratch, scales = _scratch(count + 2), np.zeros(count, np.float64)

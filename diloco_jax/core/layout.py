@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Float32, Shaped
 
-from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer
+from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer, scale_bytes
 from diloco_jax.core.fragments import Fragment
 
 # Elements of a leaf: 1 MiB of float32.
@@ -67,10 +67,13 @@ class Layout:
         found, offset = [], 0
         for piece in self.pieces:
             count = piece.stop - piece.start
-            scales, blocks = offset, math.ceil(count / BLOCK) if is_integer(format) else 0
-            codes = scales + 4 * blocks
-            end = codes + (blocks * block_bytes(format) if blocks else count * element_bytes(format))
-            found.append(Place(scales, codes, end))
+            if is_integer(format):
+                blocks = math.ceil(count / BLOCK)
+                codes = offset + blocks * scale_bytes(format)
+                end = codes + blocks * block_bytes(format)
+            else:
+                codes, end = offset, offset + count * element_bytes(format)
+            found.append(Place(offset, codes, end))
             offset = end
         return tuple(found)
 

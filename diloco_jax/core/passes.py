@@ -46,6 +46,7 @@ _KINDS: dict[Format, int] = {
     "int8": blocks.INT8,
     "int4": blocks.INT4,
     "int2": blocks.INT2,
+    "ternary": blocks.TERNARY,
 }
 # The coefficients that leave a single value unchanged.
 _ONE = np.ones((1, 1), np.float32)

@@ -17,7 +17,7 @@ from itertools import compress
 import numpy as np
 from jaxtyping import Float32
 
-from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer
+from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer, scale_bytes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.layout import LEAF, Layout, Piece, combined, make_layout, whole
 from diloco_jax.core.merge import MergeConfig, Rule, merge_rule
@@ -60,7 +60,7 @@ class Shares:
         for piece, own in zip(part.pieces, part.places(format), strict=True):
             place, first = places[piece.key], piece.start // BLOCK
             if is_integer(format):
-                scales, codes = place.scales + 4 * first, place.codes + first * block_bytes(format)
+                scales, codes = place.scales + first * scale_bytes(format), place.codes + first * block_bytes(format)
             else:
                 scales = codes = place.codes + piece.start * element_bytes(format)
             append_range(found, scales, scales + own.codes - own.scales)

@@ -1,9 +1,9 @@
 """Pictures of docs/concepts.md, drawn from the rules that the machines follow: turns, grace window, codec."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from diloco_jax.core.codec import encoded_size
+from diloco_jax.core.codec import Format, encoded_size
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
 from diloco_jax.protocol.turns import Turns
 
@@ -156,11 +156,11 @@ def adoption() -> str:
 def wire() -> str:
     """Draw the bytes of a fragment of a million parameters in each format, as the codec counts them."""
     body, shape = [words(16, 26, "bytes of a fragment of 1,048,576 parameters, per island and direction")], (1024, 1024)
-    for row, name in enumerate(("float32", "bfloat16", "int8", "int4")):
-        size, y = encoded_size([shape], name), 42 + row * 34  # type: ignore[arg-type]
+    for row, name in enumerate(get_args(Format)):
+        size, y = encoded_size([shape], name), 42 + row * 34
         body += [words(16, y + 18, name), box("step", 100, y, size / 8000, 26)]
         body.append(words(108 + size / 8000, y + 18, f"{size / 1e6:.2f} MB", "small"))
-    return svg("Sizes of a fragment in the four formats of the wire", 840, 186, body)
+    return svg("Sizes of a fragment in the formats of the wire", 840, 254, body)
 
 
 def leases() -> str:

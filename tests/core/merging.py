@@ -13,7 +13,7 @@ from diloco_jax.core.passes import Merger, State, Update, values_of
 
 # no multiple of a block, one element, exactly one block, one more
 SHAPES = {"a/kernel": (30, 70), "b": (1,), "embed": (64, 4), "z": (257,)}
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 NESTEROV = Nesterov(0.7, 0.9)
 
 
@@ -54,11 +54,15 @@ def share_of(payload: np.ndarray, layout: Layout, format: Format, weight: np.flo
             dtype = np.dtype(np.float32) if format == "float32" else np.dtype(ml_dtypes.bfloat16)
             found.append(weight * codes.copy().view(dtype).astype(np.float32))
             continue
-        levels = {"int8": 256, "int4": 16, "int2": 4}[format]
-        codes = codes.reshape(-1, {"int8": 256, "int4": 128, "int2": 64}[format]).astype(np.int64)
-        parts = [codes // levels**k % levels for k in range(256 // codes.shape[1])]
-        codes = np.concatenate([np.where(part >= levels // 2, part - levels, part) for part in parts], axis=1)
-        factors = weight * payload[place.scales : place.codes].copy().view(np.float32)
+        levels = {"int8": 256, "int4": 16, "int2": 4, "ternary": 3}[format]
+        codes = codes.reshape(-1, {"int8": 256, "int4": 128, "int2": 64, "ternary": 52}[format]).astype(np.int64)
+        parts = [codes // levels**k % levels for k in range(-(-256 // codes.shape[1]))]
+        # Codes in base 3 are stored plus one, others in two's complement.
+        signed = [p - 1 if levels == 3 else np.where(p >= levels // 2, p - levels, p) for p in parts]
+        codes = np.concatenate(signed, axis=1)[:, :256]
+        scales = payload[place.scales : place.codes].copy()
+        scales = scales.view(ml_dtypes.bfloat16 if format == "ternary" else np.float32).astype(np.float32)
+        factors = weight * scales
         found.append((factors[:, None] * codes.astype(np.float32)).reshape(-1)[: piece.stop - piece.start])
     return np.concatenate(found)
 
@@ -84,3 +88,23 @@ def reference(
 
 def bits(state: State) -> list[bytes]:
     return [state.value.tobytes(), state.residual.tobytes(), *(leaf.tobytes() for leaf in state.outer.values())]
+
+
+def level_ties() -> tuple[np.ndarray, np.ndarray]:
+    """Mean magnitudes whose level of ternary is halfway between two numbers of bfloat16, or next to it, and levels."""
+    means = np.float32(1) + np.arange(2**21, dtype=np.float32) * np.float32(2**-23)
+    ends = (means * np.float32(1.5336)).view(np.uint32) & 0xFFFF
+    means = np.concatenate([means[ends == end][:64] for end in (0x7FFF, 0x8000, 0x8001)])
+    return means, means * np.float32(1.5336)
+
+
+def code_ties() -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of ternary with elements of half their scale (0, 2) and one a little larger (1), and the scales."""
+    scales = level_ties()[1].astype(ml_dtypes.bfloat16).astype(np.float32)
+    rows = np.repeat(scales, 256).reshape(-1, 256)
+    rows[:, :128] *= np.float32(0.5)
+    # The mean magnitude is then scale / 1.5336.
+    rows[:, 128:] *= np.float32(0.8042)
+    rows[:, 1] = np.nextafter(rows[:, 1], np.float32(9))
+    rows[:, 2] *= -1
+    return rows, scales

@@ -20,10 +20,10 @@ from hypothesis.extra import numpy as hnp
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format, decode, encode, encoded_size
-from tests.core.merging import SHAPES
+from tests.core.merging import SHAPES, code_ties, level_ties
 
 FORMATS = get_args(Format)
-INTEGERS = ("int8", "int4", "int2")
+INTEGERS = ("int8", "int4", "int2", "ternary")
 
 flats = hnp.arrays(np.float32, st.integers(1, 600), elements=st.floats(-(2.0**100), 2.0**100, width=32))
 
@@ -46,9 +46,11 @@ def error_bound(x: np.ndarray, format: str) -> np.ndarray:
         return np.zeros(x.shape)
     if format == "bfloat16":
         return np.abs(x).astype(np.float64) / 256 + 1.2e-38
-    if format == "int2":
+    if format in ("int2", "ternary"):
         level = block_level(x)
-        return np.maximum(level / 2, np.abs(x) - level) * 1.0001 + 1e-30
+        # The level of ternary has eight bits.
+        rounding = level * 2**-8 if format == "ternary" else 0
+        return np.maximum(level / 2, np.abs(x) - level) * 1.0001 + rounding + 1e-30
     return block_absmax(x).astype(np.float64) / {"int8": 254, "int4": 14}[format] * 1.0001 + 1e-30
 
 
@@ -160,9 +162,67 @@ def test_int2_layout() -> None:
     np.testing.assert_allclose(decoded[[0, 64, 1, 65, 130]], [1.5336, -1.5336, 0, 1.5336, 0], rtol=1e-6)
 
 
-def test_int2_loses_a_fifth_of_a_normal_distribution() -> None:
+def ternary_block(x: list[float]) -> bytes:
+    """Return the scale and the codes of one block in Python's numbers; sums of `x` must be exact."""
+    sizes = [abs(value) for value in x if value]
+    mean = np.float32(sum(sizes)) / np.float32(max(1, len(sizes)))
+    scale = (mean * np.float32(1.5336 if mean >= 1e-30 else 0)).astype(ml_dtypes.bfloat16)
+    codes = [max(-1, min(1, round(value / float(scale)))) if scale else 0 for value in x]
+    codes += [0] * (256 - len(codes))
+    places = [[codes[j + 52 * k] + 1 for k in range(5) if j + 52 * k < 256] for j in range(52)]
+    return scale.tobytes() + bytes(sum(digit * 3**k for k, digit in enumerate(digits)) for digits in places)
+
+
+def test_ternary_layout() -> None:
+    x = [0.0] * 256
+    # The mean magnitude is 1, and 1.5336 is nearest to 196 / 128 in eight bits.
+    for at, value in {0: 1.0, 52: -1.0, 104: 1.0, 156: -1.0, 208: 1.0, 1: 0.75, 51: 1.25, 255: 1.0}.items():
+        x[at] = value
+    payload = encode({"x": np.array([*x, 8.0, 0.0, -8.0, 0.0], np.float32)}, "ternary")
+    assert payload[:4] == struct.pack("<2H", 0x3FC4, 0x4144) and len(payload) == 2 * 54
+    # A byte of zeros has the digits 11111 in base 3, and 1111 at the end. Element 1 rounds to zero.
+    zeros, last = int("11111", 3), int("1111", 3)
+    first = bytes([int("20202", 3), zeros, *[zeros] * 45, int("21111", 3), *[last] * 3, int("1112", 3)])
+    assert payload[4 : 4 + 52] == first
+    assert payload[4 + 52 :] == bytes([int("11112", 3), zeros, int("11110", 3), *[zeros] * 45, *[last] * 4])
+    decoded = decode(payload, [("x", (260,))], "ternary")["x"]
+    assert decoded[[0, 52, 104, 156, 208, 51, 255]].tolist() == [s * 1.53125 for s in (1, -1, 1, -1, 1, 1, 1)]
+    assert decoded[256:].tolist() == [12.25, 0.0, -12.25, 0.0] and np.count_nonzero(decoded) == 9
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-40, 40), min_size=1, max_size=256), st.integers(-110, 90))
+def test_ternary_blocks_are_those_of_a_few_lines(x: list[int], exponent: int) -> None:
+    values = [value * 2.0**exponent for value in x]
+    assert encode({"x": np.array(values, np.float32)}, "ternary") == ternary_block(values)
+
+
+def test_scales_in_bfloat16_are_rounded_to_even_everywhere() -> None:
+    means, levels = level_ties()
+    scales = np.frombuffer(encode({"x": np.repeat(means, 256)}, "ternary"), ml_dtypes.bfloat16, len(means))
+    assert scales.tobytes() == levels.astype(ml_dtypes.bfloat16).tobytes()
+    ties = levels.view(np.uint32)[levels.view(np.uint32) & 0xFFFF == 0x8000]
+    assert set((ties >> 16 & 1).tolist()) == {0, 1}, "ties round both ways"
+
+
+def test_half_a_level_is_zero_and_a_little_more_is_not() -> None:
+    rows, scales = code_ties()
+    decoded = decode(encode({"x": rows}, "ternary"), [("x", rows.shape)], "ternary")["x"]
+    same = decoded.max(axis=1) == scales
+    assert same.sum() > 20, "the blocks have the scales that they were made for"
+    assert not decoded[same, 0].any() and not decoded[same, 2].any() and (decoded[same, 1] == scales[same]).all()
+
+
+@pytest.mark.parametrize("x", [np.repeat(level_ties()[0], 256), code_ties()[0].reshape(-1)], ids=["level", "code"])
+def test_devices_round_ties_of_ternary_like_the_host(x: np.ndarray) -> None:
+    codes, scales = map(np.asarray, quantize(x, "ternary"))
+    assert codec.as_bytes(scales).tobytes() + codec.as_bytes(codes).tobytes() == encode({"x": x}, "ternary")
+
+
+@pytest.mark.parametrize("format", ["int2", "ternary"])
+def test_three_levels_lose_a_fifth_of_a_normal_distribution(format: Format) -> None:
     x = np.random.default_rng(0).standard_normal(2**18).astype(np.float32)
-    decoded = decode(encode({"x": x}, "int2"), [("x", x.shape)], "int2")["x"]
+    decoded = decode(encode({"x": x}, format), [("x", x.shape)], format)["x"]
     assert ((decoded - x) ** 2).mean() == pytest.approx(0.1902, abs=0.002)
     for level in (0.9, 1.1):
         # The codes stay, and the level changes.
@@ -177,6 +237,7 @@ def test_each_block_has_its_own_scale() -> None:
     assert encoded_size([x.shape], "int4") == 4 * (4 + 128)
     assert encoded_size([x.shape], "int8") == 4 * (4 + 256)
     assert encoded_size([x.shape], "int2") == 4 * (4 + 64)
+    assert encoded_size([x.shape], "ternary") == 4 * (2 + 52)
     assert encoded_size([(3, 5), ()], "bfloat16") == 32
 
 
@@ -189,7 +250,8 @@ def test_encoding_twice_changes_nothing_more(x: np.ndarray) -> None:
         assert decode(encode({"x": once}, format), [("x", x.shape)], format)["x"].tobytes() == once.tobytes()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+# The last one is NaN with all bits, which would overflow if it were rounded as a number.
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.uint32(0x7FFFFFFF).view(np.float32)])
 @pytest.mark.parametrize("position", [0, 300])
 def test_values_that_are_not_finite(bad: float, position: int) -> None:
     x = np.ones(301, np.float32)
@@ -215,6 +277,22 @@ def test_an_impossible_scale_is_refused() -> None:
     for scale in (float("nan"), float("inf"), -1.0):
         with pytest.raises(ValueError, match="'x': a scale"):
             decode(struct.pack("<f", scale) + payload[4:], [("x", (10,))], "int8")
+    payload = encode({"x": np.ones(10, np.float32)}, "ternary")
+    for word in (0x7FC0, 0x7F80, 0xBF80):
+        with pytest.raises(ValueError, match="'x': a scale"):
+            decode(struct.pack("<H", word) + payload[2:], [("x", (10,))], "ternary")
+
+
+@pytest.mark.parametrize(("at", "most"), [(0, 242), (47, 242), (48, 80), (51, 80)])
+def test_bytes_that_no_sender_writes_are_refused(at: int, most: int) -> None:
+    payload = bytearray(encode({"x": np.ones(300, np.float32)}, "ternary"))
+    at += 2 * 2 + 52
+    payload[at] = most
+    decode(payload, [("x", (300,))], "ternary")
+    for byte in {most + 1, 243, 255}:
+        payload[at] = byte
+        with pytest.raises(ValueError, match="'x': a byte of codes is above 242"):
+            decode(payload, [("x", (300,))], "ternary")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -373,4 +451,4 @@ def test_a_first_merge_compiles_nothing_where_no_cache_can_be_written(tmp_path: 
     shutil.rmtree(package / "diloco_jax" / "core" / "__pycache__", ignore_errors=True)
     (package / "diloco_jax" / "core" / "__pycache__").write_text("", encoding="utf-8")
     nowhere = {name: str(blocked / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
-    assert merge("nesterov", package, HOME=str(blocked), **nowhere) == "merged 25"
+    assert merge("nesterov", package, HOME=str(blocked), **nowhere) == "merged 36"

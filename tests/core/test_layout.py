@@ -32,7 +32,8 @@ def test_places_are_where_the_codec_writes(format: Format) -> None:
     for piece, place in zip(layout.pieces, places, strict=True):
         alone = encode({piece.key: values[piece.key]}, format)
         assert payload[place.scales : place.end] == alone
-        scales = -(-(piece.stop - piece.start) // 256) * 4 if format in ("int8", "int4", "int2") else 0
+        scale = {"int8": 4, "int4": 4, "int2": 4, "ternary": 2}.get(format, 0)
+        scales = -(-(piece.stop - piece.start) // 256) * scale
         assert place.codes - place.scales == scales
 
 

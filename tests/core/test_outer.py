@@ -268,7 +268,9 @@ def test_one_learner_and_plain_sgd_is_the_learner() -> None:
 
 
 @pytest.mark.parametrize("way", ["format", "down"])
-@pytest.mark.parametrize(("format", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.5), ("int2", 1.5)])
+@pytest.mark.parametrize(
+    ("format", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.5), ("int2", 1.5), ("ternary", 1.5)]
+)
 def test_rounded_gradients_and_steps_stay_near(way: str, format: Format, tolerance: float) -> None:
     tokens, steps = [640, 640, 320], [H, H, H]
     config = OuterConfig(learning_rate=0.7, momentum=0.5)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -13,7 +14,7 @@ import xxhash
 
 from diloco_jax.core import blocks, kernels
 from diloco_jax.core.codec import Format, decode
-from diloco_jax.core.layout import LEAF, Piece, combined, make_layout, value_digest
+from diloco_jax.core.layout import LEAF, Layout, Piece, combined, make_layout, value_digest
 from diloco_jax.core.merge import Method
 from diloco_jax.core.outer import Nesterov, Optax
 from diloco_jax.core.passes import Merger, Values, norms, squares_of, subset, values_of
@@ -22,7 +23,9 @@ from tests.core.merging import (
     NESTEROV,
     SHAPES,
     bits,
+    code_ties,
     layout_of,
+    level_ties,
     make_merger,
     payload_of,
     random_values,
@@ -55,16 +58,17 @@ def test_three_rounds_are_those_of_numpy(up: Format, down: Format) -> None:
         state = update.state
 
 
-def test_what_is_rounded_away_comes_later() -> None:
+@pytest.mark.parametrize(("down", "most"), [("int4", 1 / 7), ("ternary", 2.0)])
+def test_what_is_rounded_away_comes_later(down: Format, most: float) -> None:
     layout = layout_of({"x": (256,)})
-    merger = make_merger(layout, "float32", "int4", Nesterov(1.0, 0.0))
+    merger = make_merger(layout, "float32", down, Nesterov(1.0, 0.0))
     gradient = np.linspace(-1, 1, 256, dtype=np.float32)
     payload, state = payload_of({"x": gradient}, "float32"), merger.first(np.zeros(256, np.float32))
     for _ in range(20):
         state = round_of(merger, [payload], np.ones(1), state).state
         assert not state.outer
     np.testing.assert_allclose(state.value + state.residual, -20 * gradient, atol=1e-4)
-    assert np.abs(state.residual).max() <= 1 / 7
+    assert np.abs(state.residual).max() <= most
 
 
 @pytest.mark.parametrize("up", FORMATS)
@@ -153,7 +157,7 @@ def test_a_value_against_an_older_version_is_decoded_and_moved(up: Format) -> No
     assert bits(made.state) == bits(want.state) and made.step.tobytes() == want.step.tobytes()
 
 
-BAD = [(up, what) for up in ("int8", "int4", "int2") for what in (np.nan, np.inf, -1.0)]
+BAD = [(up, what) for up in ("int8", "int4", "int2", "ternary") for what in (np.nan, np.inf, -1.0)]
 BAD += [(up, what) for up in ("float32", "bfloat16") for what in (np.nan, np.inf, -np.inf)]
 
 
@@ -163,13 +167,29 @@ def test_a_damaged_value_spoils_nothing_but_itself(up: Format, what: float, with
     layout = layout_of()
     payloads = [payload_of(random_values(m), up).copy() for m in range(3)]
     place = layout.places(up)[3]  # its second block
-    if up in ("int8", "int4", "int2"):
+    if up == "ternary":
+        payloads[1][place.scales + 2 : place.codes].view(ml_dtypes.bfloat16)[:] = what
+    elif up in ("int8", "int4", "int2"):
         payloads[1][place.scales + 4 : place.codes].view(np.float32)[:] = what
     else:
         word = np.float32(what).tobytes()
         payloads[1][place.end - (4 if up == "float32" else 2) : place.end] = np.frombuffer(word, np.uint8)[
             0 if up == "float32" else 2 :
         ]
+    assert_spoils_itself(layout, payloads, up, with_moved)
+
+
+@pytest.mark.parametrize(("at", "byte"), [(0, 243), (47, 255), (48, 81), (51, 255)])
+@pytest.mark.parametrize("with_moved", [False, True])
+def test_damaged_bytes_in_base_3_spoil_nothing_but_their_value(at: int, byte: int, with_moved: bool) -> None:
+    layout = layout_of()
+    payloads = [payload_of(random_values(m), "ternary").copy() for m in range(3)]
+    payloads[1][layout.places("ternary")[3].codes + 52 + at] = byte
+    assert_spoils_itself(layout, payloads, "ternary", with_moved)
+
+
+def assert_spoils_itself(layout: Layout, payloads: list[np.ndarray], up: Format, with_moved: bool) -> None:
+    """Check that the second of three payloads is unusable, and that the others' products do not depend on it."""
     moved = [None, None, layout.flat(random_values(8)) if with_moved else None]
     merger = make_merger(layout, up, "int4")
     products = merger.inspect(Values(payloads, moved))
@@ -186,7 +206,8 @@ def test_a_result_that_is_not_finite_says_so(down: Format, outer: Any) -> None:
     layout = layout_of({"x": (300,)})
     merger = make_merger(layout, "float32", down, outer)
     state = merger.first(np.zeros(300, np.float32))
-    for huge in (3e38, -3e38, np.nan):
+    # The last one is NaN with all bits, which would overflow if it were rounded as a number.
+    for huge in (3e38, -3e38, np.nan, np.uint32(0x7FFFFFFF).view(np.float32)):
         gradient = np.zeros(300, np.float32)
         gradient[299] = huge
         values = values_of([gradient.view(np.uint8)] * 2)
@@ -313,6 +334,17 @@ def test_halves_between_two_codes_are_rounded_as_by_the_codec(down: Format, most
     state = merger.first(np.zeros(layout.size, np.float32))
     step = round_of(merger, [payload_of(gradient, "float32")], np.ones(1), state).step
     assert step.tobytes() == payload_of({"x": -gradient["x"]}, down).tobytes()
+
+
+@pytest.mark.parametrize(
+    "rows", [np.repeat(level_ties()[0], 256).reshape(-1, 256), code_ties()[0]], ids=["level", "code"]
+)
+def test_ties_of_ternary_are_rounded_as_by_the_codec(rows: np.ndarray) -> None:
+    layout = layout_of({"x": rows.shape})
+    merger = make_merger(layout, "float32", "ternary", Nesterov(1.0, 0.0))
+    state = merger.first(np.zeros(layout.size, np.float32))
+    step = round_of(merger, [payload_of({"x": rows}, "float32")], np.ones(1), state).step
+    assert step.tobytes() == payload_of({"x": -rows}, "ternary").tobytes()
 
 
 def test_a_change_of_blocks_is_compiled_again() -> None:

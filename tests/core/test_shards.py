@@ -18,7 +18,7 @@ SHAPES = {
     "norm": (300,),
     **{f"layer_{n}/{name}": (300, width) for n in range(6) for name, width in (("in", 900), ("out", 450), ("gate", 7))},
 }
-FORMATS: tuple[codec.Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
+FORMATS: tuple[codec.Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 
 
 def plan() -> FragmentPlan:

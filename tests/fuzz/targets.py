@@ -242,7 +242,7 @@ VALUES = {
     key: np.linspace(-1, 1, max(1, int(np.prod(shape))), dtype=np.float32)[: int(np.prod(shape))].reshape(shape)
     for key, shape in LAYOUT
 }
-FORMATS: tuple[codec.Format, ...] = ("float32", "bfloat16", "int8", "int4")
+FORMATS: tuple[codec.Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 STATE = {"params/w": np.arange(20, dtype=np.float32).reshape(4, 5), "opt/count": np.int32(7)}
 STATE_LAYOUT = StateLayout(STATE)
 
@@ -254,7 +254,7 @@ def state_bytes(state: dict[str, Any]) -> bytes:
 
 def run_codec(data: bytes) -> None:
     """Check that a payload has the right size or is refused, and that its claims allocate no memory."""
-    format = FORMATS[data[0] % 4] if data else "int4"
+    format = FORMATS[data[0] % len(FORMATS)] if data else "int4"
     payload = data[1:]
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):
         values = codec.decode(payload, LAYOUT, format)

@@ -124,6 +124,21 @@ PERIODS = {"sync_every": {"mlp": 4, "rest": 12}, "sync_later": {36: {"mlp": 8, "
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_in_base_3_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    run_dir = trained(
+        tmp_path,
+        train={"steps": 36, "eval_every": 0},
+        syncer={"shards": 2},
+        protocol={"num_fragments": 3, "quorum": 2, "snapshot_every": 10},
+        wire={"up": "ternary", "down": "ternary"},
+    )
+    replayed(run_dir)
+    audited = json.loads(call("audit", run_dir, "--json").stdout)
+    assert audited["violations"] == 0 and audited["rounds"] > 10, audited
+
+
+@pytest.mark.long
 def test_each_class_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bit(
     tmp_path: Path,
 ) -> None:

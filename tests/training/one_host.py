@@ -34,6 +34,7 @@ CASES: Sequence[tuple[dict[str, int], codec.Format]] = (
     ({"data": 2, "fsdp": 2}, "int8"),
     ({"fsdp": 2, "tensor": 2}, "bfloat16"),
     ({"fsdp": 4}, "float32"),
+    ({"data": 2, "fsdp": 2}, "ternary"),
 )
 FRAGMENTS = 3
 PATIENCE_S = 300.0

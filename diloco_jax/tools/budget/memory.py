@@ -210,6 +210,6 @@ def _staged_bytes(window: Window, format: Format, rebase: bool) -> float:
     if format == "float32" or _on_host(window, format):
         sent = 4.0 * elements
     else:
-        unit_bytes = 4.0 + codec.block_bytes(format) if codec.is_integer(format) else codec.element_bytes(format)
-        sent = share_of(window, format).units * unit_bytes
+        # One element takes a whole unit: a block, or an element in formats without blocks.
+        sent = float(share_of(window, format).units * codec.encoded_size([(1,)], format))
     return sent + _residual_bytes(window, format) + (4.0 * elements if rebase else 0.0)

@@ -26,7 +26,7 @@ from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
 from diloco_jax.training.whole_state.moving import MovingLayout
 
 # From wide to narrow.
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 DAY_S = 86400.0
 ROUND_TRIPS_MS = (1.0, 10.0, 50.0, 100.0, 200.0)
 # The seed of the simulated failures.

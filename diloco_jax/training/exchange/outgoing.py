@@ -265,4 +265,5 @@ def _round(update: Float32[Array, "n"], format: codec.Format) -> tuple[Array, Ar
     blocks = jax.lax.optimization_barrier(codec.to_blocks(jnp, update))
     numbers, scales = codec.scale_blocks(jnp, blocks, format)
     kept_back = blocks - numbers * scales[:, None]
-    return codec.pack_codes(jnp, numbers, format).reshape(-1), scales, kept_back.reshape(-1)
+    codes = codec.pack_codes(jnp, numbers, format).reshape(-1)
+    return codes, scales.astype(codec.scale_type(format)), kept_back.reshape(-1)

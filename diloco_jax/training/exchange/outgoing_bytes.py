@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
@@ -209,7 +209,7 @@ class OutgoingBytes:
             after[key] = kept_back.reshape(self.windows[key].shape)
         return encoded, after
 
-    def _check(self, key: str, scales: Float32[np.ndarray, "..."]) -> None:
+    def _check(self, key: str, scales: Float[np.ndarray, "..."]) -> None:
         if not np.isfinite(scales).all():
             raise codec.NotFinite(f"{key!r} holds NaN or infinity, which {self._format} cannot carry; drop this update")
 
@@ -220,7 +220,7 @@ class OutgoingBytes:
         runs = []
         for stream, number, _ in self.local:
             kind = stream[0]
-            item_bytes = 4 if kind != "codes" else 1 if self._integer else codec.element_bytes(self._format)
+            item_bytes = self._item_bytes(kind)
             for item in self._items[stream, number]:
                 if item.key in self.on_host:
                     continue
@@ -239,11 +239,19 @@ class OutgoingBytes:
         start = 0
         for key in sorted(self.windows):
             shape = self.windows[key].shape
-            scales = 4 * math.ceil(math.prod(shape) / codec.BLOCK) if self._integer else 0
+            scales = math.ceil(math.prod(shape) / codec.BLOCK) * self._item_bytes("scales") if self._integer else 0
             offsets["floats", key] = offsets["scales", key] = start
             offsets["codes", key] = start + scales
             start += codec.encoded_size([shape], self._format)
         return offsets
+
+    def _item_bytes(self, kind: Kind) -> int:
+        """Return the size in bytes of a value of this kind."""
+        if kind == "floats":
+            return 4
+        if self._integer:
+            return 1 if kind == "codes" else codec.scale_bytes(self._format)
+        return codec.element_bytes(self._format)
 
     def _loose_items(self, process: int) -> list[tuple[tuple[Stream, int], _Item]]:
         """Return the items of host-encoded tensors from a process's devices, in the same order on every process."""

@@ -38,7 +38,7 @@ def test_a_leaf_of_any_shape_is_encoded_and_read(format: Format, shape: tuple[in
     read = codec.decode(payload, [("leaf", shape), ("other", (3,))], format)
     assert read["leaf"].shape == shape
     # The level stands for elements which are all alike.
-    level = 1.5336 if format == "int2" else 1.0
+    level = {"int2": 1.5336, "ternary": 1.53125}.get(format, 1.0)
     np.testing.assert_allclose(read["leaf"], level * value["leaf"], rtol=1e-6)
     assert codec.as_bytes(value["leaf"]).tobytes() == codec.encode({"leaf": value["leaf"]}, "float32"), "unflattened"
 
@@ -266,10 +266,10 @@ def _dtype(name: str) -> np.dtype:
 @pytest.mark.parametrize("dtype", NARROW)
 def test_sparse_moves_by_one_unit_in_the_last_place_arrive(dtype: str, up: Format, mode: AdoptMode) -> None:
     # More of the change waits in the feedback.
-    late = 0.05 if up == "int2" else 0.02
+    late = 0.05 if up in ("int2", "ternary") else 0.02
     assert arrived(dtype, up=up, mode=mode, rounds=60) == pytest.approx(1.0, abs=late)
 
 
-@pytest.mark.parametrize("down", ["bfloat16", "int8", "int4", "int2"])
+@pytest.mark.parametrize("down", ["bfloat16", "int8", "int4", "int2", "ternary"])
 def test_they_arrive_through_rounded_global_steps_too(down: Format) -> None:
     assert arrived("bfloat16", up="int4", down=down, rounds=60) == pytest.approx(1.0, abs=0.05)

@@ -58,7 +58,7 @@ def test_bytes_are_those_of_payloads() -> None:
     random = np.random.default_rng(0)
     values = {path: random.standard_normal(shape, np.float32) for path, shape in case.blueprint.shapes.items()}
     found = wire_bytes(case)
-    ways: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
+    ways: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
     for way in ways:
         sizes = [len(encode(take(values, fragment), way)) for fragment in case.run.fragments]
         assert found[way]["round_max"] == max(sizes)
@@ -155,7 +155,9 @@ def test_where_no_rate_is_enough_there_is_none() -> None:
     rows = rate_rows(small(given=replace(QUIET, round_trip_ms=1500.0)))
     never = [row for row in rows if row["gbit_per_s"] is None]
     assert {(row["wire"], row["utilisation"]) for row in never} == {
-        (wire, share) for wire in ("float32", "bfloat16", "int8", "int4", "int2") for share in (0.75, 0.9, 0.95, 0.99)
+        (wire, share)
+        for wire in ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
+        for share in (0.75, 0.9, 0.95, 0.99)
     }
 
 
@@ -289,7 +291,15 @@ def test_large_configs_allocate_nothing() -> None:
     assert len(jax.live_arrays()) == before
     assert [each["step_s"] for each in result["run"]["steps"]] == pytest.approx([0.73, 0.73], rel=0.01)
     assert all("v5p" in each["from"] or "v6e" in each["from"] for each in result["run"]["steps"])
-    assert {row["wire"] for row in result["rows"]} == {"data_parallel", "float32", "bfloat16", "int8", "int4", "int2"}
+    assert {row["wire"] for row in result["rows"]} == {
+        "data_parallel",
+        "float32",
+        "bfloat16",
+        "int8",
+        "int4",
+        "int2",
+        "ternary",
+    }
     assert result["memory"]["islands"][1]["hbm_limit_bytes"] == 32e9
 
 
@@ -322,7 +332,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "quickstart.yaml")
     code, out, _ = run(capsys, config, "--json", "--step-s", "0.01", "--round-trip-ms", "200", "--train.steps", "7")
     result = json.loads(out)
-    assert code == 0 and len(result["rows"]) == 30
+    assert code == 0 and len(result["rows"]) == 35
     assert {"memory", "advice", "latency", "syncer", "recovery", "goodput", "cost", "link", "bytes"} <= result.keys()
     assert result["rows"][-1]["gbit_per_s"] is None, "200 ms do not fit into two steps of 10 ms at any rate"
     assert result["rows"][-1]["step_s"] == 0.01

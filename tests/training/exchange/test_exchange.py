@@ -54,7 +54,7 @@ def updates(fragment: Fragment, seed: int, format: Format) -> dict[str, np.ndarr
     ("mesh", "format"),
     [
         *((mesh, "int4") for mesh in MESHES),
-        *(({"fsdp": 2, "tensor": 2}, f) for f in ("float32", "bfloat16", "int8", "int2")),
+        *(({"fsdp": 2, "tensor": 2}, f) for f in ("float32", "bfloat16", "int8", "int2", "ternary")),
         # Three devices cannot share the blocks of any tensor equally.
         *(({"data": 3}, f) for f in ("int4", "bfloat16")),
     ],

@@ -22,7 +22,7 @@ from diloco_jax.training.host_side.state import HostState
 from diloco_jax.training.whole_state.staging import read_shards
 from tests.training.islands import assert_same
 
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 MODES: tuple[tuple[AdoptMode, float], ...] = (("overwrite", 0.0), ("blend", 0.3), ("rebase", 0.0))
 SHAPES = {"big": (96, 40), "deep": (3, 5, 70), "flat": (300,), "one": ()}
 # The layers of `deep` are stored in the middle, and travel in front.
