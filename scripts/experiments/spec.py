@@ -213,7 +213,7 @@ def problems(experiment: Experiment) -> Iterator[str]:
         if arm.like and arm.like not in arms:
             yield f"arm {name} is like '{arm.like}', which is not an arm"
         if arm.like and not (arm.because and tuning is not None and arm.like in tuning.grids):
-            yield f"arm {name} is like '{arm.like}'; give it a grid of its own, or say in `because` why that one fits"
+            yield f"arm {name} is like '{arm.like}'; give it a separate grid, or say in `because` why that one fits"
     for check in experiment.checks:
         named = (check.arm, check.against, *check.beyond)
         yield from (f"a check names '{arm}', which is not an arm" for arm in named if arm not in {*arms, ""})
