@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 BLOCK = 256
 _HALF, _QUARTER = BLOCK // 2, BLOCK // 4
 FLOAT32, BFLOAT16, INT8, INT4, INT2, TERNARY = 0, 1, 2, 3, 4, 5
-# Bytes of a block's codes in base 3, and how many of them have a fifth digit.
+# Bytes of a block's codes in base 3, and the number of those that have a fifth digit.
 _FIFTH, _FIVES = 52, 48
 # 2^16 / 3^(k + 1), rounded up. Times a byte, modulo 2^16, it is the fraction that starts with the byte's digit k.
 _DIGIT = (21846, 7282, 2428, 810, 270)
@@ -120,9 +120,9 @@ def scale_of(payload_at, fmt, at, block):
 
 @njit(forceinline=True)
 @no_type_check
-def _digit(byte, k):
-    """Return digit k of a byte in base 3, minus one."""
-    fraction = np.uint16(np.uint32(byte) * np.uint32(_DIGIT[k]))
+def _digit(byte, share):
+    """Return the digit of a byte in base 3 that a number of _DIGIT stands for, minus one."""
+    fraction = np.uint16(np.uint32(byte) * share)
     return np.int16((np.uint32(fraction) * np.uint32(3)) >> np.uint32(16)) - np.int16(1)
 
 
@@ -132,9 +132,9 @@ def _decode_add_ternary(payload_at, at, block, weight, acc_at):
     factor = weight * scale_of(payload_at, TERNARY, at, block)
     codes = uint8s(payload_at + np.uint64(at[1] + block * _FIFTH))
     for k in range(5):
-        part = float32s(acc_at + np.uint64(4 * k * _FIFTH))
+        part, share = float32s(acc_at + np.uint64(4 * k * _FIFTH)), np.uint32(_DIGIT[k])
         for j in range(_FIFTH if k < 4 else _FIVES):
-            part[j] += factor * np.float32(np.int32(_digit(codes[j], k)))
+            part[j] += factor * np.float32(np.int32(_digit(codes[j], share)))
 
 
 @compiled
@@ -144,16 +144,15 @@ def usable(payload_at, fmt, at, block):
 
     An infinite scale counts as usable here, because it makes the learner's square infinite.
     """
-    if not scale_of(payload_at, fmt, at, block) >= np.float32(0):
-        return False
-    most, last = np.uint8(0), np.uint8(0)
-    if fmt == TERNARY:
-        codes = uint8s(payload_at + np.uint64(at[1] + block * _FIFTH))
-        for j in range(_FIVES):
-            most = max(most, codes[j])
-        for j in range(_FIVES, _FIFTH):
-            last = max(last, codes[j])
-    return most <= 242 and last <= 80
+    scale = scale_of(payload_at, fmt, at, block)
+    if fmt != TERNARY:
+        return scale >= np.float32(0)
+    codes, most, last = uint8s(payload_at + np.uint64(at[1] + block * _FIFTH)), np.uint8(0), np.uint8(0)
+    for j in range(_FIVES):
+        most = max(most, codes[j])
+    for j in range(_FIVES, _FIFTH):
+        last = max(last, codes[j])
+    return scale >= np.float32(0) and most <= 242 and last <= 80
 
 
 @compiled
@@ -189,6 +188,16 @@ def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
 
 @compiled
 @no_type_check
+def _unpack_ternary(codes_at, row_at):
+    codes = uint8s(codes_at)
+    for k in range(5):
+        part, share = int16s(row_at + np.uint64(2 * k * _FIFTH)), np.uint32(_DIGIT[k])
+        for j in range(_FIFTH if k < 4 else _FIVES):
+            part[j] = _digit(codes[j], share)
+
+
+@compiled
+@no_type_check
 def unpack(payload_at, fmt, at, block, row_at):
     """Unpack the codes of a block as int16; return its scale, or NaN if the block is not usable."""
     row = int16s(row_at)
@@ -204,11 +213,7 @@ def unpack(payload_at, fmt, at, block, row_at):
             for j in range(_QUARTER):
                 part[j] = np.int16(np.int8(packed[j] << (6 - 2 * k)) >> 6)
     elif fmt == TERNARY:
-        bytes_at = payload_at + np.uint64(at[1] + block * _FIFTH)
-        for k in range(5):
-            part = int16s(row_at + np.uint64(2 * k * _FIFTH))
-            for j in range(_FIFTH if k < 4 else _FIVES):
-                part[j] = _digit(uint8s(bytes_at)[j], k)
+        _unpack_ternary(payload_at + np.uint64(at[1] + block * _FIFTH), row_at)
     else:
         codes = int8s(payload_at + np.uint64(at[1] + block * BLOCK))
         for j in range(BLOCK):
@@ -278,7 +283,7 @@ def _encode_ternary(wanted_at, scale_at, codes_at, rounded_at):
     wanted, rounded, codes = float32s(wanted_at), float32s(rounded_at), uint8s(codes_at)
     scalar(rounded_at)[0] = np.float32(0) if usual < _ZERO_ABSMAX else usual * _LEVEL
     word = np.int64(uint32s(rounded_at)[0])
-    # NaN would overflow.
+    # NaN with all bits would overflow, and become zero.
     half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16 if word <= 0x7F800000 else 0x7FC0
     uint16s(scale_at)[0] = np.uint16(half)
     scale = float_of(np.uint32(half << 16))
