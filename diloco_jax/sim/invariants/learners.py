@@ -24,21 +24,22 @@ STAGED_COPIES_MAX = 3
 
 
 class NeverWaits(Checker):
-    """Outside lockstep a learner that has begun to train is always in a step, and steps have no gap between them.
+    """Outside lockstep and without `wait_steps` a learner that has begun to train is always in a step, without gaps.
 
     Whatever happens meanwhile: the syncer is dead, leases are used up, another learner takes its state over. It stops
-    for an evaluation of the global model alone.
+    for an evaluation of the global model alone. WaitsBounded has the rule for runs with `wait_steps`.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._ended: dict[tuple[str, int], float] = {}
+        self._may_wait = self.config.lockstep or self.config.wait_steps > 0
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         key = process.key
         if not began:
             self._ended[key] = now_s
-        elif not self.config.lockstep:
+        elif not self._may_wait:
             waited_s = now_s - self._ended.get(key, now_s)
             self.check(waited_s == 0, f"{process.name} waited {waited_s} s between two steps")
 
@@ -50,7 +51,7 @@ class NeverWaits(Checker):
         self.check(process.key not in self._ended, f"{process.name} has trained, but does {effect}")
 
     def on_settled(self, process: LearnerProcess, now_s: float) -> None:
-        if not (self.config.lockstep or process.step.runs):
+        if not (self._may_wait or process.step.runs):
             began = process.key in self._ended
             self.check(not began, f"{process.name} has trained, but does not step")
 
