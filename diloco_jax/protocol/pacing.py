@@ -49,9 +49,8 @@ class ProtocolConfig:
     wait_steps: float = 0.0
     """Longest wait of a learner, after its report and before its next step, for the fragment of the open round; as a
     share of its own usual step. 0: it never waits, and adopts a fragment one or two steps late. It waits only while
-    most fragments arrive within this limit. With overlap_steps = 0 it waits without a limit instead. Low: fragments of
-    slow links and slow islands arrive too late, and nobody waits. High: an island gives up more time for fresh
-    values."""
+    most fragments arrive within this limit. Low: fragments of slow links and slow islands arrive too late, and nobody
+    waits. High: islands give up more time for fresh values."""
     quorum: int = 1
     """K: learners that must have finished a step before a round may close. M waits for all islands. Low: an island may
     move the model alone. High: M, nothing is merged while an island is disconnected."""
@@ -131,6 +130,11 @@ class ProtocolConfig:
             ("class_fragments", not self.class_fragments or self._deals(groups), self._deal_limit(groups)),
             ("overlap_steps", overlaps, f"less than the shortest period, {shortest}"),
             ("overlap_steps", 0 <= self.overlap_steps <= OVERLAP_STEPS_MAX, f"0 to {OVERLAP_STEPS_MAX}"),
+            (
+                "wait_steps",
+                not (self.lockstep and self.wait_steps),
+                "0 if overlap_steps is 0: then learners always wait",
+            ),
             ("wait_steps", 0 <= self.wait_steps <= WAIT_STEPS_MAX, f"0 to {WAIT_STEPS_MAX}"),
             ("quorum", 1 <= self.quorum <= self.learners_max, f"1 to learners_max = {self.learners_max}"),
             ("grace_safety", 0 < self.grace_safety <= 1, "above 0 and at most 1"),

@@ -35,8 +35,8 @@ class FragmentWait:
     def __init__(self, config: ProtocolConfig, turns: Turns) -> None:
         self._config = config
         self._turns = turns
-        # The limit as a share of a step. In lockstep another state waits, without a limit.
-        self._most_steps = 0.0 if config.lockstep else config.wait_steps
+        # The limit as a share of a step.
+        self._most_steps = config.wait_steps
         # The usual inner step, in seconds.
         self._step_s: float | None = None
         # Waits in vain that the other waits have not made up for.

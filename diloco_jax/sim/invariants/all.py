@@ -20,6 +20,7 @@ from diloco_jax.sim.invariants.rounds import (
     VersionsGrow,
 )
 from diloco_jax.sim.invariants.turns import TurnsAreKept
+from diloco_jax.sim.invariants.waits import WaitsBounded
 
 CHECKERS: tuple[type[Checker], ...] = (
     VersionsGrow,
@@ -31,6 +32,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     RoundsBounded,
     TurnsAreKept,
     NeverWaits,
+    WaitsBounded,
     StepsUndisturbed,
     FreshLearnersKeepQuiet,
     CopiesBounded,
