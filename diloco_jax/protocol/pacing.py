@@ -48,7 +48,7 @@ class ProtocolConfig:
     rounds must be quick, and values are fresh. High: slow links are enough, and rounds merge older values."""
     wait_steps: float = 0.0
     """Longest wait of a learner, after its report and before its next step, for the fragment of the open round; as a
-    share of its own usual step. 0: it never waits, and adopts a fragment one or two steps late. It waits only while
+    share of its usual step. 0: it never waits, and adopts a fragment one or two steps late. It waits only while
     most fragments arrive within this limit. Low: fragments of slow links and slow islands arrive too late, and nobody
     waits. High: islands give up more time for fresh values."""
     quorum: int = 1

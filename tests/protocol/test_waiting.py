@@ -196,7 +196,7 @@ def test_rounds_that_are_quick_every_other_time_cost_little() -> None:
 def test_it_finds_back_when_rounds_are_quick_again() -> None:
     rounds = Rounds()
     assert rounds.run(100, 0.9, asked_s=0.85)[-1] == 0.0
-    assert rounds.run(6, 0.2) == [0.0] * 4 + [0.2] * 2
+    assert rounds.run(12, 0.2) == [0.0] * 8 + [0.2] * 4
     # After a slow link the average of the way must fall first.
     rounds = Rounds()
     rounds.run(100, 3.0)

@@ -1,15 +1,16 @@
 """A learner's wait between two inner steps for a global fragment that is on its way.
 
-A learner that does not wait adopts a fragment one or two steps after the values that it merged. `protocol.wait_steps`
-lets it wait for so many of its own usual steps at most. It waits once per round, from its report until the round is
-over: its fragment is adopted, a message shows that the round has closed without one, or the limit has passed.
+A learner that does not wait adopts a fragment one or two steps after the values that it merged. With
+`protocol.wait_steps` it waits, for at most this share of its usual step. It waits once per round, from its report until
+the round is over: its fragment is adopted, a message shows that the round has closed without one, or the limit has
+passed.
 
-A learner does not wait while rounds usually take longer than the limit from its answer to their end. Otherwise a wait
+A learner does not wait while rounds usually take longer than the limit from a request to their end. Otherwise a wait
 may still be in vain, because other learners are slow: it ends at the limit, or with a round that did not request this
 learner's value. Such waits must not cost a share of every step:
 
-    waiting   a wait in vain counts as its share of the limit, and any other wait takes RETURN back; at PATIENCE a
-              pause begins
+    waiting   the time of waits in vain adds up, and any other wait takes RETURN of the limit back; at PATIENCE a pause
+              begins
     paused    no waits for a number of rounds, which doubles from pause to pause; then waiting starts again
 
 The first waits in vain are useful: learners of equal speed may report at any distance from each other, and each wait
@@ -22,9 +23,13 @@ from math import inf
 from diloco_jax.protocol.pacing import ProtocolConfig, ema
 from diloco_jax.protocol.turns import Turns
 
-PATIENCE = 3.0
+# In usual steps. A learner of the same speed is at most one step ahead of the others.
+PATIENCE = 1.5
+# Share of the limit.
 RETURN = 0.25
-QUICK = 4
+QUICK = 8
+# Decay of the usual time from a request to the end of its round.
+DECAY = 0.7
 # Rounds of the first pause, and of the longest one.
 PAUSE_MIN, PAUSE_MAX = 8, 256
 
@@ -39,7 +44,7 @@ class FragmentWait:
         self._most_steps = config.wait_steps
         # The usual inner step, in seconds.
         self._step_s: float | None = None
-        # Waits in vain that the other waits have not made up for.
+        # Waits in vain that the other waits have not made up for, in usual steps.
         self._vain = 0.0
         # Rounds that are left of the present pause, and the length of the next one.
         self._paused = 0
@@ -70,7 +75,7 @@ class FragmentWait:
         """Record a report that was sent, and wait for the open round, unless the learner has paused its waits.
 
         Args:
-            first: whether this is the incarnation's first step, which may compile and is no sample of its speed.
+            first: whether this is the incarnation's first step, which may compile, so it is not a sample of its speed.
             step_s: seconds of the step, without any wait.
             open_round: the first round that may still request a value.
         """
@@ -97,8 +102,9 @@ class FragmentWait:
             self._requested, self._requested_s = requested, now_s
 
     def _travel(self, took_s: float) -> None:
-        # So a single long disturbance does not count for dozens of rounds.
-        self._trip_s = ema(self._trip_s, min(took_s, 2 * self.limit_s), self._config.ema_decay)
+        # A single long disturbance must not count for dozens of rounds.
+        if self.limit_s:
+            self._trip_s = ema(self._trip_s, min(took_s, 2 * self.limit_s), DECAY)
 
     def on_shown(self, newest: int, now_s: float) -> None:
         """Measure the rounds that are over by this message, which may arrive while a step runs."""
@@ -133,11 +139,11 @@ class FragmentWait:
         self._reported_s = None
         self._quick = self._quick + 1 if quick else 0
         if self.holds:
-            self._vain = max(0.0, self._vain - RETURN) if quick else self._vain + share
+            self._vain = max(0.0, self._vain + (-RETURN if quick else share) * self._most_steps)
             if self._vain >= PATIENCE:
                 self._vain, self._quick, self._paused = 0.0, 0, self._next_pause
                 self._next_pause = min(2 * self._next_pause, PAUSE_MAX)
-            elif self._quick >= PAUSE_MIN:
+            elif self._quick >= 2 * QUICK:
                 self._next_pause = PAUSE_MIN
         elif self._quick >= QUICK:
             self._paused = 0

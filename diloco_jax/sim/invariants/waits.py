@@ -32,7 +32,7 @@ class _Book:
 
 
 class WaitsBounded(Checker):
-    """A learner waits at most `wait_steps` of its own steps, once for a round, while that is open.
+    """A learner waits at most `wait_steps` of its steps, once for a round, while that is open.
 
     It waits only while it has a link, and only for a round whose fragment is due.
     """
