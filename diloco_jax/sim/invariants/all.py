@@ -7,7 +7,13 @@ from diloco_jax.sim.invariants.evaluations import ScoresAreOfTheModel
 from diloco_jax.sim.invariants.exclusions import ExclusionsHold
 from diloco_jax.sim.invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
 from diloco_jax.sim.invariants.hostile import HostileIsHarmless
-from diloco_jax.sim.invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
+from diloco_jax.sim.invariants.learners import (
+    CopiesBounded,
+    FreshLearnersKeepQuiet,
+    NeverWaits,
+    StepsUndisturbed,
+    WaitsBounded,
+)
 from diloco_jax.sim.invariants.leases import LeasesAccount
 from diloco_jax.sim.invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
 from diloco_jax.sim.invariants.recovery import RecoveryIsWhole
@@ -20,7 +26,6 @@ from diloco_jax.sim.invariants.rounds import (
     VersionsGrow,
 )
 from diloco_jax.sim.invariants.turns import TurnsAreKept
-from diloco_jax.sim.invariants.waits import WaitsBounded
 
 CHECKERS: tuple[type[Checker], ...] = (
     VersionsGrow,
