@@ -71,7 +71,7 @@ class NeverWaits(Checker):
 
 @dataclass(slots=True)
 class _Book:
-    """What one process has done and received."""
+    """The past of one process: its steps, and the rounds that it has seen."""
 
     began_s: float = 0.0
     # End of its last step; None before the first one, and after it was asked to evaluate.
