@@ -17,6 +17,7 @@ LEARNERS_MAX_LIMIT = 4096
 # Learners look so many global steps ahead after every step.
 OVERLAP_STEPS_MAX = 10_000
 RECOVERY_TURNS_MAX = 1000
+WAIT_STEPS_MAX = 10.0
 GRACE_MIN_S_MAX = 10.0
 # Steps are short if this many of them take less than `grace_min_s`.
 SHORT_STEPS = 3
@@ -45,6 +46,11 @@ class ProtocolConfig:
     overlap_steps: int = 2
     """tau: inner steps that a round may take while training continues, and rounds in flight. 0: learners wait. Low:
     rounds must be quick, and values are fresh. High: slow links are enough, and rounds merge older values."""
+    wait_steps: float = 0.0
+    """Longest wait of a learner, after its report and before its next step, for the fragment of the open round; as a
+    share of its usual step. 0: it never waits, and adopts a fragment one or two steps late. It waits only while
+    most fragments arrive within this limit. Low: fragments of slow links and slow islands arrive too late, and nobody
+    waits. High: islands give up more time for fresh values."""
     quorum: int = 1
     """K: learners that must have finished a step before a round may close. M waits for all islands. Low: an island may
     move the model alone. High: M, nothing is merged while an island is disconnected."""
@@ -124,6 +130,12 @@ class ProtocolConfig:
             ("class_fragments", not self.class_fragments or self._deals(groups), self._deal_limit(groups)),
             ("overlap_steps", overlaps, f"less than the shortest period, {shortest}"),
             ("overlap_steps", 0 <= self.overlap_steps <= OVERLAP_STEPS_MAX, f"0 to {OVERLAP_STEPS_MAX}"),
+            (
+                "wait_steps",
+                not (self.lockstep and self.wait_steps),
+                "0 if overlap_steps is 0: then learners always wait",
+            ),
+            ("wait_steps", 0 <= self.wait_steps <= WAIT_STEPS_MAX, f"0 to {WAIT_STEPS_MAX}"),
             ("quorum", 1 <= self.quorum <= self.learners_max, f"1 to learners_max = {self.learners_max}"),
             ("grace_safety", 0 < self.grace_safety <= 1, "above 0 and at most 1"),
             ("ema_decay", 0 <= self.ema_decay < 1, "at least 0 and below 1"),
@@ -246,7 +258,7 @@ def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float
     """
     if step_s is None:
         return 0.0
-    slack_s = config.overlap_steps * step_s - ((quorum_s or 0.0) + (sync_s or 0.0))
+    slack_s = (config.overlap_steps + config.wait_steps) * step_s - ((quorum_s or 0.0) + (sync_s or 0.0))
     return max(0.0, min(config.grace_safety * slack_s, config.grace_steps_max * step_s))
 
 

@@ -152,8 +152,11 @@ class LearnerDriver:
     def disconnect(self, process: LearnerProcess, notice_s: float) -> None:
         """Break the link; the learner knows at once, the syncer's transport `notice_s` later."""
         self._cut(process, notice_s)
-        now_s = self._engine.now_s
-        self._run(process, process.machine.on_disconnected(now_s), now_s)
+        now_s, machine = self._engine.now_s, process.machine
+        waits = machine.wait.holds
+        self._run(process, machine.on_disconnected(now_s), now_s)
+        if waits:
+            self._engine.at(now_s, self._wake, process)
 
     def on_syncer_gone(self, link: SimulatedLink) -> None:
         """Notice that the syncer's process at the other end of this link has ended."""

@@ -1,4 +1,4 @@
-"""The learner's half of the protocol (paper, Alg. 1): report every step, answer pulls, adopt broadcasts, never wait.
+"""The learner's half of the protocol (paper, Alg. 1): report every step, answer pulls, adopt broadcasts, train on.
 
 Rules of this file
   * Inputs are `on_<event>` methods, `answer` and `leave`. Each drains the machine's Effects at its end and returns
@@ -14,8 +14,8 @@ States:  joining -> recovering (only when it joins a run that is under way) -> t
          any -> stopped
 
 Each part of the machine has its own subject: Anchors and Heads the global values held and read (anchors.py), Stager the
-copies (stager.py), Start and Donor the states of learners (recovery.py), Allotment the data (leases.py). Contact,
-Examination and ScheduleClock are in this file.
+copies (stager.py), FragmentWait the wait for a fragment (waiting.py), Start and Donor the states of learners
+(recovery.py), Allotment the data (leases.py). Contact, Examination and ScheduleClock are in this file.
 """
 
 from collections.abc import Mapping
@@ -27,6 +27,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Effects, EvaluateModel, Finish, SaveState, Send
 from diloco_jax.protocol.learner.anchors import GAP, USEFUL, Anchors, Heads
 from diloco_jax.protocol.learner.stager import Stager
+from diloco_jax.protocol.learner.waiting import FragmentWait
 from diloco_jax.protocol.leases import Allotment, Batch
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, GlobalFragment, StepReport, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -241,6 +242,7 @@ class Learner:
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)
         self.donor = Donor(effects, learner_id, incarnation)
         self.stager = Stager(effects, learner_id, incarnation, config, turns, self.anchors, adopt_mode, payload_bytes)
+        self.wait = FragmentWait(config, turns)
         # Snapshots that this learner has passed.
         self._marker = 0
         # In lockstep: the round whose fragment must arrive before the next step.
@@ -258,6 +260,7 @@ class Learner:
         """Continue to train without a link; pulls of the lost link are void."""
         self.contact.connected = False
         self.contact.fall_silent()
+        self.wait.stop()
         self.stager.wanted.clear()
         self.donor.forget_all()
         # In lockstep no step renews the copy, and the round may still request it on the next link.
@@ -285,6 +288,7 @@ class Learner:
     def on_read(self, message: GlobalFragment, now_s: float) -> None:
         """Record that the value is there with the right digest: later deltas apply to it, adopted or not."""
         self.heads.move(message, now_s)
+        self.wait.on_shown(message.version, now_s)
 
     def on_corrupt(self, now_s: float) -> None:
         """Plan a greeting, because a fragment arrived damaged or led to another digest than it should.
@@ -298,8 +302,9 @@ class Learner:
         self.contact.greet(self.anchors, self.allotment, self.local_step, now_s)
 
     def may_step(self) -> bool:
-        """Return whether the next inner step may start. Outside lockstep it always may, once every fragment is held."""
-        return self.state == TRAINING and not self.examination.holds
+        """Return whether the next inner step may start. Without lockstep and `wait_steps` it always may, once every
+        fragment is held."""
+        return self.state == TRAINING and not (self.examination.holds or self.wait.holds)
 
     def stages_next(self) -> set[int]:
         """Return the fragments that the end of the next step will stage, if no message arrives before."""
@@ -330,6 +335,7 @@ class Learner:
             self._effects.append(Send(SYNCER, report))
             if stager.wanted:
                 stager.answer_wanted(report)
+            self.wait.on_report(self.local_step == 1, step_s, stager.next_round, now_s)
         if lockstep and self._turns.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
@@ -370,9 +376,9 @@ class Learner:
             case GlobalFragment():
                 self._on_global(message, now_s)
             case messages.PullRequest():
-                self._on_pull(message)
+                self._on_pull(message, now_s)
             case messages.Advance():
-                self._on_advance(message)
+                self._on_advance(message, now_s)
             case messages.Lease():
                 self.allotment.add(message)
                 self._update_state(now_s)
@@ -422,6 +428,7 @@ class Learner:
     def _on_welcome(self, message: messages.Welcome, now_s: float) -> None:
         """Record that the syncer has accepted the learner; missing values follow as GlobalFragment."""
         self._see(message.global_step, message.schedule_lead)
+        self.wait.on_over(message.global_step, now_s)
         # A syncer that lost the end of the run continues it.
         self.examination.over = False
         self.anchors.epoch = max(self.anchors.epoch, message.epoch)
@@ -447,19 +454,22 @@ class Learner:
         if self.state == WAITING and not self.examination.running:
             self._serve()
 
-    def _on_pull(self, message: messages.PullRequest) -> None:
+    def _on_pull(self, message: messages.PullRequest, now_s: float) -> None:
         """Send a round a fragment as it was after a step: now, or after the next one."""
+        self.wait.on_pull(message.global_step, now_s)
         self.stager.on_pull(message)
 
-    def _on_advance(self, message: messages.Advance) -> None:
-        """See that a global step closed without a new fragment; in lockstep that ends the wait for it."""
+    def _on_advance(self, message: messages.Advance, now_s: float) -> None:
+        """See that a global step closed without a new fragment, which ends a wait for it."""
         self._see(message.global_step, message.schedule_lead)
+        self.wait.on_over(message.global_step, now_s)
         if self.state == WAITING and message.global_step >= self._waits_for:
             self._train()
 
     def _on_global(self, message: GlobalFragment, now_s: float) -> None:
         """Adopt a newer global fragment: its counters restart at the current local step."""
         self._see(message.global_step, message.schedule_lead)
+        self.wait.on_over(message.version, now_s)
         anchors, fragment_id, version = self.anchors, message.fragment_id, message.version
         if not 0 <= fragment_id < len(anchors.adopted):
             reason = f"unknown fragment {fragment_id}, there are {len(anchors.adopted)}"
@@ -508,6 +518,7 @@ class Learner:
         self.state = STOPPED
         self.start.receiver.stop()
         self.contact.fall_silent()
+        self.wait.stop()
         self.stager.unstage_all()
         self.donor.forget_all()
         self._effects.append(Finish(reason))
@@ -522,6 +533,8 @@ class Learner:
             deadline_s = resend_s
         if repeat_s is not None and (deadline_s is None or repeat_s < deadline_s):
             deadline_s = repeat_s
+        if self.wait.holds and (deadline_s is None or self.wait.deadline_s < deadline_s):
+            deadline_s = self.wait.deadline_s
         return deadline_s
 
     def on_tick(self, now_s: float) -> list[Effect]:
@@ -529,6 +542,7 @@ class Learner:
         contact = self.contact
         if not contact.connected or self.state == STOPPED:
             return []
+        self.wait.on_tick(now_s)
         if contact.resend_at_s is not None and now_s >= contact.resend_at_s:
             if self.state == TRAINING and not self.examination.over and contact.hello_step == self.local_step:
                 # The answer may wait for the end of the step. No step follows the final evaluation.

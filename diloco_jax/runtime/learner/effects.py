@@ -305,6 +305,8 @@ class LinkKeeper(NamedTuple):
         """Connect again, without a limit of attempts, because training continues meanwhile."""
         log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
         self.decisions.apply(Learner.on_disconnected)
+        # The step thread may wait for a fragment of this link.
+        self.decisions.signals.woken.set()
         self.decisions.close_link(0.0)
         for attempt in itertools.count(1):
             if self.decisions.over:

@@ -4,7 +4,7 @@ The loop that steps (the built-in one in run.py, or a user's own) calls `begin` 
 the samples of a step, and `stepped` after each step. `stepped` adopts values and states. The loop calls `leave` last.
 
 docs/architecture.md lists the threads. Only the caller's thread, which steps, uses the island. A step never waits for
-the network or the disk, except in lockstep (docs/protocol.md).
+the network or the disk, except in lockstep and for at most `protocol.wait_steps` (docs/protocol.md).
 """
 
 import logging
@@ -207,7 +207,7 @@ class Joined:
         self._host.warm_up_evaluation()
 
     def ready(self) -> bool:
-        """Wait until a step can start: for model, data, a state and the compiler, in lockstep for the due fragment.
+        """Wait until a step can start: for model, data, a state, the compiler, and perhaps for the due fragment.
 
         Returns:
             False if there is no further step.
@@ -227,10 +227,21 @@ class Joined:
             elif self._decisions.examination is not None and signals.compiled.is_set():
                 self._evaluate(self._decisions.examination)
             elif not machine.may_step() or not signals.compiled.is_set():
-                signals.woken.wait(IDLE_S)
+                self._idle()
         self._decisions.forget_saved()
         self._pulse.beat()
         return not self._over()
+
+    def _idle(self) -> None:
+        """Wait for a message, or for the end of the machine's wait for a fragment.
+
+        The link thread may notice that end late, because it listens for longer than such a wait may last.
+        """
+        left_s = self.machine.wait.deadline_s - time.monotonic()
+        if left_s <= 0:
+            self._decisions.apply(Learner.on_tick)
+        else:
+            self._signals.woken.wait(min(IDLE_S, left_s))
 
     def reads(self, guarantee: str) -> None:
         """Record on the tape that the loop reads its own data, and what is known of it: "resumed" or "own"."""

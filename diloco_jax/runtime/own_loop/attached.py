@@ -253,7 +253,8 @@ class AttachedIsland:
         """Report a step and exchange the due fragments, in the holder.
 
         The call waits for the previous step, not for this one. If the devices have not computed this step's metrics
-        yet, it reports those of the previous step. It waits for the network only if `protocol.overlap_steps` is 0.
+        yet, it reports those of the previous step. It waits for the network only if `protocol.overlap_steps` is 0, or
+        for at most `protocol.wait_steps`.
 
         Args:
             metrics: A scalar loss, or scalars by name with one called `loss`.

@@ -144,7 +144,8 @@ class OwnIsland:
         """Report a step, exchange the due fragments, and return the parameters for the next step.
 
         The call waits for the previous step, not for this one. If the devices have not computed this step's metrics
-        yet, it reports those of the previous step. It waits for the network only if `protocol.overlap_steps` is 0.
+        yet, it reports those of the previous step. It waits for the network only if `protocol.overlap_steps` is 0, or
+        for at most `protocol.wait_steps`.
 
         The call may donate the arrays in `params`, so continue with the parameters that it returns.
 

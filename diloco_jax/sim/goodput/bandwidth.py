@@ -18,6 +18,8 @@ BACKWARD = 2 / 3
 QUORUM_STEPS = 0.5
 # A round needs this many round trips: the pull and the value, then the new version in one direction.
 TRIPS = 1.5
+# A learner's report is on its way for this share of a round trip before that.
+REPORT_TRIPS = 0.5
 GBIT = 1e9 / 8  # bytes
 
 
@@ -76,6 +78,10 @@ class Rounds:
     def round_s(self, gbit_per_s: float) -> float:
         """Return the seconds from the opening of the largest fragment's round to the arrival of its new version."""
         return self._waits_s + (self.up_bytes + self.down_bytes) / (gbit_per_s * GBIT)
+
+    def fragment_s(self, gbit_per_s: float) -> float:
+        """Return the seconds from a learner's report, the last one of a round, to the arrival of the new version."""
+        return REPORT_TRIPS * self.round_trip_s + self._quorum_free_s(gbit_per_s)
 
     def utilisation(self, gbit_per_s: float) -> float:
         """Return the share of the schedule that a link of this rate can keep.

@@ -7,7 +7,13 @@ from diloco_jax.sim.invariants.evaluations import ScoresAreOfTheModel
 from diloco_jax.sim.invariants.exclusions import ExclusionsHold
 from diloco_jax.sim.invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
 from diloco_jax.sim.invariants.hostile import HostileIsHarmless
-from diloco_jax.sim.invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
+from diloco_jax.sim.invariants.learners import (
+    CopiesBounded,
+    FreshLearnersKeepQuiet,
+    NeverWaits,
+    StepsUndisturbed,
+    WaitsBounded,
+)
 from diloco_jax.sim.invariants.leases import LeasesAccount
 from diloco_jax.sim.invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
 from diloco_jax.sim.invariants.recovery import RecoveryIsWhole
@@ -31,6 +37,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     RoundsBounded,
     TurnsAreKept,
     NeverWaits,
+    WaitsBounded,
     StepsUndisturbed,
     FreshLearnersKeepQuiet,
     CopiesBounded,

@@ -49,8 +49,8 @@ class Checker(Observer):
 
 
 def longest_step_s(scenario: Scenario) -> float:
-    """Return the upper bound of a healthy learner's step."""
-    return scenario.step_s * (1 + scenario.speed_spread) * (1 + scenario.step_noise)
+    """Return the upper bound of a healthy learner's step, and of its wait for a fragment."""
+    return (1 + scenario.config.wait_steps) * scenario.step_s * (1 + scenario.speed_spread) * (1 + scenario.step_noise)
 
 
 class HealthyChecker(Checker):

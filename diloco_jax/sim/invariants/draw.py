@@ -33,6 +33,8 @@ KINDS = tuple(WEIGHTS)
 HOSTILE_SHARE = 0.15
 # Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3
+# Share of seeds whose learners may wait for fragments.
+WAITS_SHARE = 0.3
 
 
 def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
@@ -49,6 +51,9 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     # A separate generator leaves the draws of other seeds as they were.
     own = Random(f"periods of {seed}")
     config = _with_periods(own, config) if own.random() < PERIODS_SHARE else config
+    own = Random(f"waits of {seed}")
+    if own.random() < WAITS_SHARE and not config.lockstep:
+        config = replace(config, wait_steps=own.choice((0.1, 0.5, 1.0, 3.0)))
     until_s = random.choice((10.0, 30.0, 60.0))
     faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
     faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]

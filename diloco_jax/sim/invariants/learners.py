@@ -1,6 +1,7 @@
 """Checkers of learners that train."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from diloco_jax.protocol.effects import (
     Adopt,
@@ -14,31 +15,44 @@ from diloco_jax.protocol.effects import (
     UnstageState,
 )
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.messages import AnchorRequest, FragmentValue, PullRequest, StatePull, StepReport, SyncerMessage
+from diloco_jax.protocol.messages import (
+    Advance,
+    AnchorRequest,
+    FragmentValue,
+    GlobalFragment,
+    PullRequest,
+    StatePull,
+    StepReport,
+    SyncerMessage,
+    Welcome,
+)
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
 # Largest number of copies of one fragment, see protocol/learner/stager.py.
 STAGED_COPIES_MAX = 3
+# Sums of floating-point times differ by less than this, in seconds.
+ROUNDING_S = 1e-6
 
 
 class NeverWaits(Checker):
-    """Outside lockstep a learner that has begun to train is always in a step, and steps have no gap between them.
+    """Outside lockstep and without `wait_steps` a learner that has begun to train is always in a step, without gaps.
 
     Whatever happens meanwhile: the syncer is dead, leases are used up, another learner takes its state over. It stops
-    for an evaluation of the global model alone.
+    for an evaluation of the global model alone. WaitsBounded has the rule for runs with `wait_steps`.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._ended: dict[tuple[str, int], float] = {}
+        self._may_wait = self.config.lockstep or self.config.wait_steps > 0
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         key = process.key
         if not began:
             self._ended[key] = now_s
-        elif not self.config.lockstep:
+        elif not self._may_wait:
             waited_s = now_s - self._ended.get(key, now_s)
             self.check(waited_s == 0, f"{process.name} waited {waited_s} s between two steps")
 
@@ -50,9 +64,93 @@ class NeverWaits(Checker):
         self.check(process.key not in self._ended, f"{process.name} has trained, but does {effect}")
 
     def on_settled(self, process: LearnerProcess, now_s: float) -> None:
-        if not (self.config.lockstep or process.step.runs):
+        if not (self._may_wait or process.step.runs):
             began = process.key in self._ended
             self.check(not began, f"{process.name} has trained, but does not step")
+
+
+@dataclass(slots=True)
+class _Book:
+    """The past of one process: its steps, and the rounds that it has seen."""
+
+    began_s: float = 0.0
+    # End of its last step; None before the first one, and after it was asked to evaluate.
+    ended_s: float | None = None
+    steps: int = 0
+    longest_s: float = 0.0
+    # The newest round that a message has shown as over, and the newest one that is over or has requested a value.
+    over: int = 0
+    known: int = 0
+    # The round that was open at the end of the last step, and the last round that the process waited for.
+    open_round: int = 0
+    waited_round: int = 0
+    waits: bool = False
+
+
+class WaitsBounded(Checker):
+    """A learner waits at most `wait_steps` of its steps, once for a round, while that is open.
+
+    It waits only while it has a link, and only for a round whose fragment is due.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._books: dict[tuple[str, int], _Book] = defaultdict(_Book)
+        self._turns = self.config.turns
+        self._watches = self.config.wait_steps > 0
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        if not self._watches:
+            return
+        book = self._books[process.key]
+        if isinstance(given, GlobalFragment):
+            book.over = max(book.over, given.version)
+            book.known = max(book.known, given.version, given.global_step)
+        elif isinstance(given, Advance | Welcome):
+            book.over = max(book.over, given.global_step)
+            book.known = max(book.known, given.global_step)
+        elif isinstance(given, PullRequest):
+            book.known = max(book.known, given.global_step)
+        if any(isinstance(effect, EvaluateModel) for effect in effects):
+            book.ended_s = None
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        if not self._watches:
+            return
+        book = self._books[process.key]
+        if began:
+            self._check_length(process, book, now_s)
+            book.began_s, book.waits = now_s, False
+            return
+        # The first step may compile, so it is not a measure of the others.
+        book.steps += 1
+        if book.steps > 1:
+            book.longest_s = max(book.longest_s, now_s - book.began_s)
+        book.ended_s, book.open_round = now_s, book.known + 1
+
+    def _check_length(self, process: LearnerProcess, book: _Book, now_s: float) -> None:
+        if book.ended_s is None:
+            return
+        limit_s = self.config.wait_steps * book.longest_s
+        # A paused process cannot start a step.
+        until_s = max(book.ended_s + limit_s, process.paused_s) + ROUNDING_S
+        waited_s = now_s - book.ended_s
+        self.check(now_s <= until_s, f"{process.name} waited {waited_s:.3f} s between two steps, limit {limit_s:.3f} s")
+
+    def on_settled(self, process: LearnerProcess, now_s: float) -> None:
+        if not self._watches or process.step.runs:
+            return
+        book = self._books[process.key]
+        if book.ended_s is None:
+            return
+        self._check_length(process, book, now_s)
+        name, number = process.name, book.open_round
+        self.check(process.link is not None, f"{name} waits without a link")
+        self.check(self._turns.due(number) >= 0, f"{name} waits for round {number}, where no fragment is due")
+        self.check(book.over < number, f"{name} waits for round {number}, which is over")
+        if not book.waits:
+            self.check(book.waited_round < number, f"{name} waits again for round {number}")
+            book.waits, book.waited_round = True, number
 
 
 class StepsUndisturbed(Checker):

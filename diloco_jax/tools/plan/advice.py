@@ -13,7 +13,7 @@ from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.plan.case import Case, changed
-from diloco_jax.tools.plan.forecast import FORMATS, recovery, syncer_load
+from diloco_jax.tools.plan.forecast import FORMATS, recovery, syncer_load, wait
 from diloco_jax.transport.link import STRIPES_MAX
 
 # The share of a link that rounds may fill on average, because joins, repairs and states need the rest.
@@ -158,6 +158,7 @@ def _turns(case: Case, choice: ScheduleChoice) -> list[Advice]:
             protocol.overlap_steps,
             _why_tau(case, choice),
         ),
+        _wait(case, choice),
         _entry("wire.up", formats.up, wire.up, why_wire),
         _entry("wire.down", formats.down, wire.down, why_wire.replace(" moves ", " gets ", 1)),
     ]
@@ -199,6 +200,28 @@ def _why_tau(case: Case, choice: ScheduleChoice) -> str:
         waits = 1 - case.rounds().utilisation(choice.rate)
         why += f"; with 0 learners wait for {waits:.1%} of the time, which is right for synchronous DiLoCo only"
     return why
+
+
+def _wait(case: Case, choice: ScheduleChoice) -> Advice:
+    """Advise on the wait for fragments: none if it would be in vain."""
+    now = case.config.protocol.wait_steps
+    found = wait(case, choice.rounds, choice.rate)
+    needs_s, per_step = found["needs_s"], found["needs_s"] / case.step_s
+    if not now:
+        why = (
+            f"a learner that waits for each fragment adopts it before its next step, one or two steps earlier, and "
+            f"each step with a fragment takes {needs_s:.3g} s longer over this link ({per_step:.0%}), "
+            f"and more if islands differ; that needs wait_steps above {per_step:.2g}"
+        )
+        return _entry("protocol.wait_steps", now, now, why)
+    if found["per_step_s"]:
+        why = f"a fragment arrives {needs_s:.3g} s after the report, within the limit of {found['limit_s']:.3g} s"
+        return _entry("protocol.wait_steps", now, now, why)
+    why = (
+        f"a fragment arrives {needs_s:.3g} s after the report, and the limit is {found['limit_s']:.3g} s: nobody would "
+        f"wait for long; more than {per_step:.2g} would have an effect, and cost that share of each step"
+    )
+    return _entry("protocol.wait_steps", 0.0, now, why)
 
 
 def _travel_s(choice: ScheduleChoice) -> float:

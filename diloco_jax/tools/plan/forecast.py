@@ -14,6 +14,7 @@ from diloco_jax.settings.run import SHARDS_MAX
 from diloco_jax.sim.goodput.bandwidth import (
     GBIT,
     UTILISATIONS,
+    Rounds,
     data_parallel_gbit_per_s,
     data_parallel_utilisation,
     ring_factor,
@@ -100,10 +101,27 @@ def link_state(case: Case) -> dict[str, Any]:
         "round_s": rounds.round_s(rate),
         "overlap_s": config.protocol.overlap_steps * case.step_s,
         "merge_s": rounds.merge_s,
+        "wait": wait(case, rounds, rate),
         "data_parallel_utilisation": data_parallel_utilisation(
             2 * case.parameters, case.step_s, case.sites, given.link_gbit_per_s * PAYLOAD_SHARE
         ),
     }
+
+
+def wait(case: Case, rounds: Rounds, rate: float) -> dict[str, float]:
+    """Return what `protocol.wait_steps` costs over a link of `rate` Gbit/s, in seconds.
+
+    The fastest island waits longest: until the slowest one has reported, and its fragment has made its way. If that
+    takes longer than the limit, learners soon stop waiting.
+
+    Returns:
+        `limit_s`, the longest wait; `needs_s`, the time that the fragment takes; `per_step_s`, the mean wait.
+    """
+    steps_s = [kind.step_s for kind in case.kinds]
+    limit_s = case.config.protocol.wait_steps * min(steps_s)
+    needs_s = rounds.fragment_s(rate) + max(steps_s) - min(steps_s)
+    due = rounds.num_fragments / rounds.sync_every
+    return {"limit_s": limit_s, "needs_s": needs_s, "per_step_s": due * needs_s if needs_s <= limit_s else 0.0}
 
 
 def syncer_load(case: Case) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def _rates(result: Row) -> list[str]:
         cells = (rates[wire, share] for share in UTILISATIONS)
         lines.append(f"  {wire:<30}" + "".join(f"{'never':>9}" if rate is None else f"{rate:>9.3g}" for rate in cells))
     if result["run"]["overlap_steps"]:
-        lines.append("  formats, the same both ways: of the rounds made in time; steps never wait, over any link")
+        waits = "steps wait a little" if result["link"]["wait"]["limit_s"] else "steps never wait, over any link"
+        lines.append(f"  formats, the same both ways: of the rounds made in time; {waits}")
     else:
         lines.append("  formats, the same both ways: of the time in steps; with tau = 0 learners wait")
     return [*lines, "  data_parallel: of the time in steps. All without headers, which take 4 to 9 % more"]
@@ -91,7 +92,19 @@ def _link(link: Row, tau: int) -> list[str]:
         f"{link['planned_gbit_per_s_per_learner']:.3g}",
         f"              a round takes {link['round_s']:.3g} s{within} ({link['merge_s']:.2g} s of it to merge): "
         f"{link['utilisation']:.1%} {made}",
+        *_wait(link["wait"]),
         f"              data parallel over it would compute {link['data_parallel_utilisation']:.2%} of the time",
+    ]
+
+
+def _wait(wait: Row) -> list[str]:
+    if not wait["limit_s"]:
+        return []
+    if wait["per_step_s"]:
+        return [f"              learners wait {wait['per_step_s']:.3g} s per step for fragments (protocol.wait_steps)"]
+    return [
+        f"              a fragment takes {wait['needs_s']:.3g} s, longer than protocol.wait_steps allows "
+        f"({wait['limit_s']:.3g} s): nobody waits for it"
     ]
 
 

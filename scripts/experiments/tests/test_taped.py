@@ -54,6 +54,16 @@ def test_delays_are_steps_in_flight(tmp_path: Path) -> None:
     assert waits["flight_steps"] == 0 and 0.5 < near["flight_steps"] < 1.5 and 4 < far["flight_steps"] < 6.5
 
 
+def test_waiting_learners_lose_no_step_on_quick_links_and_little_time_on_slow_ones(tmp_path: Path) -> None:
+    quick, slow = {"delay": 0.025}, {"delay": 0.5}
+    never, waits = (simulated(tmp_path, quick, wait_steps=steps) for steps in (0.0, 0.5))
+    assert never["flight_steps"] > 1 and waits["flight_steps"] < 0.05
+    # Two round trips and a merge in each step, and the slowest learner's pace.
+    assert 1.15 < waits["virtual_s"] / never["virtual_s"] < 1.2
+    never, waits = (simulated(tmp_path, slow, wait_steps=steps) for steps in (0.0, 0.5))
+    assert waits["virtual_s"] < 1.01 * never["virtual_s"]
+
+
 def test_failing_chips_cost_goodput(tmp_path: Path) -> None:
     never = simulated(tmp_path, {"hardware": {"mtbi_chip_s": math.inf}})["goodput"]
     often = simulated(tmp_path, {"hardware": {"step_s": 4.6}, "chips": 1.2e6})["goodput"]

@@ -10,6 +10,7 @@ from diloco_jax.protocol.effects import AdoptState, Contribution, Effect, Effect
 from diloco_jax.protocol.learner.anchors import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner, ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
+from diloco_jax.protocol.learner.waiting import FragmentWait
 from diloco_jax.protocol.leases import Batch, LeaseBook
 from diloco_jax.protocol.member import Held, Member
 from diloco_jax.protocol.messages import (
@@ -266,13 +267,51 @@ class Polite(Learner):
     def may_step(self) -> bool:
         return super().may_step() and not self.waits
 
-    def _on_pull(self, message: PullRequest) -> None:
+    def _on_pull(self, message: PullRequest, now_s: float) -> None:
         self.waits = True
-        super()._on_pull(message)
+        super()._on_pull(message, now_s)
 
     def _on_global(self, message: GlobalFragment, now_s: float) -> None:
         self.waits = False
         super()._on_global(message, now_s)
+
+
+class Lingering(FragmentWait):
+    """Waits for twice as long as it may."""
+
+    @property
+    def limit_s(self) -> float:
+        return 2 * super().limit_s
+
+
+class Lonely(FragmentWait):
+    """Continues to wait for a fragment of a link that is lost."""
+
+    def stop(self) -> None:
+        pass
+
+
+class Undecided(FragmentWait):
+    """Waits for a round although no fragment is due."""
+
+    def on_report(self, first: bool, step_s: float, open_round: int, now_s: float) -> None:
+        super().on_report(first, step_s, open_round, now_s)
+        self.deadline_s = now_s + self.limit_s if self.limit_s else self.deadline_s
+
+
+class Overdue(FragmentWait):
+    """Does not see that a round is over."""
+
+    def on_over(self, newest: int, now_s: float) -> None:
+        pass
+
+
+class Repetitive(FragmentWait):
+    """Waits in each step for a round that takes several."""
+
+    def on_report(self, first: bool, step_s: float, open_round: int, now_s: float) -> None:
+        self._round = 0
+        super().on_report(first, step_s, open_round, now_s)
 
 
 class Distracted(Learner):

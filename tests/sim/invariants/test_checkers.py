@@ -55,6 +55,13 @@ SCENARIO = Scenario(
     ),
     seed=1,
 )
+WAITS = replace(
+    SCENARIO,
+    config=replace(CONFIG, wait_steps=0.5, quorum=4),
+    speed_spread=2.0,
+    faults=(*SCENARIO.faults, *(Fault(20.0 + 0.7 * n, "disconnect", ("island-3",), 0.3) for n in range(60))),
+)
+FEW_TURNS = replace(SCENARIO, config=replace(CONFIG, wait_steps=0.5, num_fragments=2))
 QUORUM = replace(SCENARIO, config=replace(CONFIG, quorum=3))
 HOSTILE = replace(SCENARIO, faults=(Fault(5.0, "hostile", ("island-2",), 100.0),))
 LOCKSTEP = replace(SCENARIO, config=replace(CONFIG, overlap_steps=0, quorum=3))
@@ -293,6 +300,11 @@ BROKEN = [
     (checkers.QuorumHolds, with_syncer(Hasty, QUORUM), "the quorum is 3"),
     (checkers.QuorumHolds, with_syncer(CountsTwice), "counted was"),
     (checkers.NeverWaits, with_learner(broken.Polite), "has trained, but does not step"),
+    (checkers.WaitsBounded, with_learner(broken.Lingering, WAITS), "waited .* between two steps, limit"),
+    (checkers.WaitsBounded, with_learner(broken.Lonely, WAITS), "waits without a link"),
+    (checkers.WaitsBounded, with_learner(broken.Undecided, FEW_TURNS), "where no fragment is due"),
+    (checkers.WaitsBounded, with_learner(broken.Overdue, WAITS), "which is over"),
+    (checkers.WaitsBounded, with_learner(broken.Repetitive, WAITS), "waits again for round"),
     (checkers.StepsUndisturbed, with_learner(broken.Distracted), "began a step with"),
     (checkers.FreshLearnersKeepQuiet, with_learner(Eager), "steps, but holds . of 4 fragments"),
     (checkers.RoundsBounded, with_syncer(Crowded), "rounds are in flight, limit 2"),
@@ -367,6 +379,8 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
         SCENARIO,
         QUORUM,
         LOCKSTEP,
+        WAITS,
+        FEW_TURNS,
         PERIODS,
         FAILOVER,
         RECOVERY,

@@ -39,6 +39,7 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert any(c.sync_later and not c.by_class for c in configs) and any(c.sync_later and c.by_class for c in configs)
     assert any(c.quorum == s.learners > 2 for c, s in zip(configs, scenarios, strict=True)), "K = M"
     assert any(config.grace_steps_max == 0 for config in configs)
+    assert {config.wait_steps for config in configs} == {0.0, 0.1, 0.5, 1.0, 3.0}
     links = [scenario.network.faults for scenario in scenarios if scenario.network.faults is not None]
     assert max(faults.loss for faults in links) > 0.09
     assert any(faults.duplication and faults.reorder for faults in links)

@@ -227,10 +227,28 @@ def test_a_good_link_changes_nothing() -> None:
     advice = advise(small())
     assert not changes(small())
     assert [each["setting"] for each in advice] == [
-        "protocol.sync_every", "protocol.num_fragments", "protocol.overlap_steps", "wire.up", "wire.down",
-        "transport.stripes",
+        "protocol.sync_every", "protocol.num_fragments", "protocol.overlap_steps", "protocol.wait_steps", "wire.up",
+        "wire.down", "transport.stripes",
     ]  # fmt: skip
     assert all(each["why"] for each in advice)
+
+
+@pytest.mark.parametrize("round_trip_ms", [100.0, 300.0])
+def test_what_waiting_costs(round_trip_ms: float) -> None:
+    given = replace(QUIET, round_trip_ms=round_trip_ms, tcp_window_mb=64.0)
+    case = small(protocol={"wait_steps": 0.5, "num_fragments": 4, "overlap_steps": 3}, given=given)
+    found, rounds, rate = link_state(case)["wait"], case.rounds(), case.usable_gbit_per_s()
+    # Two round trips: report and request, value and new version. Four of eight steps have a fragment, each of a second.
+    needs_s = 2e-3 * round_trip_ms + rounds.merge_s + (rounds.up_bytes + rounds.down_bytes) / (rate * 1e9 / 8)
+    assert case.step_s == 1.0 and found["needs_s"] == pytest.approx(needs_s) and found["limit_s"] == 0.5
+    text = describe(forecast(case, advise(case)))
+    if round_trip_ms == 100.0:
+        assert found["per_step_s"] == pytest.approx(needs_s / 2) and not changes(case)
+        assert f"learners wait {needs_s / 2:.3g} s per step for fragments" in text
+    else:
+        assert found["per_step_s"] == 0 and changes(case) == {"protocol.wait_steps": 0.0}
+        assert "nobody waits for it" in text and "steps wait a little" in text
+    assert "steps never wait" in describe(forecast(small(), advise(small())))
 
 
 LINKS: list[tuple[Changes, Changes, set[str]]] = [
