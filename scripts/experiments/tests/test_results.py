@@ -104,7 +104,7 @@ def test_a_check_can_subtract_the_comparison_of_another_pair() -> None:
     (outcome,) = outcomes(results)
     assert outcome.measured == pytest.approx((-0.5, -2.0, 1.0, 2)), "2 and 1 %, less 1 and 3 %"
     assert outcome.kept
-    assert [*problems(replace(UNTUNED, checks=(replace(check, beyond=("m2", "m3", "m4")),)))] == [
+    assert [*problems(replace(EXPERIMENT, checks=(replace(check, beyond=("m2", "m3", "m4")),)))] == [
         "a check names 'm3', which is not an arm",
         "check 'beyond m2': beyond names 3 arms; name two",
     ]
