@@ -39,9 +39,9 @@ class MergeConfig:
     """Settings of the merge: the method for each tensor, and the limit for outliers."""
 
     method: Method = "rda"
-    """'rda' keeps the mean norm of the learners' outer gradients. With 'average' the norm shrinks as learners are added,
-    so its best optimizer.learning_rate is higher, 1.4 to 2 times that of rda with four islands: tune each by itself.
-    Vectors and embeddings (first axis `vocab`) are always averaged."""
+    """'rda' keeps the mean norm of the learners' outer gradients. With 'average' the norm shrinks as learners are
+    added, so its best optimizer.learning_rate is higher, 1.4 to 2 times that of rda with four islands: tune each by
+    itself. Vectors and embeddings (first axis `vocab`) are always averaged."""
     average_paths: tuple[str, ...] = ("*embed*",)
     """Parameters that are averaged with every `method`: case-sensitive patterns of the whole path, where '*' stands for
     any characters, '/' included. ('*',) averages all parameters."""

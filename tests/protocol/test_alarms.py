@@ -201,8 +201,10 @@ def healthy(seed: int) -> Scenario:
     every, tau = drawn.config.sync_every, drawn.config.overlap_steps
     # A larger tau would make a fragment wait for itself.
     tau = min(tau, every - 1) if isinstance(every, int) else tau
+    # In lockstep learners always wait.
+    waits = {"overlap_steps": tau, "wait_steps": drawn.config.wait_steps if tau else 0.0}
     return Scenario(
-        config=replace(drawn.config, overlap_steps=tau, unmerged_rounds_max=96, silence_s=15.0, heartbeat_s=2.0),
+        config=replace(drawn.config, **waits, unmerged_rounds_max=96, silence_s=15.0, heartbeat_s=2.0),
         learners=drawn.learners,
         total_steps=60,
         network=NetworkOptions(delay_s=random.choice((0.001, 0.05, 0.1)), jitter_s=random.choice((0.0, 0.05))),

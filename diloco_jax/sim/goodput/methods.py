@@ -175,7 +175,7 @@ def _scenario(cell: Cell, total_steps: int) -> Scenario:
     learners, wan = cell.learners, cell.wan
     config = replace(cell.protocol, learners_max=max(cell.protocol.learners_max, learners))
     if cell.method == "sync":
-        config = replace(config, quorum=learners, num_fragments=1, overlap_steps=0)
+        config = replace(config, quorum=learners, num_fragments=1, overlap_steps=0, wait_steps=0.0)
     network = NetworkOptions(delay_s=wan.delay_s, bandwidth_bytes_per_s=wan.bytes_per_s)
     return Scenario(
         config=config,

@@ -67,6 +67,8 @@ def test_synchronous_rounds_cost_what_the_wide_area_takes() -> None:
     every = replace(ProtocolConfig(), sync_every=10, num_fragments=1)
     row = simulate(Cell(NEVER, "sync", 2, 1e3, hours=4, seed=0, wan=wan, protocol=every))
     assert row.goodput == pytest.approx(46.0 / (46.0 + wan.round_s), abs=0.01)
+    waits = replace(every, wait_steps=0.5)
+    assert simulate(Cell(NEVER, "sync", 2, 1e3, hours=4, seed=0, wan=wan, protocol=waits)) == row
 
 
 def test_equal_shares_of_a_cluster_have_equal_goodput() -> None:

@@ -317,9 +317,9 @@ class Repetitive(FragmentWait):
 class Distracted(Learner):
     """Takes the clock of a pull over while a step runs."""
 
-    def _on_pull(self, message: PullRequest) -> None:
+    def _on_pull(self, message: PullRequest, now_s: float) -> None:
         self.global_step = max(self.global_step, message.global_step)
-        super()._on_pull(message)
+        super()._on_pull(message, now_s)
 
 
 class Partial(Syncer):

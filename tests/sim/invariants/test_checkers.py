@@ -242,8 +242,8 @@ class FreesTwice(Stager):
 class SendsUnstaged(Learner):
     """Promises a copy that it does not hold."""
 
-    def _on_pull(self, message: PullRequest) -> None:
-        super()._on_pull(message)
+    def _on_pull(self, message: PullRequest, now_s: float) -> None:
+        super()._on_pull(message, now_s)
         for e in self._effects.drain():
             if isinstance(e, Send) and isinstance(e.message, FragmentValue):
                 e = e._replace(message=e.message._replace(local_step=e.message.local_step + 1))
