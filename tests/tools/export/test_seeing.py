@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from diloco_jax.cli.main import main
@@ -46,7 +45,8 @@ def test_a_folder_with_a_tower_returns_with_it(
     values = dict(Weights(folder / "gemma").read(seeing))
     run = make_run(tmp_path / "run", seeing, values, data={"images": {"soft_tokens": 4}})
     # Without a prompt, the text begins behind the image.
-    Image.new("RGB", (96, 48), "red").save(tmp_path / "red.png")
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    image.new("RGB", (96, 48), "red").save(tmp_path / "red.png")
     words_of_sample = ["sample", str(run), "--image", str(tmp_path / "red.png"), "--tokens", "2", "--json"]
     capsys.readouterr()
     written = []
