@@ -24,6 +24,7 @@ from diloco_jax.sim.goodput.methods import Cell, Wan, expected
 from diloco_jax.sim.goodput.settings import YEAR_S
 from diloco_jax.tools.budget.needs import link_needs, syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
+from diloco_jax.tools.plan.verdict import verdict
 from diloco_jax.training.whole_state.moving import MovingLayout
 
 # From wide to narrow.
@@ -241,7 +242,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     load, back = syncer_load(case), recovery(case)
     goodput = expected_goodput(case, back["seconds"])
     protocol, wire = case.config.protocol, case.config.wire
-    return {
+    result = {
         "rows": rate_rows(case),
         "run": {
             "name": case.config.name,
@@ -275,3 +276,4 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "cost": cost(case, goodput["goodput"]),
         "advice": list(advice),
     }
+    return {"verdict": verdict(result), **result}

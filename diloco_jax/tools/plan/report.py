@@ -6,15 +6,17 @@ from typing import Any
 
 from diloco_jax.sim.goodput.bandwidth import UTILISATIONS
 from diloco_jax.tools.budget.figures import count, duration, size
+from diloco_jax.tools.plan.verdict import describe_verdict
 
 Row = Mapping[str, Any]
 _INDENT = " " * 14
 
 
 def describe(result: Row) -> str:
-    """Format the result of `forecast` as text: one paragraph per subject, with the advice last."""
+    """Format the result of `forecast` as text, one paragraph per subject: the verdict first, costs last."""
     tau = result["run"]["overlap_steps"]
     paragraphs = [
+        describe_verdict(result["verdict"]),
         _run(result["run"]),
         _bytes(result),
         _rates(result),
@@ -24,8 +26,8 @@ def describe(result: Row) -> str:
         _memory(result["memory"]),
         _recovery(result["recovery"]),
         _goodput(result["goodput"], result["run"]["chips"]),
-        _cost(result["cost"]),
         _advice(result["advice"]),
+        _cost(result["cost"]),
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
@@ -111,7 +113,7 @@ def _wait(wait: Row) -> list[str]:
 def _latency(rows: list[Row]) -> list[str]:
     return ["round trip, ms       tau at any rate  tau on this link     a round there"] + [
         f"  {row['round_trip_ms']:<16g}{row['overlap_steps']:>18}{row['overlap_steps_over_link']:>18}"
-        f"{row['round_s_over_link']:>16.3g} s{' <' if row['given'] else ''}"
+        f"{row['round_s_over_link']:>16.3g} s{'   (yours)' if row['given'] else ''}"
         for row in rows
     ]
 

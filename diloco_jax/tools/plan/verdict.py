@@ -1,0 +1,58 @@
+"""The verdict of `diloco plan`: whether a config fits its machines and its link, and which settings to change."""
+
+from collections.abc import Mapping
+from shlex import quote
+from typing import Any
+
+from diloco_jax.tools.budget.figures import size
+
+Row = Mapping[str, Any]
+# The least share of due rounds that a link must make in time to be called enough.
+IN_TIME_MIN = 0.95
+
+
+def verdict(result: Row) -> dict[str, Any]:
+    """Judge a forecast.
+
+    Args:
+        result: Link, memory and advice, as `forecast` returns them.
+
+    Returns:
+        `fits`, whether chips and hosts have the memory that is known to be needed, None where no limit is known;
+        `link_enough`, whether rounds are made in time; `problems`, in words; `change`, the settings that the advice
+        changes, with their new values.
+    """
+    problems, limits = [], 0
+    for each in result["memory"]["islands"]:
+        name = each["islands"][0]
+        for what, needs, limit in (
+            ("chip", each["hbm"], each["hbm_limit_bytes"]),
+            ("host", each["host"], each["host_limit_bytes"]),
+        ):
+            if limit:
+                limits += 1
+                needed = sum(needs.values())
+                if needed > limit:
+                    problems.append(f"a {what} of {name} needs {size(needed)} and has {size(limit)}")
+    fits = None if not limits else not problems
+    link = result["link"]
+    enough = link["utilisation"] >= IN_TIME_MIN
+    if not enough:
+        unit = "of the rounds arrive in time" if result["run"]["overlap_steps"] else "of the time is left for steps"
+        problems.append(f"over this link only {link['utilisation']:.0%} {unit}")
+    changed = {each["setting"]: each["value"] for each in result["advice"] if each["change"]}
+    return {"fits": fits, "link_enough": enough, "problems": problems, "change": changed}
+
+
+def describe_verdict(found: Row) -> list[str]:
+    """Format a verdict as lines of text."""
+    known = found["fits"] is not None
+    if found["problems"]:
+        lines = [f"verdict       no: {'; '.join(found['problems'])}"]
+    else:
+        memory = "memory is enough, before activations" if known else "no chip is named, so memory is not judged"
+        lines = [f"verdict       yes: the link is enough; {memory}"]
+    if found["change"]:
+        wanted = " ".join(f"--{setting} {quote(str(value))}" for setting, value in found["change"].items())
+        lines.append(f"              to change: {wanted}   (reasons below)")
+    return lines
