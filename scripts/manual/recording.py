@@ -1,4 +1,4 @@
-"""Record the live view of a real run in which an island is killed and returns: docs/recording.svg.
+"""Record the live view of a real run while an island is killed and returns: docs/recording.svg.
 
     python scripts/manual/recording.py [RUN_DIR]
 
