@@ -14,6 +14,7 @@ from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.plan.case import Case, changed
 from diloco_jax.tools.plan.forecast import FORMATS, recovery, syncer_load, wait
+from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
 from diloco_jax.transport.link import STRIPES_MAX
 
 # The share of a link that rounds may fill on average, because joins, repairs and states need the rest.
@@ -54,7 +55,7 @@ def advise(case: Case) -> list[Advice]:
     """Return one entry per setting with its name, the recommended value, the config's value, and the reason."""
     stripes = stripes_for(case)
     choice = choose(case, stripes)
-    return [*_turns(case, choice), _stripes(case, stripes), *_others(choice, stripes)]
+    return [*_turns(case, choice), _stripes(case, stripes), *_rate(choice), *_others(choice, stripes)]
 
 
 def stripes_for(case: Case) -> int:
@@ -243,6 +244,20 @@ def _stripes(case: Case, stripes: int) -> Advice:
     elif stripes * each < share and stripes == now:
         why += f"; {now} carry rounds and recoveries"
     return _entry("transport.stripes", stripes, now, why)
+
+
+def _rate(choice: ScheduleChoice) -> list[Advice]:
+    """Tell which rate of data parallel the config's learning rate belongs to; nothing for a user's own optimizer."""
+    config = choice.case.config
+    if config.optimizer.module:
+        return []
+    now, factor = config.optimizer.learning_rate, rate_factor(config.merge, config.protocol)
+    why = (
+        f"a rate that is tuned for data parallel with as many samples per global step becomes about {factor:.2g} times "
+        f"as high for islands with merge.method {config.merge.method} and these periods, so {now:g} is right where data "
+        f"parallel has {now / factor:.2g}; the best rates of our runs were within a factor of {OFF_BY:g} of this rule"
+    )
+    return [_entry("optimizer.learning_rate", now, now, why)]
 
 
 def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
