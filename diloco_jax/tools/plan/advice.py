@@ -254,8 +254,8 @@ def _rate(choice: ScheduleChoice) -> list[Advice]:
     now, factor = config.optimizer.learning_rate, rate_factor(config.merge, config.protocol)
     why = (
         f"a rate that is tuned for data parallel with as many samples per global step becomes about {factor:.2g} times "
-        f"as high for islands with merge.method {config.merge.method} and these periods, so {now:g} is right where data "
-        f"parallel has {now / factor:.2g}; the best rates of our runs were within a factor of {OFF_BY:g} of this rule"
+        f"as high for islands with merge.method {config.merge.method} and these periods, so {now:g} is right where "
+        f"data parallel has {now / factor:.2g}; our best rates were within a factor of {OFF_BY:g} of this rule"
     )
     return [_entry("optimizer.learning_rate", now, now, why)]
 
