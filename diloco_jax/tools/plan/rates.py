@@ -1,7 +1,7 @@
 """The rule that moves a learning rate, tuned for data parallel, to the islands of a decoupled run.
 
 Both trainings have the same samples per global step. Islands move in different directions, so an average of their moves
-is shorter than one of them; RDA keeps the length. Between two merges islands drift apart, and more at a high rate. So the
+is shorter than one of them; RDA keeps the length. Between two merges islands drift apart, more at a high rate. So the
 best rate of islands depends on the merge and on H:
 
     rate = f(merge) min(1, sqrt(3 / H)) rate of data parallel        f(average) = 1, f(RDA) = 0.7
