@@ -287,6 +287,17 @@ def test_simulator_starts_without_jax() -> None:
     assert result.returncode == 0, result.stderr or "the simulator or its checkers import jax or numpy"
 
 
+def test_a_learner_starts_without_what_it_may_not_need() -> None:
+    heavy = ("grain", "orbax.checkpoint", "numba", *HEAVY.values())
+    code = f"""
+import sys, diloco_jax.runtime.learner.run, diloco_jax.training.models.decoder
+sys.exit(", ".join(name for name in {heavy} if name in sys.modules) or 0)
+"""
+    command, around = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
 BAD = {
     "protocol reads the clock": ("protocol.syncer", "import time"),
     "protocol draws randomness": ("protocol.syncer", "from random import Random"),
