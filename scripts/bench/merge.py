@@ -36,6 +36,7 @@ from diloco_jax.core.layout import Layout, Piece, make_layout
 from diloco_jax.core.merge import Rule
 from diloco_jax.core.outer import Nesterov
 from diloco_jax.core.passes import Merger, Values
+from diloco_jax.runtime.model.model_share import Buffers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = ("torch==2.13.0", "tsugi-mend==0.1.5")
@@ -132,7 +133,8 @@ class Job:
 
     def __init__(self, size: int, format: Format, pool: ThreadPoolExecutor) -> None:
         self.format, self.layout = format, layout_of(size)
-        self._merger = Merger(self.layout, [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), format, format, pool.map)
+        rules, outer, buffers = [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), Buffers(self.layout.size)
+        self._merger = Merger(self.layout, rules, outer, format, format, pool.map, buffers.take)
         payloads = [random_payload(self.layout, format, m) for m in range(LEARNERS)]
         self._values = Values(payloads, [None] * LEARNERS)
         self._state = self._merger.first(np.random.default_rng(0).standard_normal(self.layout.size, np.float32))
