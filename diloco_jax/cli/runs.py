@@ -21,7 +21,7 @@ from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
 from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.log_lines import formatter
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, without_collections
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
@@ -152,8 +152,9 @@ def syncer(arguments: argparse.Namespace) -> int:
 def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
-    from diloco_jax.runtime.records.signals import PARENT_ENV, give_memory_back
-    from diloco_jax.runtime.syncer.run import LATE_S, SyncerRun
+    with without_collections():
+        from diloco_jax.runtime.records.signals import PARENT_ENV, give_memory_back
+        from diloco_jax.runtime.syncer.run import LATE_S, SyncerRun
 
     give_memory_back()
 
@@ -165,7 +166,8 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
         if model is None:
             return INTERRUPTED
     else:
-        from diloco_jax.runtime.model.evaluation import Evaluator
+        with without_collections():
+            from diloco_jax.runtime.model.evaluation import Evaluator
 
         tell_phase(run_dir, "syncer", "loading the data and describing the model")
         model = Evaluator(config)
@@ -261,12 +263,13 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     stop = _begin_process(run_dir)
     address = "" if arguments.standby else _await_syncer(arguments, run_dir, config, stop)
     log.info(IMPORTING)
-    from diloco_jax.runtime.island.join import join, leave
-    from diloco_jax.runtime.learner.joined import Joining, island_pulse
-    from diloco_jax.runtime.learner.preemption import check_source, watch
-    from diloco_jax.runtime.learner.run import LearnerRun, follow
-    from diloco_jax.runtime.local.run import next_incarnation
-    from diloco_jax.training.data.corpus import load_source
+    with without_collections():
+        from diloco_jax.runtime.island.join import join, leave
+        from diloco_jax.runtime.learner.joined import Joining, island_pulse
+        from diloco_jax.runtime.learner.preemption import check_source, watch
+        from diloco_jax.runtime.learner.run import LearnerRun, follow
+        from diloco_jax.runtime.local.run import next_incarnation
+        from diloco_jax.training.data.corpus import load_source
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
     if arguments.standby:
@@ -330,8 +333,9 @@ def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) ->
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
     address = _await_syncer(arguments, run_dir, config, stop)
-    from diloco_jax.runtime.local.controller import IslandsRun
-    from diloco_jax.runtime.local.pathways import use_pathways
+    with without_collections():
+        from diloco_jax.runtime.local.controller import IslandsRun
+        from diloco_jax.runtime.local.pathways import use_pathways
 
     slices = use_pathways() if config.islands.pathways else None
     run = IslandsRun(config, run_dir, address, stop, slices=slices)

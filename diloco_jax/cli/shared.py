@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_jax.runtime.records.signals import without_collections
+
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
@@ -22,9 +24,10 @@ def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], o
 
 def load_config(arguments: argparse.Namespace) -> RunConfig:
     """Load the config of a command line with the settings after it, and replace `arguments.config` by its path."""
-    from diloco_jax.settings.packed import find_config
-    from diloco_jax.settings.run import RunConfig
-    from diloco_jax.settings.text import load
+    with without_collections():
+        from diloco_jax.settings.packed import find_config
+        from diloco_jax.settings.run import RunConfig
+        from diloco_jax.settings.text import load
 
     command = f"diloco {arguments.name} {arguments.way}" if arguments.name == "launch" else f"diloco {arguments.name}"
     word = arguments.config

@@ -198,6 +198,20 @@ def _unpack_ternary(codes_at, row_at):
 
 @compiled
 @no_type_check
+def _unpack_int2(codes_at, row_at):
+    codes, first, second = int8s(codes_at), int16s(row_at), int16s(row_at + np.uint64(2 * _QUARTER))
+    third, fourth = int16s(row_at + np.uint64(4 * _QUARTER)), int16s(row_at + np.uint64(6 * _QUARTER))
+    # One loop with four constant shifts takes half as long as four loops whose shift is a variable.
+    for j in range(_QUARTER):
+        code = np.int16(codes[j])
+        first[j] = np.int16(code << 14) >> 14
+        second[j] = np.int16(code << 12) >> 14
+        third[j] = np.int16(code << 10) >> 14
+        fourth[j] = np.int16(code << 8) >> 14
+
+
+@compiled
+@no_type_check
 def unpack(payload_at, fmt, at, block, row_at):
     """Unpack the codes of a block as int16; return its scale, or NaN if the block is not usable."""
     row = int16s(row_at)
@@ -207,11 +221,7 @@ def unpack(payload_at, fmt, at, block, row_at):
             row[j] = np.int16(np.int8(packed[j] << 4) >> 4)
             high[j] = np.int16(packed[j] >> 4)
     elif fmt == INT2:
-        packed = int8s(payload_at + np.uint64(at[1] + block * _QUARTER))
-        for k in range(4):
-            part = int16s(row_at + np.uint64(2 * k * _QUARTER))
-            for j in range(_QUARTER):
-                part[j] = np.int16(np.int8(packed[j] << (6 - 2 * k)) >> 6)
+        _unpack_int2(payload_at + np.uint64(at[1] + block * _QUARTER), row_at)
     elif fmt == TERNARY:
         _unpack_ternary(payload_at + np.uint64(at[1] + block * _FIFTH), row_at)
     else:

@@ -47,10 +47,11 @@ class ProtocolConfig:
     """tau: inner steps that a round may take while training continues, and rounds in flight. 0: learners wait. Low:
     rounds must be quick, and values are fresh. High: slow links are enough, and rounds merge older values."""
     wait_steps: float = 0.0
-    """Longest wait of a learner, after its report and before its next step, for the fragment of the open round; as a
-    share of its usual step. 0: it never waits, and adopts a fragment one or two steps late. It waits only while
-    most fragments arrive within this limit. Low: fragments of slow links and slow islands arrive too late, and nobody
-    waits. High: islands give up more time for fresh values."""
+    """Longest wait of a learner for the fragment of the open round, between its report and its next step, as a share of
+    its usual step; at most 10. 0: it never waits, and adopts a fragment one or two steps late. It waits only while most
+    fragments arrive within this limit. With overlap_steps 0 learners always wait, so this must be 0. Low: fragments of
+    slow links and slow islands arrive after the limit, so learners pause their waits. High: islands give up more time
+    for fresh values."""
     quorum: int = 1
     """K: learners that must have finished a step before a round may close. M waits for all islands. Low: an island may
     move the model alone. High: M, nothing is merged while an island is disconnected."""

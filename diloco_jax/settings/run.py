@@ -187,8 +187,9 @@ class WireConfig:
     """Number formats of what travels between learners and syncer."""
 
     up: Format = "int4"
-    """Format of the outer gradients that learners send: float32, bfloat16, int8, int4, int2 or ternary. The
-    learner adds the rounding error of a fragment to the next outer gradient of that fragment (error feedback)."""
+    """Format of the outer gradients that learners send. int2 (2.125 bits per element) and ternary (1.6875) have the
+    levels -1, 0 and 1 times a scale. The learner adds the rounding error of a fragment to the next outer gradient of
+    that fragment (error feedback)."""
     down: Format = "int4"
     """Format of the syncer's answer to a round: the difference to the version before, which every learner adds to its
     anchor, so that anchors equal the syncer's value bit for bit. float32 sends the whole value each round."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from diloco_jax.training.blockwise import BITS, to_blocks
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Variables
 
@@ -35,6 +34,9 @@ def read_base(blueprint: Blueprint) -> Base:
     model = blueprint.model_config
     if not blueprint.frozen:
         return Base({}, "")
+    # The table of public families takes long to read, and only a model with frozen variables needs it.
+    from diloco_jax.training.convert.weights import Weights
+
     values: Variables = {}
     hashed = hashlib.sha256()
     for path, value in Weights(model.weights).read(model):

@@ -1,18 +1,19 @@
 """Measure the speed of a round's arithmetic beside the speed of memory, and beside tsugi-mend.
 
-The job has 4 learners and one fragment of 16 float32 tensors (256 MB), int4 in and out, radial-directional averaging,
-and Nesterov 0.9 with error feedback. The time covers all arithmetic of a round (inspect, then update with digests), on
-all cores, with warm buffers as in a run.
+The job has 4 learners and one fragment of 16 float32 tensors (256 MB), the same format in and out, radial-directional
+averaging, and Nesterov 0.9 with error feedback. The time covers all arithmetic of a round (inspect, then update with
+digests), on all cores, with warm buffers as in a run.
 
 The bound is the time for the least bytes that must move (payloads in once; value, trace and residual in and out; the
 delta out) at the rate of a copy. The copy has as many arrays of the same sizes, in the same chunks, with the same
-threads. Copy, merge and tsugi-mend take turns. `value` is the median of bound / time; 1 is the speed of a copy.
+threads. Copy, the merges of all formats and tsugi-mend take turns. `value` is the median of bound / time; 1 is the
+speed of a copy. `--json` prints the first format's figures, and those of the others below `formats`.
 
 tsugi-mend 0.1.5 (PyTorch) has no comparable syncer, so this bench combines its functions: `quant4_decode` of every
 value in blocks of 256, `token_weighted_merge` (an average, its only merge), torch.optim.SGD with Nesterov's momentum,
 `quant4_compress_delta` with error feedback, and the sum. It computes no products and no digests. The first start makes
-its environment in .bench/mend. `mend_ratio` is its time over the time here, and `mend_merge_ratio` is the time of its
-`token_weighted_merge` alone, from decoded values, over the time here.
+its environment in .bench/mend. `mend_ratio` is its time over the time here with the first format. `mend_merge_ratio` is
+the time of its `token_weighted_merge` alone, from decoded values, over the time here.
 """
 
 import argparse
@@ -25,19 +26,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from environments import python_with
 
+from diloco_jax.core.codec import Format, encode
 from diloco_jax.core.layout import Layout, Piece, make_layout
 from diloco_jax.core.merge import Rule
 from diloco_jax.core.outer import Nesterov
 from diloco_jax.core.passes import Merger, Values
+from diloco_jax.runtime.model.model_share import Buffers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = ("torch==2.13.0", "tsugi-mend==0.1.5")
 LEARNERS, TENSORS = 4, 16
+INTEGERS: tuple[Format, ...] = ("int8", "int4", "int2", "ternary")
+FORMATS: tuple[Format, ...] = ("int4", "int2", "ternary")
 WARM_UP = 3
 STATE_ARRAYS = 3  # value, trace, residual
 
@@ -49,58 +54,92 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=INTEGERS, help="formats of the wire")
     parser.add_argument("--no-mend", action="store_true", help="leave tsugi-mend out")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     size = arguments.mbytes * 2**20 // 4 // TENSORS
     with ThreadPoolExecutor(arguments.threads) as pool:
-        job = Job(size, pool)
+        copy = Copy(size, pool)
+        jobs = [Job(size, format, pool) for format in dict.fromkeys(arguments.formats)]
         mend = None if arguments.no_mend else Mend(size, arguments.threads)
+
+        def measure() -> Sample:
+            return Sample(copy.byte_s(), [job.round_s() for job in jobs], mend.round_s() if mend else None)
+
         # A run compiles and touches its memory only once, so these rounds do not count.
         for _ in range(WARM_UP):
-            job.copy_s(), job.round_s(), mend and mend.round_s()
-        samples = [(job.copy_s(), job.round_s(), mend.round_s() if mend else (0.0, 0.0)) for _ in range(arguments.runs)]
-    result = summary(job, samples, arguments.threads)
+            measure()
+        samples = [measure() for _ in range(arguments.runs)]
+    results = [summary(job, number, samples, arguments.threads) for number, job in enumerate(jobs)]
     if arguments.json:
-        sys.stdout.write(json.dumps(result) + "\n")
+        others = {job.format: result for job, result in zip(jobs[1:], results[1:], strict=True)}
+        sys.stdout.write(json.dumps({**results[0], "formats": others}) + "\n")
         return
-    sys.stdout.write(
-        f"a round takes {1000 * result['round_s']:.0f} ms, {100 * result['value']:.0f} % of the copy bound "
-        f"({100 * result['low']:.0f} to {100 * result['high']:.0f} %, {result['runs']} runs); "
-        f"copies run at {result['copy_bytes_per_s'] / 1e9:.1f} GB/s; "
-        + (f"tsugi-mend takes x {result['mend_ratio']:.1f} as long\n" if "mend_ratio" in result else "\n")
-    )
+    for result in results:
+        sys.stdout.write(
+            f"{result['format']}: a round takes {1000 * result['round_s']:.0f} ms "
+            f"({1000 * result['inspect_s']:.0f} to inspect), {100 * result['value']:.0f} % of the copy bound "
+            f"({100 * result['low']:.0f} to {100 * result['high']:.0f} %, {result['runs']} runs); "
+            f"copies run at {result['copy_bytes_per_s'] / 1e9:.1f} GB/s\n"
+        )
+    if "mend_ratio" in results[0]:
+        sys.stdout.write(f"tsugi-mend takes x {results[0]['mend_ratio']:.1f} as long as {results[0]['format']}\n")
 
 
-class Job:
-    """The merge, and a copy of as many bytes.
+class Sample(NamedTuple):
+    """One turn of everything that is measured, in seconds."""
+
+    # To copy one byte.
+    byte_s: float
+    # `inspect` and `update` of each format.
+    rounds_s: list[tuple[float, float]]
+    # A round of tsugi-mend and its merge alone; None if it was left out.
+    mend_s: tuple[float, float] | None
+
+
+class Copy:
+    """A copy of as many arrays as the merge reads and writes.
 
     Args:
         size: elements of a tensor.
-        pool: threads for both.
+        pool: threads of the copy.
     """
 
     def __init__(self, size: int, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self.layout = make_layout(Piece(f"tensor{i:02}", 0, size, (size // 256, 256)) for i in range(TENSORS))
-        self._merger = Merger(self.layout, [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), "int4", "int4", pool.map)
-        self._values = Values([random_payload(self.layout, m) for m in range(LEARNERS)], [None] * LEARNERS)
-        self._state = self._merger.first(np.random.default_rng(0).standard_normal(self.layout.size, np.float32))
+        self._pool, self._layout = pool, layout_of(size)
         # Unwritten arrays would share one page of zeros, and reading it would cost nothing.
-        self._pairs = [[np.ones(self.layout.size, np.float32) for _ in range(2)] for _ in range(STATE_ARRAYS)]
-        payloads = LEARNERS * self._merger.up_bytes + self._merger.down_bytes
-        self.num_bytes = payloads + 2 * STATE_ARRAYS * 4 * self.layout.size
+        self._pairs = [[np.ones(self._layout.size, np.float32) for _ in range(2)] for _ in range(STATE_ARRAYS)]
 
-    def copy_s(self) -> float:
-        """Return the seconds for the bytes of a merge at the rate of a copy."""
+    def byte_s(self) -> float:
+        """Return the seconds to copy one byte, in and out counted separately."""
 
         def copy_leaf(number: int) -> None:
-            here = self.layout.where(self.layout.leaves[number])
+            here = self._layout.where(self._layout.leaves[number])
             for source, target in self._pairs:
                 target[here] = source[here]
 
-        taken_s = seconds(lambda: list(self._pool.map(copy_leaf, range(len(self.layout.leaves)))))
-        return taken_s * self.num_bytes / (2 * STATE_ARRAYS * 4 * self.layout.size)
+        taken_s = seconds(lambda: list(self._pool.map(copy_leaf, range(len(self._layout.leaves)))))
+        return taken_s / (2 * STATE_ARRAYS * 4 * self._layout.size)
+
+
+class Job:
+    """The merge with one format in both directions.
+
+    Args:
+        size: elements of a tensor.
+        pool: threads of the merge.
+    """
+
+    def __init__(self, size: int, format: Format, pool: ThreadPoolExecutor) -> None:
+        self.format, self.layout = format, layout_of(size)
+        rules, outer, buffers = [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), Buffers(self.layout.size)
+        self._merger = Merger(self.layout, rules, outer, format, format, pool.map, buffers.take)
+        payloads = [random_payload(self.layout, format, m) for m in range(LEARNERS)]
+        self._values = Values(payloads, [None] * LEARNERS)
+        self._state = self._merger.first(np.random.default_rng(0).standard_normal(self.layout.size, np.float32))
+        moved = LEARNERS * self._merger.up_bytes + self._merger.down_bytes
+        self.num_bytes = moved + 2 * STATE_ARRAYS * 4 * self.layout.size
 
     def round_s(self) -> tuple[float, float]:
         """Return the seconds of `inspect` and of `update`."""
@@ -114,12 +153,17 @@ class Job:
         return inspected_s - began_s, done_s - inspected_s
 
 
-def random_payload(layout: Layout, seed: int) -> np.ndarray:
-    """Return int4 values like those of a learner."""
-    payload = np.random.default_rng(seed + 1).integers(0, 256, layout.payload_bytes("int4"), np.uint8)
-    for place in layout.places("int4"):
-        payload[place.scales : place.codes].view(np.float32)[:] = 1e-3
-    return payload
+def layout_of(size: int) -> Layout:
+    """Return the layout of all tensors, with `size` elements each."""
+    return make_layout(Piece(f"tensor{i:02}", 0, size, (size // 256, 256)) for i in range(TENSORS))
+
+
+def random_payload(layout: Layout, format: Format, seed: int) -> np.ndarray:
+    """Return values like those of a learner."""
+    tensor = np.random.default_rng(seed + 1).normal(0.0, 1e-3, layout.size // TENSORS).astype(np.float32)
+    # All tensors have the same values, because encoding takes longer than a merge.
+    payload = encode({"tensor": tensor}, format)
+    return np.frombuffer(payload * TENSORS, np.uint8)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -152,11 +196,13 @@ class Mend:
         return float(whole), float(merge)
 
 
-def summary(job: Job, samples: list[tuple[float, tuple[float, float], tuple[float, float]]], threads: int) -> dict:
-    """Return the medians of all runs."""
-    shares = [bound / sum(own) for bound, own, _ in samples]
-    result = {
+def summary(job: Job, number: int, samples: list[Sample], threads: int) -> dict[str, Any]:
+    """Return the medians of all runs for the format of this number."""
+    rounds_s = [sample.rounds_s[number] for sample in samples]
+    shares = [job.num_bytes * sample.byte_s / sum(own) for sample, own in zip(samples, rounds_s, strict=True)]
+    result: dict[str, Any] = {
         "name": "merge",
+        "format": job.format,
         "value": statistics.median(shares),
         "unit": "share of the copy bound",
         "low": min(shares),
@@ -164,16 +210,17 @@ def summary(job: Job, samples: list[tuple[float, tuple[float, float], tuple[floa
         "runs": len(shares),
         "threads": threads,
         "bytes": job.num_bytes,
-        "copy_bytes_per_s": job.num_bytes / statistics.median(bound for bound, _, _ in samples),
-        "inspect_s": statistics.median(own[0] for _, own, _ in samples),
-        "update_s": statistics.median(own[1] for _, own, _ in samples),
-        "round_s": statistics.median(sum(own) for _, own, _ in samples),
+        "copy_bytes_per_s": 1 / statistics.median(sample.byte_s for sample in samples),
+        "inspect_s": statistics.median(own[0] for own in rounds_s),
+        "update_s": statistics.median(own[1] for own in rounds_s),
+        "round_s": statistics.median(map(sum, rounds_s)),
     }
-    if samples[0][2][0]:
+    others_s = [sample.mend_s for sample in samples if sample.mend_s is not None]
+    if others_s and not number:
         for name, index in (("mend_ratio", 0), ("mend_merge_ratio", 1)):
-            ratios = [other[index] / sum(own) for _, own, other in samples]
+            ratios = [other[index] / sum(own) for other, own in zip(others_s, rounds_s, strict=True)]
             result |= {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
-        result["mend_s"] = statistics.median(other[0] for _, _, other in samples)
+        result["mend_s"] = statistics.median(other[0] for other in others_s)
     return result
 
 

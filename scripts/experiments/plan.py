@@ -74,7 +74,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        point = f" ({', '.join(f'{k} {v:g}' for k, v in self.point.items())})" if self.point else ""
+        point = f" ({', '.join(f'{k} {v}' for k, v in self.point.items())})" if self.point else ""
         return f"{self.case.name}, {self.arm}{point}, seed {self.seed}"
 
 

@@ -1,6 +1,7 @@
 """Experiments as described by experiment.yaml of each folder, and the sizes of models in sizes.yaml."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import product
@@ -212,8 +213,10 @@ def problems(experiment: Experiment) -> Iterator[str]:
     for name, arm in arms.items():
         if arm.like and arm.like not in arms:
             yield f"arm {name} is like '{arm.like}', which is not an arm"
-        if arm.like and not (arm.because and tuning is not None and arm.like in tuning.grids):
+        if arm.like and not (arm.because.strip() and tuning is not None and arm.like in tuning.grids):
             yield f"arm {name} is like '{arm.like}'; give it a separate grid, or say in `because` why that one fits"
+        if arm.because and not arm.like:
+            yield f"arm {name} has `because` without `like`; name the arm whose settings fit it, or remove `because`"
     for check in experiment.checks:
         named = (check.arm, check.against, *check.beyond)
         yield from (f"a check names '{arm}', which is not an arm" for arm in named if arm not in {*arms, ""})
@@ -224,10 +227,35 @@ def problems(experiment: Experiment) -> Iterator[str]:
         if not check.falls and check.most is None and check.least is None:
             yield f"check '{check.says}' has no limit; set most or least"
     if tuning is not None:
-        yield from (f"tuning names '{arm}', which is not an arm" for arm in tuning.grids if arm not in arms)
-        counts = {arm: len(tuning.points(arm)) for arm in tuning.grids}
-        if len(set(counts.values())) > 1:
-            yield f"grids differ in their numbers of points ({counts}), so one side is tuned harder"
+        yield from _grid_problems(arms, tuning)
+
+
+def _grid_problems(arms: Mapping[str, Arm], tuning: Tuning) -> Iterator[str]:
+    """Yield what is wrong with the grids. All must have equally many points."""
+    yield from (f"tuning names '{arm}', which is not an arm" for arm in tuning.grids if arm not in arms)
+    for name, arm in arms.items():
+        if arm.like and name in tuning.grids:
+            yield f"arm {name} has a grid, but is like '{arm.like}'; remove the grid or `like`"
+        if not (arm.like or arm.waits or name in tuning.grids):
+            yield f"arm {name} has no grid; give it one, or name in `like` the arm whose settings fit it"
+    shaped = True
+    for name, grid in tuning.grids.items():
+        # Without these forms there are no points to count.
+        if not isinstance(grid, Mapping) or not all(isinstance(values, list | tuple) for values in grid.values()):
+            shaped = False
+            yield f"the grid of {name} is {grid!r}; write a list of values for each setting"
+        elif not tuning.points(name):
+            yield f"the grid of {name} has no points; list values for at least one setting"
+        elif any(map(_repeated, grid.values())):
+            yield f"the grid of {name} has a value twice, so it has fewer points than the others: {grid}"
+    counts = {arm: len(tuning.points(arm)) for arm in tuning.grids} if shaped else {}
+    if len(set(counts.values())) > 1:
+        yield f"grids differ in their numbers of points ({counts}), so one side is tuned harder"
+
+
+def _repeated(values: Sequence[Any]) -> bool:
+    """Return whether a list has a value twice, NaN included."""
+    return len({json.dumps(value) for value in values}) < len(values)
 
 
 def merged(base: Settings, changes: Settings) -> dict[str, Any]:

@@ -188,6 +188,32 @@ def test_damaged_bytes_in_base_3_spoil_nothing_but_their_value(at: int, byte: in
     assert_spoils_itself(layout, payloads, "ternary", with_moved)
 
 
+@pytest.mark.parametrize("up", ["int8", "int4", "int2", "ternary"])
+def test_a_merge_refuses_the_payloads_that_the_decoder_refuses(up: Format) -> None:
+    """Flip bits, overwrite eight bytes, or draw the whole payload, and compare both judgements."""
+    layout, generator = layout_of(), np.random.default_rng(7)
+    keys_shapes = [(piece.key, piece.shape) for piece in layout.pieces]
+    merger, sound = make_merger(layout, up, "int4"), payload_of(random_values(1), up)
+    moved, others = layout.flat(random_values(8)), [payload_of(random_values(m), up) for m in (0, 2)]
+    refused = 0
+    for turn in range(90):
+        payload = generator.integers(0, 256, sound.size, np.uint8) if turn % 3 == 0 else sound.copy()
+        at = generator.integers(0, sound.size)
+        if turn % 3 == 1:
+            payload[at] ^= np.uint8(1 << generator.integers(0, 8))
+        elif turn % 3 == 2:
+            payload[at : at + 8] = generator.integers(0, 256, len(payload[at : at + 8]), np.uint8)
+        try:
+            decode(payload.tobytes(), keys_shapes, up)
+            usable = True
+        except ValueError:
+            usable = False
+        refused += not usable
+        values = Values([others[0], payload, others[1]], [None, moved if turn % 2 else None, None])
+        assert np.isfinite(norms(squares_of(merger.inspect(values)))).tolist() == [True, usable, True], turn
+    assert 30 <= refused < 90
+
+
 def assert_spoils_itself(layout: Layout, payloads: list[np.ndarray], up: Format, with_moved: bool) -> None:
     """Check that the second of three payloads is unusable, and that the others' products do not depend on it."""
     moved = [None, None, layout.flat(random_values(8)) if with_moved else None]

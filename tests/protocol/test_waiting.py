@@ -1,6 +1,8 @@
 """The wait of a learner for a fragment that is on its way: when it starts, how it ends, and what it may cost."""
 
+import random
 from itertools import count
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -78,6 +80,61 @@ def test_the_limit_is_a_share_of_its_own_usual_step_without_the_waits() -> None:
     assert learner.may_step() and learner.next_deadline_s() is not None
 
 
+def test_a_single_long_step_does_not_make_waits_long() -> None:
+    learner = training()
+    adopt(learner, 1, 90.5, 90.5)
+    for number, now_s, step_s in ((2, 100.0, 1.0), (3, 200.0, 3600.0)):
+        step(learner, now_s, step_s=step_s)
+        assert learner.next_deadline_s() == pytest.approx(now_s + LIMIT_S * (1.0 if number == 2 else 0.9 + 0.1 * 2.0))
+        adopt(learner, number, now_s + 0.1, now_s + 0.1)
+
+
+def test_longer_steps_soon_allow_longer_waits() -> None:
+    wait = Rounds().wait
+    for number in range(100):
+        wait.on_report(False, 1.0 if number < 50 else 30.0, number + 2, 10.0 * number)
+    assert wait.limit_s == pytest.approx(LIMIT_S * 30.0, rel=0.1)
+
+
+def test_steps_without_a_length_are_no_error() -> None:
+    rounds = Rounds(ema_decay=0.0)
+    rounds.wait.on_report(False, 1.0, 2, 10.0)
+    rounds.wait.on_report(False, 0.0, 3, 20.0)
+    assert rounds.wait.limit_s == 0.0
+    rounds.wait.on_over(3, 20.1)
+    assert not rounds.wait.holds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_any_order_of_inputs_a_wait_ends_at_its_limit(seed: int) -> None:
+    """Draw inputs that no other learner's fault excludes, and check what a driver relies on."""
+    draw, now_s, number = random.Random(seed), 0.0, 1
+    config = config_of(wait_steps=draw.choice((0.01, LIMIT_S, 10.0)), ema_decay=draw.choice((0.0, 0.9)))
+    wait = FragmentWait(config, config.turns)
+    for turn in range(2000):
+        now_s += draw.choice((0.0, 0.1, draw.expovariate(1.0)))
+        heard = number + draw.randint(-3, 3)
+        match draw.randrange(6):
+            case 0 if not wait.holds:
+                number = max(1, number + draw.randint(-1, 2))
+                wait.on_report(turn == 0, draw.choice((0.0, 1.0, draw.expovariate(1.0))), number, now_s)
+                assert not wait.holds or wait.deadline_s == now_s + wait.limit_s
+            case 1:
+                wait.on_pull(heard, now_s)
+            case 2:
+                wait.on_shown(heard, now_s)
+            case 3:
+                wait.on_over(heard, now_s)
+                assert not wait.holds or heard < number
+            case 4 if draw.random() < 0.1:
+                wait.stop()
+                assert not wait.holds
+        if wait.holds and draw.random() < 0.5:
+            now_s = max(now_s, wait.deadline_s)
+            wait.on_tick(now_s)
+            assert not wait.holds
+
+
 @pytest.mark.parametrize(
     ("message", "ends"),
     [
@@ -135,8 +192,8 @@ def test_by_default_nobody_waits() -> None:
 class Rounds:
     """Rounds of one learner with steps of a second, which all end `after_s` seconds after its report."""
 
-    def __init__(self) -> None:
-        config = config_of()
+    def __init__(self, **values: Any) -> None:
+        config = config_of(**values)
         self.wait = FragmentWait(config, config.turns)
         self.wait.on_report(True, 50.0, 1, 0.0)
         self.waited_s: list[float] = []
@@ -215,6 +272,8 @@ def test_grace_may_use_the_time_that_learners_wait() -> None:
     ("values", "words"),
     [
         ({"wait_steps": -0.1}, "protocol.wait_steps is -0.1, but must be 0 to 10"),
+        ({"wait_steps": nan}, "protocol.wait_steps is nan, but must be 0 to 10"),
+        ({"wait_steps": inf}, "protocol.wait_steps is inf, but must be 0 to 10"),
         ({"wait_steps": 11.0}, "protocol.wait_steps is 11.0, but must be 0 to 10"),
         ({"overlap_steps": 0}, "protocol.wait_steps is 0.5, but must be 0 if overlap_steps is 0"),
     ],

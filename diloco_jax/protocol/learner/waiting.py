@@ -28,6 +28,8 @@ PATIENCE = 1.5
 # Share of the limit.
 RETURN = 0.25
 QUICK = 8
+# A step counts as at most so many usual ones.
+SAMPLE_MAX = 2.0
 # Decay of the usual time from a request to the end of its round.
 DECAY = 0.7
 # Rounds of the first pause, and of the longest one.
@@ -82,7 +84,9 @@ class FragmentWait:
         if not self._most_steps:
             return
         if not first:
-            self._step_s = ema(self._step_s, step_s, self._config.ema_decay)
+            # A single long step, as of a process that was suspended, must not lengthen the waits of the next dozens.
+            sample_s = min(step_s, SAMPLE_MAX * self._step_s) if self._step_s else step_s
+            self._step_s = ema(self._step_s, sample_s, self._config.ema_decay)
         if open_round <= self._round or self._turns.due(open_round) < 0 or not self.limit_s:
             return
         if self._reported_s is not None:
@@ -134,7 +138,8 @@ class FragmentWait:
     def _measure(self, over_s: float) -> None:
         """Record that the newest round was over at this time."""
         assert self._reported_s is not None, "the round is over already"
-        share = min(1.0, (over_s - self._reported_s) / self.limit_s)
+        # Steps that are shorter than the clock's resolution make the limit 0.
+        share = min(1.0, (over_s - self._reported_s) / self.limit_s) if self.limit_s else 1.0
         quick = share < 1.0 and self._requested >= self._round
         self._reported_s = None
         self._quick = self._quick + 1 if quick else 0

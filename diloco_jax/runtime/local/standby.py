@@ -109,7 +109,9 @@ def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tup
         The syncer's address, the incarnation, and the loop if it is loaded; None if the line never comes.
     """
     undo = _lower_priority()
-    importlib.import_module("diloco_jax.runtime.learner.run")
+    # The order of samples needs Grain, which a learner imports only when it draws the order.
+    for module in ("diloco_jax.runtime.learner.run", "grain"):
+        importlib.import_module(module)
     loop = compiled_loop(config, name) if loads and os.environ.get("JAX_PLATFORMS") == "cpu" else None
     mark = _mark(run_dir, name)
     mark.touch()

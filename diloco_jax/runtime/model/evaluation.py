@@ -15,7 +15,6 @@ from diloco_jax.core.kinds import inverse, with_order
 from diloco_jax.settings.run import EvaluationConfig, RunConfig
 from diloco_jax.training.base import read_base
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import check_source
 from diloco_jax.training.data.tokenizer import Tokenizer
@@ -140,6 +139,9 @@ class Evaluator:
             ValueError: The weights are damaged, or belong to another model.
         """
         if self._config.model.initial:
+            # The table of public families takes long to read.
+            from diloco_jax.training.convert.weights import Weights
+
             yield from Weights(self._config.model.initial).read(self._config.model)
             return
         drawn = self._blueprint.draw()

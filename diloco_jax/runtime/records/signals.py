@@ -2,11 +2,12 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -74,6 +75,18 @@ def end_now(status: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(status)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Import modules without garbage collections, which would look at all modules again and again and free nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def give_memory_back() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import closing
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -334,6 +335,11 @@ class SyncerRun:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or the folder has
                 nothing to resume from.
         """
+        # The caller may keep this object, or the error with its frames. An open pulse would then end the process later.
+        with closing(self._pulse):
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
         mode = mode_of(run_dir, rewind=self._rewind)
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
@@ -381,7 +387,6 @@ class SyncerRun:
         tape.close()
         if self._shards is not None:
             self._shards.end()
-        self._pulse.close()
         return summary
 
     def _conclude(self, watch: Watch, writer: SnapshotWriter, tape: TapeFile, ended_s: float) -> dict[str, Any]:

@@ -183,6 +183,11 @@ def _check_cell(each: Cell) -> None:
         ):
             if asked > most:
                 raise ValueError(f"{name} is {asked}; the protocol's machines run with at most {most}, or use --fast")
+    if each.method == "decoupled" and each.fast and each.protocol.wait_steps:
+        raise ValueError(
+            f"--protocol.wait-steps is {each.protocol.wait_steps}, but --fast leaves out the machines that wait; leave "
+            "--fast out, or set it to 0"
+        )
     if each.hours * HOUR_S < each.hardware.step_s:
         raise ValueError(
             f"{each.hours:g} hours are shorter than one step of {each.hardware.step_s:g} s; simulate more --hours, or "

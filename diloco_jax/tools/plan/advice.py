@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX, ProtocolConfig
+from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX, WAIT_STEPS_MAX, ProtocolConfig
 from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.figures import size
@@ -212,17 +212,25 @@ def _wait(case: Case, choice: ScheduleChoice) -> Advice:
         why = (
             f"a learner that waits for each fragment adopts it before its next step, one or two steps earlier, and "
             f"each step with a fragment takes {needs_s:.3g} s longer over this link ({per_step:.0%}), "
-            f"and more if islands differ; that needs wait_steps above {per_step:.2g}"
+            f"and more if islands differ; that needs {_above(per_step)}"
         )
         return _entry("protocol.wait_steps", now, now, why)
     if found["per_step_s"]:
         why = f"a fragment arrives {needs_s:.3g} s after the report, within the limit of {found['limit_s']:.3g} s"
         return _entry("protocol.wait_steps", now, now, why)
     why = (
-        f"a fragment arrives {needs_s:.3g} s after the report, and the limit is {found['limit_s']:.3g} s: nobody would "
-        f"wait for long; more than {per_step:.2g} would have an effect, and cost that share of each step"
+        f"a fragment arrives {needs_s:.3g} s after the report, and the limit is {found['limit_s']:.3g} s, so learners "
+        f"soon stop waiting; to have it before the next step needs {_above(per_step)}, and costs {per_step:.0%} of "
+        "each step with a fragment"
     )
     return _entry("protocol.wait_steps", 0.0, now, why)
+
+
+def _above(steps: float) -> str:
+    """Return the wait that a fragment needs, in words."""
+    if steps > WAIT_STEPS_MAX:
+        return f"a wait of {steps:.2g} steps, more than wait_steps may be ({WAIT_STEPS_MAX:g})"
+    return f"wait_steps above {steps:.2g}"
 
 
 def _travel_s(choice: ScheduleChoice) -> float:

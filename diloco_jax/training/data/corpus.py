@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import no_type_check
 from zlib import crc32
 
 import numpy as np
 import xxhash
 from jaxtyping import Integer
-from numba import njit
 
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, SourceConfig
 from diloco_jax.training.data.documents import TextSource
@@ -116,6 +114,9 @@ def _segments(store: Store, start: int, stop: int, size: int) -> np.ndarray:
 
 def pack(store: Store, start: int, stop: int, seq_len: int) -> PackedDocuments:
     """Pack the documents of a range of tokens in order; a sample ends before the first document that does not fit."""
+    # Numba takes long to import, and only packed documents need it.
+    from diloco_jax.training.data.next_fit import next_fit
+
     rows, row, begin = [np.array([start], np.int64)], start, start
     # The loop over files bounds the memory: one file, and 8 bytes for each sample.
     for _, low, high in store.files(start, stop):
@@ -123,26 +124,9 @@ def pack(store: Store, start: int, stop: int, seq_len: int) -> PackedDocuments:
         if not len(ends) or ends[-1] != high:
             ends = np.append(ends, high)
         out = np.empty(len(ends) + (high - row) // seq_len + 2, np.int64)
-        row, begin, count = _next_fit(ends, row, begin, seq_len, out)
+        row, begin, count = next_fit(ends, row, begin, seq_len, out)
         rows.append(out[:count].copy())
     return PackedDocuments(store, np.concatenate(rows).astype(np.uint64), stop, seq_len)
-
-
-@njit(nogil=True)
-@no_type_check
-def _next_fit(ends, row, begin, seq_len, out):
-    count = 0
-    for end in ends:
-        if end - row > seq_len + 1 and begin > row:
-            row = begin
-            out[count] = row
-            count += 1
-        while end - row > seq_len + 1:
-            row += seq_len
-            out[count] = row
-            count += 1
-        begin = end
-    return row, begin, count
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
-import grain
 import numpy as np
 
 from diloco_jax.training.data.own import SAMPLES_MAX
@@ -53,6 +52,9 @@ class Order:
     def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int) -> None:
         if max(lengths) > SAMPLES_MAX:
             raise ValueError(f"a source has {max(lengths)} samples, {SAMPLES_MAX} is the limit; use longer ones")
+        # Grain imports Orbax, which takes long, and a process that never reads samples for training does not need it.
+        import grain
+
         # Random access without a permutation in memory; `repeat` reshuffles every epoch.
         self._orders = [grain.MapDataset.range(length).shuffle(seed=seed).repeat() for length in lengths]
         self._firsts = [0, *accumulate(lengths)]

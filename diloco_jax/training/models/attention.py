@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -170,6 +169,8 @@ def splash(
             "dot_product"
         )
     block = next(size for size in SPLASH_BLOCKS if size <= (rules.block or SPLASH_TUNED) and t % size == 0)
+    # The kernel needs all of Pallas, which takes long to import, and only this method uses it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     # The tiles are the same in both passes; one fused kernel computes all gradients of the backward pass.
     tiles = splash_attention_kernel.BlockSizes(

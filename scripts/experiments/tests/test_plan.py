@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -92,6 +93,38 @@ def test_contradictions_are_named() -> None:
     assert "say in `because` why" in next(problems(replace(EXPERIMENT, arms=without)))
 
 
+@pytest.mark.parametrize(
+    ("grids", "words"),
+    [
+        ({"baseline": {"seed": [1]}, "m4": {"seed": [1, 1]}}, "the grid of m4 has a value twice"),
+        ({"baseline": {"seed": []}, "m4": {"seed": []}}, "the grid of baseline has no points"),
+        ({"baseline": {}, "m4": {}}, "the grid of baseline has no points"),
+        ({"baseline": {"seed": 1}, "m4": {"seed": 1}}, "write a list of values"),
+        ({"baseline": {"adopt.mode": "blend"}, "m4": {"adopt.mode": "blend"}}, "write a list of values"),
+        ({"baseline": None, "m4": None}, "write a list of values"),
+        ({"baseline": {"seed": [1]}}, "arm m4 has no grid"),
+        ({"baseline": {"seed": [1]}, "m4": {"seed": [1]}, "m2": {"seed": [1]}}, "arm m2 has a grid, but is like 'm4'"),
+    ],
+)
+def test_a_grid_is_a_list_of_different_values_for_one_arm(grids: Any, words: str) -> None:
+    found = list(problems(replace(EXPERIMENT, tuning=Tuning(tokens=1e6, grids=grids))))
+    assert any(words in problem for problem in found), found
+
+
+def test_a_reason_belongs_to_an_arm_that_it_names() -> None:
+    arms = {**EXPERIMENT.arms, "m4": Arm(because="it fits")}
+    assert "`because` without `like`" in next(problems(replace(EXPERIMENT, arms=arms)))
+    arms = {**EXPERIMENT.arms, "m3": Arm(like="m4", because=" ")}
+    assert "say in `because` why" in next(problems(replace(EXPERIMENT, arms=arms)))
+
+
+def test_a_grid_may_have_words() -> None:
+    grids = {arm: {"adopt.mode": ["blend", "rebase"]} for arm in ("baseline", "m4")}
+    experiment = replace(EXPERIMENT, tuning=Tuning(tokens=1e6, grids=grids))
+    assert not list(problems(experiment))
+    assert "m4 (adopt.mode rebase)" in make_plan(experiment, Choice(), []).jobs[3].title
+
+
 def test_an_unknown_key_is_named(tmp_path: Path) -> None:
     values = yaml.safe_load((HERE / "wire" / "experiment.yaml").read_text(encoding="utf-8"))
     values["arms"]["int8"]["settigns"] = {}
@@ -109,15 +142,15 @@ def test_every_row_of_the_order_has_a_folder() -> None:
 def test_every_job_of_every_experiment_has_a_config(name: str, tmp_path: Path) -> None:
     experiment = load(name)
     for quick in (False, True):
-        jobs = make_plan(replace(experiment, tuning=None), Choice(quick=quick, seeds=(0,)), []).jobs
+        plan = make_plan(experiment, Choice(quick=quick, seeds=(0,)), [])
+        # The points of the grids come first.
+        jobs = plan.jobs + plan.untuned
         assert jobs and (not quick or len(jobs) <= 2), "a trial of the machinery takes a minute"
         for job in jobs:
             path = tmp_path / f"{job.digest}.yaml"
             path.write_text(yaml.safe_dump(placed(job.settings, tmp_path)), encoding="utf-8")
             config = load_config(path)
             assert config.planned_steps > 5 and config.train.tokens == round(job.case.tokens)
-    for arm_name, arm in experiment.arms.items():
-        assert experiment.tuning is None or arm.like or arm_name in experiment.tuning.grids, f"{arm_name} has no grid"
 
 
 def test_sizes_have_the_parameters_of_their_names() -> None:

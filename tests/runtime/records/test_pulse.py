@@ -3,6 +3,7 @@
 import gc
 import math
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,10 +13,13 @@ from statistics import median
 
 import pytest
 
+from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.liveness import read_phases
 from diloco_jax.runtime.records.pulse import MEDIAN_OF, TICK_S, Patience, Pulse
 from diloco_jax.runtime.records.signals import HUNG
+from diloco_jax.runtime.syncer.run import SyncerRun
 from diloco_jax.settings.run import WatchdogConfig
+from diloco_jax.settings.text import load
 from tests.runtime.helpers import SLOW_STEP_S, kill_processes, start, status, wait_for, write_config
 
 CONFIG = WatchdogConfig(least_s=30.0, median_factor=4.0, start_s=100.0)
@@ -94,6 +98,24 @@ def test_a_forgotten_pulse_watches_nothing() -> None:
     gc.collect()
     watchdog.join(20 * TICK_S)
     assert not watchdog.is_alive()
+
+
+@pytest.mark.parametrize("rewind", [True, False])
+def test_a_syncer_that_failed_watches_nothing(tmp_path: Path, rewind: bool) -> None:
+    """The error keeps the failed object; an open pulse would end the process half an hour later."""
+    before = set(threading.enumerate())
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        config = load(write_config(tmp_path, syncer={"metrics": address}))
+        syncer = SyncerRun(config, tmp_path / "run", threading.Event(), Evaluator(config), rewind=rewind)
+        # Without `rewind` the address fails; with it the run fails before it opens anything.
+        with pytest.raises(ValueError, match="nothing to go back to" if rewind else address) as failed:
+            syncer.run()
+    for watchdog in (thread for thread in set(threading.enumerate()) - before if thread.name == "watchdog"):
+        watchdog.join(20 * TICK_S)
+        assert not watchdog.is_alive(), failed
 
 
 HANGS = """

@@ -93,6 +93,8 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
         ("--protocol.quorum 0", "protocol.quorum is 0"),
         ("--tapes x", "--tapes writes the tapes of one run"),
         ("--hours 0.001", "0.001 hours are shorter than one step of 4.6 s"),
+        ("--fast --protocol.wait-steps 0.5", "--fast leaves out the machines that wait"),
+        ("--protocol.wait-steps nan", "protocol.wait_steps is nan"),
         ("--methods decoupled --protocol.quorum 5 --hours 0.1", "quorum is 5, but 2 learners"),
         (
             "--methods sync --learners 5000 --hardware.slices 5000 --hours 0.01",

@@ -251,6 +251,14 @@ def test_what_waiting_costs(round_trip_ms: float) -> None:
     assert "steps never wait" in describe(forecast(small(), advise(small())))
 
 
+@pytest.mark.parametrize("wait_steps", [0.0, 0.5])
+def test_no_longer_wait_is_advised_than_a_config_takes(wait_steps: float) -> None:
+    given = replace(QUIET, step_s=0.01, round_trip_ms=100.0, tcp_window_mb=64.0)
+    case = small(protocol={"wait_steps": wait_steps}, given=given)
+    (why,) = (each["why"] for each in advise(case) if each["setting"] == "protocol.wait_steps")
+    assert "a wait of 20 steps, more than wait_steps may be (10)" in why
+
+
 LINKS: list[tuple[Changes, Changes, set[str]]] = [
     # Changes of the config, the assumptions, and settings that the advice must change.
     ({}, {"link_gbit_per_s": 6e-5}, {"wire.up", "wire.down"}),
