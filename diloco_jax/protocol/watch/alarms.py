@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
 
 # An island that waits for data for at least this share of its time has an alarm.
 STARVED = 0.05

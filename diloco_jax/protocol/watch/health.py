@@ -1,10 +1,14 @@
 """The condition of each learner, how long it has lasted, and what to look at. It is for people; no rule reads it."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import ON_PURPOSE
-from diloco_jax.protocol.syncer.machine import Syncer
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
 
 CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
 CONDITIONS += ("silent", "gone", "expelled", "left")

@@ -22,6 +22,7 @@ from diloco_jax.tools.live.words import stands
 from diloco_jax.tools.view.story import Story, few, verdict
 from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.session.calls import ask_status
 
 # Records that are read between two news.
 LINES_MAX = 50_000
@@ -133,7 +134,7 @@ class RunFeed:
         if self._changed(STATUS_FILE) or self._looks % JUDGED_EVERY == 0:
             transport = self.config.transport if self.config else TransportConfig()
             try:
-                self._status = read_status(str(self.folder), transport=lambda: transport)
+                self._status = read_status(str(self.folder), ask_status, transport=lambda: transport)
             except (ValueError, OSError) as error:
                 self._status = self._status or {"state": "starting", "waiting_for": str(error), "learners": []}
 
