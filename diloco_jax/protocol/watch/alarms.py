@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diloco_jax.protocol.watch.health import conditions
+from diloco_jax.protocol.watch.health import conditions, shown
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
     for condition in conditions(syncer, now_s):
         name = condition.learner_id
         if condition.condition in REMEDIES:
-            found.append(Alarm(condition.condition, name, f"{name} is {condition.condition}: {condition.reason}"))
+            found.append(
+                Alarm(condition.condition, name, f"{name} is {shown(condition.condition)}: {condition.reason}")
+            )
         if syncer.membership.members[name].state != "active":
             continue
         if trouble := stats.losses.trouble(name):

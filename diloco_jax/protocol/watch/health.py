@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
 CONDITIONS += ("silent", "gone", "expelled", "left")
+# By condition: the word that people read, where it differs. Files of runs keep the names above.
+SHOWN = {"gone": "disconnected"}
 # A learner is slow if its steps take so many times the median.
 SLOW_FACTOR = 2.0
 
@@ -25,6 +27,11 @@ class Condition(NamedTuple):
     # Time on the driver's clock.
     since_s: float
     reason: str
+
+
+def shown(condition: str) -> str:
+    """Return the word that people read for one of CONDITIONS."""
+    return SHOWN.get(condition, condition)
 
 
 def conditions(syncer: Syncer, now_s: float) -> list[Condition]:

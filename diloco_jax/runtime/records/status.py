@@ -19,7 +19,7 @@ from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.figures.table import with_figures
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, SAMPLE_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, read_phases, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.transport.link import TransportConfig, split_address
@@ -162,11 +162,12 @@ def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
     Only the process that holds the folder's lock may call this.
     """
     kept: dict[Path, bytes] = {}
-    for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE)):
+    for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE, SAMPLE_FILE)):
         with contextlib.suppress(FileNotFoundError):
             kept[path] = path.read_bytes()
     (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    (run_dir / SAMPLE_FILE).unlink(missing_ok=True)
     if resume:
         start_again(run_dir)
 
