@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.cli.parser import Parser, command
+from diloco_jax.cli.parser import CONFIG_HELP, Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.sim.goodput.settings import Assumptions
@@ -41,7 +41,9 @@ def certs(arguments: argparse.Namespace) -> int:
 
 
 def _doctor_options(parser: Parser) -> None:
-    parser.takes_config()
+    parser.takes_config(
+        f"{CONFIG_HELP}; default: quickstart, to check this machine alone", nargs="?", default="quickstart"
+    )
     parser.takes_run_dir()
     parser.takes_json()
     parser.add_argument("--island", help="the learner of this machine; default: this is the machine of the syncer")
@@ -52,7 +54,12 @@ def _doctor_options(parser: Parser) -> None:
     )
 
 
-@command("doctor", "Check this machine and its link to the syncer, before or during a run.", _doctor_options)
+@command(
+    "doctor",
+    "Check this machine and its link to the syncer, before or during a run.",
+    _doctor_options,
+    example="diloco doctor                               check this machine for the quickstart",
+)
 def doctor(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.signals import stop_on_signals
     from diloco_jax.runtime.records.status import known_address

@@ -61,12 +61,22 @@ def status(arguments: argparse.Namespace) -> int:
 
     if arguments.config or arguments.watch:
         config()
-    read = partial(read_status, arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
+
+    read = partial(
+        read_status, arguments.run, _ask_syncer, allow_plaintext=arguments.allow_plaintext, transport=transport
+    )
     if arguments.watch:
         found = _watch(arguments, own.parent if own.exists() else None, read) or read()
     else:
         show(arguments, found := read(), describe)
     return FAILED if found.get("state") in DEAD else 0
+
+
+def _ask_syncer(config: TransportConfig) -> str:
+    # The import of gRPC takes longer than everything else, and most statuses are in a folder.
+    from diloco_jax.transport.session.calls import ask_status
+
+    return ask_status(config)
 
 
 def _watch(

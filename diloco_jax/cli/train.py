@@ -10,8 +10,9 @@ from rich.console import Console
 
 from diloco_jax.runtime.local.check_input import memory_bytes, oversized
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SUMMARY_FILE, has_begun
+from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SAMPLE_FILE, SUMMARY_FILE, has_begun
 from diloco_jax.runtime.records.signals import stop_on_signals
+from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.live.view import LiveView, run_in, show_cursor
 from diloco_jax.tools.live.words import alarm_line, ended_lines, scores_text, stands
@@ -50,25 +51,25 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     summary_file = run_dir / SUMMARY_FILE
     if not summary_file.exists():
         say(
-            "stopped while the syncer was away; --resume continues"
+            "stopped while no syncer was running; --resume continues"
             if has_begun(run_dir)
             else "stopped before training began"
         )
         return {"complete": False}
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
-    # A run that stopped before its first step has no report.
-    try:
-        report = f"report {write_report(run_dir)}"
-    except ValueError as error:
-        # The run stopped before its first step.
-        report = f"no report: {error}"
     say(ending(summary, config))
     # The import loads JAX with its compiler, which this process did not need until now.
     from diloco_jax.cli.inference import written
 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
-    say(report)
+        # The report and the page show it too.
+        replace_text(run_dir / SAMPLE_FILE, text)
+    try:
+        say(f"report {write_report(run_dir)}")
+    except ValueError as error:
+        # The run stopped before its first step.
+        say(f"no report: {error}")
     if not summary["complete"] and has_begun(run_dir):
         say(f"to continue: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
     told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]

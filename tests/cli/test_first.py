@@ -19,6 +19,7 @@ from diloco_jax.cli.main import main
 from diloco_jax.settings.packed import find_config, packed
 from diloco_jax.settings.text import load
 from tests.runtime.helpers import ROOT, environment
+from tests.tools.view.made import made_run
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tpu/moe_v6e"])
@@ -50,6 +51,25 @@ def test_commands_import_nothing_heavy_before_they_are_called() -> None:
     code = f"import sys, diloco_jax.cli.commands; print(*({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_status_of_a_folder_imports_nothing_heavy(tmp_path: Path) -> None:
+    heavy = {
+        "jax",
+        "numpy",
+        "pydantic",
+        "grpc",
+        "google.protobuf",
+        "rich",
+        "yaml",
+        "diloco_jax.protocol.syncer.machine",
+    }
+    folder = made_run(tmp_path / "run")
+    code = f"import sys; from diloco_jax.cli.main import main; main(['status', {str(folder)!r}]); "
+    code += f"print('heavy:', *({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("made is running: global step 1 of 10")
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("heavy:", "")
 
 
 def test_example_lines_are_command_lines() -> None:

@@ -103,7 +103,7 @@ def test_conditions_of_islands_are_alarms() -> None:
     syncer.on_disconnect("a", 1, "no connection", 2.0)
     stats.losses.on_report(report("b", 3)._replace(loss=nan))
     first, second = alarms_of(syncer, stats, 3.0)
-    assert (first.kind, first.who) == ("gone", "a") and first.text.startswith("a is gone: no connection")
+    assert (first.kind, first.who) == ("gone", "a") and first.text.startswith("a is disconnected: no connection")
     assert second == Alarm("loss", "b", "b: its newest training loss is nan")
     assert first.as_dict() == {**first._asdict(), "remedy": REMEDIES["gone"]}
 
@@ -161,7 +161,7 @@ def test_what_may_be_weather_must_hold_for_a_while() -> None:
 
 
 def test_a_link_that_breaks_again_and_again_is_told_of() -> None:
-    gone = Alarm("gone", "a", "a is gone")
+    gone = Alarm("gone", "a", "a is disconnected")
     book = AlarmBook()
     begun = [book.look([gone] if second % 3 == 0 else [], float(second))[0] for second in range(10)]
     assert begun == [[]] * 6 + [[gone]] + [[]] * 3, "it was away for 2 s at most, and is told once"

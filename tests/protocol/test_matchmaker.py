@@ -81,7 +81,7 @@ def test_when_a_donor_dies_another_is_chosen() -> None:
         it.on_request(of(name), 7)
     assert (it.donor_of("q"), it.donor_of("r")) == ("a", "b")
     membership.set_state(membership.members["a"], DISCONNECTED, 1.0)
-    assert it.on_lost("a", "it is gone") == [Send("q", StateUnavailable("a", "it is gone"))]
+    assert it.on_lost("a", "it is disconnected") == [Send("q", StateUnavailable("a", "it is disconnected"))]
     it.on_request(of("q"), 8)
     assert it.donor_of("q") == "b"
 

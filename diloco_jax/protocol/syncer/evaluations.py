@@ -148,7 +148,7 @@ class Evaluations:
     def lose(self, learner_id: str, reason: str, now_s: float) -> None:
         """Ask another learner if the lost one was to answer."""
         if self.open and learner_id == self.asked:
-            self._fail(f"{learner_id} is gone: {reason}", now_s, gone=True)
+            self._fail(f"{learner_id} is disconnected: {reason}", now_s, gone=True)
 
     def restart(self, now_s: float) -> None:
         """Start again after the syncer's process was lost with every link.

@@ -106,7 +106,7 @@ class Roster:
         self.membership.set_state(member, state, now_s)
         self._note("silent" if state == SILENT else "left", member, reason)
         if state == DISCONNECTED:
-            self.matches.on_lost(name, f"it is gone: {reason}")
+            self.matches.on_lost(name, f"it is disconnected: {reason}")
         self.comeback.on_lost(name)
         # At the end of the run a silent learner keeps the request, because no other learner is left to ask.
         if state == DISCONNECTED or not self.progress.finished:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.health import conditions
+from diloco_jax.protocol.watch.health import conditions, shown
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
 
 # An island that waits for data for at least this share of its time has an alarm.
 STARVED = 0.05
@@ -101,7 +103,9 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
     for condition in conditions(syncer, now_s):
         name = condition.learner_id
         if condition.condition in REMEDIES:
-            found.append(Alarm(condition.condition, name, f"{name} is {condition.condition}: {condition.reason}"))
+            found.append(
+                Alarm(condition.condition, name, f"{name} is {shown(condition.condition)}: {condition.reason}")
+            )
         if syncer.membership.members[name].state != "active":
             continue
         if trouble := stats.losses.trouble(name):

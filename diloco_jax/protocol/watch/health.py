@@ -1,13 +1,19 @@
 """The condition of each learner, how long it has lasted, and what to look at. It is for people; no rule reads it."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import ON_PURPOSE
-from diloco_jax.protocol.syncer.machine import Syncer
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
 
 CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
 CONDITIONS += ("silent", "gone", "expelled", "left")
+# By condition: the word that people read, where it differs. Files of runs keep the names above.
+SHOWN = {"gone": "disconnected"}
 # A learner is slow if its steps take so many times the median.
 SLOW_FACTOR = 2.0
 
@@ -21,6 +27,11 @@ class Condition(NamedTuple):
     # Time on the driver's clock.
     since_s: float
     reason: str
+
+
+def shown(condition: str) -> str:
+    """Return the word that people read for one of CONDITIONS."""
+    return SHOWN.get(condition, condition)
 
 
 def conditions(syncer: Syncer, now_s: float) -> list[Condition]:

@@ -8,15 +8,19 @@
   about one step per round.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco_jax.protocol.member import ACTIVE
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.pacing import ema
-from diloco_jax.protocol.syncer.machine import Syncer
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
 
 # Reports of an island before a jump of its loss counts.
 REPORTS_MIN = 200

@@ -9,16 +9,20 @@ syncer are approximate: a learner's next report has their number, and each count
 went back to a snapshot has lost the steps after it, and the time when nothing ran.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.bounds import objection
 from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outrun
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.machine import Syncer
 
 BFLOAT16_BYTES = 2
 # Name of a learner's metric: the share of the time in its steps that it waited for samples.

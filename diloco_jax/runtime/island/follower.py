@@ -220,7 +220,7 @@ class Follower:
                 continue
             match item.message:
                 case None:
-                    die(f"the leader is gone ({item.reason})")
+                    die(f"the leader is disconnected ({item.reason})")
                 case commands.HostHave() as have:
                     self._received_leaves.put((have, item.payload))
                 case commands.HostSaved() | commands.HostRead() as command:

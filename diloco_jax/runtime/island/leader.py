@@ -234,7 +234,7 @@ class LeadingHost(Host):
         match item.message:
             case None:
                 if not self._ending:
-                    die(f"host {item.host} is gone ({item.reason})")
+                    die(f"host {item.host} is disconnected ({item.reason})")
                 self._gone.add(item.host, "", b"")
             case commands.HostAnswer(number, reason):
                 self._questions.on_answer(item.host, number, reason, item.payload)

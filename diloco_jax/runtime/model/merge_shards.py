@@ -134,7 +134,7 @@ class RemoteShare:
     def _on_end(self, reason: str) -> None:
         why = self._killed_for or reason
         error = ConnectionError(
-            f"merge shard {self.shard} (process {self.process.pid}) is gone ({why}); its output is in this log, and "
+            f"merge shard {self.shard} (process {self.process.pid}) has ended ({why}); its output is in this log, and "
             "the syncer must be started again"
         )
         with self._lock:

@@ -26,6 +26,8 @@ SYNCER_LOCK, SUPERVISOR_LOCK = "syncer.lock", "supervisor.lock"
 CLOCK_FILE = "clock.json"  # run start
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
+# Text that the merged model wrote after training.
+SAMPLE_FILE = "sample.txt"
 CHECKPOINTS = "checkpoints"
 # States that each host of an island saved of itself.
 STATES = "states"

@@ -51,7 +51,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # The supervisor ended before this call.
     if os.getppid() != int(parent):
-        raise SystemExit("the supervisor of this run is gone")
+        raise SystemExit("the supervisor of this run has ended")
 
 
 def be_killed_with_parent() -> None:

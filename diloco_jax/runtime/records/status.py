@@ -1,6 +1,9 @@
 """The status of a run: how a syncer or a baseline composes it, and how others read it.
 
 tools/live/words.py lists the keys. liveness.py checks whether the processes of a status still run.
+
+`diloco status` is often called in a loop, so this module starts without gRPC and NumPy. Readers pass the function that
+asks a syncer, which needs both.
 """
 
 from __future__ import annotations
@@ -14,16 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco_jax.protocol.texts import clean_all
 from diloco_jax.protocol.watch.alarms import STARVED, Standing
-from diloco_jax.protocol.watch.stats import WAITING, RunStats
+from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.figures.table import with_figures
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, SAMPLE_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, read_phases, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.transport.link import TransportConfig, split_address
-from diloco_jax.transport.session.calls import ask_status
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
+    from diloco_jax.protocol.watch.stats import RunStats
     from diloco_jax.settings.run import RunConfig
 
 ANSWER_TIMEOUT_S = 5.0
@@ -159,11 +162,12 @@ def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
     Only the process that holds the folder's lock may call this.
     """
     kept: dict[Path, bytes] = {}
-    for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE)):
+    for path in (run_dir / name for name in (ADDRESS_FILE, SUMMARY_FILE, STATUS_FILE, SAMPLE_FILE)):
         with contextlib.suppress(FileNotFoundError):
             kept[path] = path.read_bytes()
     (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    (run_dir / SAMPLE_FILE).unlink(missing_ok=True)
     if resume:
         start_again(run_dir)
 
@@ -232,11 +236,16 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
 
 
 def read_status(
-    run: str, *, allow_plaintext: bool = False, transport: Callable[[], TransportConfig] = TransportConfig
+    run: str,
+    ask_syncer: Callable[[TransportConfig], str],
+    *,
+    allow_plaintext: bool = False,
+    transport: Callable[[], TransportConfig] = TransportConfig,
 ) -> dict[str, Any]:
     """Return the status of a run; that of a folder is corrected if its processes have ended (`liveness.judge`).
 
     Args:
+        ask_syncer: returns the JSON of a syncer's status (`ask_status` of transport/session/calls.py).
         transport: returns certificates and token, for a syncer that requires them. It is not called if the file is
             fresh, because a config takes a second to load.
 
@@ -247,7 +256,7 @@ def read_status(
 
     def ask() -> dict[str, Any]:
         config = syncer_at(run, transport(), allow_plaintext=allow_plaintext)
-        answer: dict[str, Any] = clean_all(json.loads(ask_status(config)))
+        answer: dict[str, Any] = clean_all(json.loads(ask_syncer(config)))
         return answer
 
     def ask_if_there() -> dict[str, Any] | None:

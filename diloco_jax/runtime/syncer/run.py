@@ -195,7 +195,7 @@ class SyncerDriver:
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.excluded.items()):
-            log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
+            log.info(f"excluded from round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.excluded, self._now_s())
         excluded = tuple(sorted(merged.excluded))

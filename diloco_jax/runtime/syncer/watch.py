@@ -41,7 +41,7 @@ from diloco_jax.transport.endpoints.probe import versions
 SUMMED = ("tokens_per_s", "model_flops_per_s")
 
 EVAL_ALARMS_MAX = 8
-LIVES = {FRESH: "the run begins", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
+LIVES = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Watch:
         """Record that a process of the syncer starts, how it starts (begin.py), and on what machine."""
         machine = self.context.machine
         record = {"kind": "life", "t": self.context.clock.now_s(), "global_step": machine.global_step, "members": []}
-        record |= {"epoch": machine.epoch, "reason": f"of the syncer, number {machine.epoch}: {LIVES[how]}"}
+        record |= {"epoch": machine.epoch, "reason": f"process {machine.epoch} of the syncer: {LIVES[how]}"}
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
 

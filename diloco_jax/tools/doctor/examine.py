@@ -14,14 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.local.machine import look
+from diloco_jax.runtime.local.machine import count_of, look
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.doctor import host
 from diloco_jax.tools.doctor.host import Check, Status
-from diloco_jax.tools.doctor.link import check_link, dialled
+from diloco_jax.tools.doctor.link import Side, check_link, dialled
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.endpoints.probe import SECONDS_MAX
 from diloco_jax.transport.link import check_name, split_address
+from diloco_jax.transport.trust.security import is_loopback
 
 WORDS: dict[Status, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
 # The width of the table if the output is not a terminal.
@@ -31,6 +32,8 @@ STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"
 
 def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seconds: float) -> list[Check]:
     """Run all checks of this machine, for an island or, if `island` is empty, for the syncer.
+
+    If the syncer's port is chosen at start, the islands can only run on this machine. Then it is checked for them too.
 
     Args:
       run_dir: the run's folder on this machine.
@@ -45,12 +48,18 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     name = check_name(island) if island else SYNCER
     side = dialled(config.transport, name, address)
     part = host.part_of(config, island)
-    checks = [_check_config(config, island, part.parameters)]
+    local = _is_local(config, side)
+    role = island or ("the syncer and all islands" if local else "the syncer")
+    checks = [_check_config(config, island, role, part.parameters)]
+    checks.append(host.check_accelerators(config if local else None, os.environ))
     checks += check_link(config, side, part, seconds)
     checks.append(host.check_parts(config, island))
     if not config.model.own:
         checks.append(host.check_data(config))
-    checks += [host.check_memory(part.memory_bytes), host.check_disk(part.disk_bytes, run_dir)]
+    memory_bytes = part.memory_bytes
+    if local and memory_bytes is not None:
+        memory_bytes += host.islands_memory(config)
+    checks += [host.check_memory(memory_bytes), host.check_disk(part.disk_bytes, run_dir)]
     own = config.island(island)
     # This reads the machine's devices, not JAX's, because a check must not take chips from a running run.
     emulated = not own.topology and look({}).emulates
@@ -62,23 +71,40 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     return checks
 
 
-def _check_config(config: RunConfig, island: str, parameters: int | None) -> Check:
+def _is_local(config: RunConfig, side: Side) -> bool:
+    """Return whether `diloco train` would run the syncer and all islands of this config on this machine."""
+    port = split_address(side.transport.address)[1]
+    here = side.is_syncer and not port and is_loopback(side.transport.address)
+    return here and config.algorithm == "decoupled" and not config.islands.pathways
+
+
+def _check_config(config: RunConfig, island: str, role: str, parameters: int | None) -> Check:
     model = "a model that the islands' loops bring" if parameters is None else f"{parameters:,} parameters"
     found = f"run {config.name!r}, {config.islands.count} islands, {model}; "
     if island and island not in config.islands.names:
         names = f"{config.islands.names[0]} to {config.islands.names[-1]}"
         return Check("config", "warn", f"{found}{island} is not among {names}", "correct --island if it is one of them")
-    return Check("config", "ok", found + (f"checked for {island}" if island else "checked for the syncer"))
+    return Check("config", "ok", f"{found}checked for {role}")
 
 
 def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
     """Return the checks in the form that `diloco doctor --json` prints."""
     rows = [check._asdict() for check in checks]
-    return {"checks": rows, "ok": not any(check.status == "fail" for check in checks)}
+    return {"checks": rows, "ok": not any(check.status == "fail" for check in checks), "verdict": verdict(checks)}
+
+
+def verdict(checks: Sequence[Check]) -> str:
+    """Return the result of all checks in one sentence."""
+    failed, warned = ([check.name for check in checks if check.status == status] for status in ("fail", "warn"))
+    if failed:
+        return f"not ready: {count_of(len(failed), 'check')} failed ({', '.join(failed)}); the fixes are above"
+    if warned:
+        return f"ready, with {count_of(len(warned), 'warning')} ({', '.join(warned)})"
+    return f"ready: all {len(checks)} checks passed"
 
 
 def describe(checks: Sequence[Check]) -> str:
-    """Format the checks as a table."""
+    """Format the checks as a table, with the verdict below it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "what", "found", "fix"):
         table.add_column(column, overflow="fold")
@@ -88,7 +114,7 @@ def describe(checks: Sequence[Check]) -> str:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     with console.capture() as capture:
         console.print(table)
-    return capture.get().rstrip()
+    return f"{capture.get().rstrip()}\n\nverdict: {verdict(checks)}"
 
 
 @contextmanager

@@ -1,21 +1,23 @@
 """Checks of `diloco doctor` on this machine alone: data, memory, disk, devices, limits."""
 
+import contextlib
 import os
 import resource
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from diloco_jax.runtime.local import check_input
-from diloco_jax.runtime.local.machine import chip_of
+from diloco_jax.runtime.local import check_input, machine
+from diloco_jax.runtime.local.machine import chip_of, count_of
 from diloco_jax.runtime.model.evaluation import Scorer
 from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.memory import num_parameters
-from diloco_jax.tools.budget.needs import IslandKind, LinkNeeds, outline, syncer_needs
+from diloco_jax.tools.budget.needs import IslandKind, LinkNeeds, outline, outlines, syncer_needs
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches
 
@@ -23,6 +25,8 @@ Status = Literal["ok", "warn", "fail"]
 MEMORY = Path("/proc/meminfo")
 TCP = Path("/proc/sys/net/ipv4")
 PCI = Path("/sys/bus/pci/devices")
+# Folder with a file of each GPU, which NVIDIA's driver writes.
+NVIDIA = "proc/driver/nvidia/gpus"
 # Open files of a process besides its connections.
 FILES_OF_PROCESS = 256
 # TCP windows limit a link whose measured rate is above this share of what they allow.
@@ -135,6 +139,56 @@ def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Chec
         return Check("environment", "ok", "no MEGASCALE_* variable")
     fix = "unset them, and start each island as a separate slice: an island is never part of a multislice job"
     return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
+
+
+def check_accelerators(config: RunConfig | None, environment: Mapping[str, str], root: Path = Path("/")) -> Check:
+    """Name the accelerators of this machine without opening them, and check that a local run can share them.
+
+    Args:
+        config: the config of a run whose islands all run on this machine; None for other runs.
+        environment: JAX_PLATFORMS is ignored, because `doctor` keeps its own process on the CPU with it.
+        root: folder with the system's `dev`, `proc` and `sys`.
+    """
+    chosen = {name: value for name, value in environment.items() if name != "JAX_PLATFORMS"}
+    found = machine.look(chosen, root)
+    names = _gpu_names(found.gpus, root) + _chip_names(found.tpu_chips, root)
+    listed = ", ".join(f"{count} {name}" for name, count in Counter(names).items())
+    told = listed or ("of a kind that only JAX can name" if found.unknown else "no GPU or TPU here")
+    if config is not None:
+        try:
+            shares = machine.check(config, found)
+        except ValueError as error:
+            return of_error("accelerators", error)
+        told = f"{listed}: {shares}" if listed else shares
+    if found.unused:
+        reason, _, fix = found.unused.partition(": ")
+        return Check("accelerators", "warn", reason if config is None else told, fix)
+    cores = count_of(os.cpu_count() or 1, "processor")
+    return Check("accelerators", "ok", told if listed or found.unknown else f"{told}; {cores}")
+
+
+def _gpu_names(gpus: Sequence[str], root: Path) -> list[str]:
+    """Return the models of NVIDIA GPUs as their driver names them; "NVIDIA GPU" for one that it does not name."""
+    known: dict[str, str] = {}
+    for file in (root / NVIDIA).glob("*/information"):
+        with contextlib.suppress(OSError, ValueError):
+            lines = (line.split(":", 1) for line in file.read_text(encoding="utf-8").splitlines() if ":" in line)
+            facts = {name.strip(): value.strip() for name, value in lines}
+            known[facts.get("Device Minor", "")] = facts.get("Model", "NVIDIA GPU")
+    return [known.get(gpu, "NVIDIA GPU") for gpu in gpus]
+
+
+def _chip_names(count: int, root: Path) -> list[str]:
+    if not count:
+        return []
+    chips = (chip_of(device) for device in sorted((root / "sys/bus/pci/devices").glob("*")))
+    return [f"TPU {chip}" for chip in chips if chip]
+
+
+def islands_memory(config: RunConfig) -> float:
+    """Return the estimated memory of all processes of all islands, if they run on one machine."""
+    kinds = outlines(config)
+    return sum(sum(each.needs.host) * each.kind.island.hosts * len(each.kind.names) for each in kinds)
 
 
 def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:

@@ -102,6 +102,9 @@ def check_reach(side: Side) -> list[Check]:
     address = side.transport.address
     host, port = split_address(address)
     name = "address"
+    if not port and side.is_syncer and is_loopback(address):
+        return [Check(name, "ok", f"{address}: syncer and islands run on this machine, the port is chosen at start"),
+                Check("listen", "ok", "there is nothing to reach before the run starts")]  # fmt: skip
     if not port:
         fix = "for more than one machine, set transport.address to HOST:PORT, or give --syncer HOST:PORT"
         return [Check(name, "warn" if is_loopback(address) else "fail", f"{address}: the port is chosen at start", fix),

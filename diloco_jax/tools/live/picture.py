@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco_jax.protocol.watch.health import shown
 from diloco_jax.runtime.figures import table as figures
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration
@@ -129,7 +130,7 @@ def _measured(name: str) -> Column:
 
 
 def _condition(island: IslandFacts) -> Text:
-    state = Text(island.condition, style=STYLE_OF.get(island.condition, ""))
+    state = Text(shown(island.condition), style=STYLE_OF.get(island.condition, ""))
     if island.condition not in ("training", FINISHED):
         # One letter of the unit is enough, because 80 columns are few.
         number, unit, *_ = format_duration(island.since_s or 0.0).split()

@@ -23,6 +23,7 @@ An island's numbers may be null until it has reported a step.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from diloco_jax.protocol.watch.health import shown
 from diloco_jax.protocol.watch.stats import FINISHING_S
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
@@ -71,11 +72,11 @@ def describe(status: Mapping[str, Any]) -> str:
     progress += format_duration(status["wall_s"])
     quiet = "said_s_ago" in status
     if quiet:
-        progress = f"last word {format_duration(status['said_s_ago'])} ago, at {progress}"
+        progress = f"last status {format_duration(status['said_s_ago'])} ago, at {progress}"
     text = [f"{status['run']} is {status['state']}: {progress}"]
     if left := time_left(status):
         text[0] += f", {left}"
-    text += [status["remedy"], "it said then:"] if quiet else []
+    text += [status["remedy"], "that status:"] if quiet else []
     text.append(f"waiting for: {status['waiting_for']}")
     text += _figures(status)
     text += [alarm_line(alarm) for alarm in status["alarms"]]
@@ -109,7 +110,7 @@ def _condition(row: Mapping[str, Any]) -> str:
         details = ": " + ", ".join(table.texts(table.ISLAND_FIGURES, facts, lambda figure: figure.status))
     reason = f"; {row['reason']}" if row["reason"] else ""
     process = f"; process {row['process']}" if row.get("process") else ""
-    return f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}; {always}{process}"
+    return f"{shown(row['condition'])} for {format_duration(row['since_s'])}{details}{reason}; {always}{process}"
 
 
 def alarm_line(alarm: Mapping[str, Any]) -> str:

@@ -109,7 +109,7 @@ class Replay:
         where = f"fragment {order.fragment_id}, version {order.global_step}"
         if set(merged.excluded) != set(this.excluded):
             names, theirs = ", ".join(merged.excluded) or "nobody", ", ".join(this.excluded) or "nobody"
-            self._differ(f"{where} (left out: {names}; the run left out {theirs})")
+            self._differ(f"{where} (excluded: {names}; the run excluded {theirs})")
         if merged.state is None:
             raise ValueError(f"{where} cannot be made: no value is usable now; the first difference: {self.difference}")
         self.merged_rounds += 1

@@ -8,10 +8,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.protocol.messages import ON_PURPOSE, RUN_COMPLETE
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.figures.table import Figure
-from diloco_jax.runtime.records.files import CLOCK_FILE, CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.files import (
+    CLOCK_FILE,
+    CONFIG_FILE,
+    LOGS,
+    METRICS_FILE,
+    SAMPLE_FILE,
+    STATUS_FILE,
+    SUMMARY_FILE,
+)
 from diloco_jax.runtime.records.liveness import AWAY, DEAD
 from diloco_jax.runtime.records.status import EVALUATING, read_status
 from diloco_jax.runtime.records.telemetry import finite, read_object
@@ -22,10 +31,13 @@ from diloco_jax.tools.live.words import stands
 from diloco_jax.tools.view.story import Story, few, verdict
 from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.session.calls import ask_status
 
 # Records that are read between two news.
 LINES_MAX = 50_000
 EVENTS_KEPT = 300
+# Characters of the sample of text that are shown.
+SAMPLE_MAX = 4000
 # Points of a curve that are sent: of losses, and of other metrics.
 POINTS_SENT, METRIC_POINTS = 240, 120
 METRICS_FIRST = ("grad_norm", "learning_rate", "mfu", "model_flops_per_s", "step_s", "tokens_per_s", "waiting_for_data")
@@ -61,9 +73,12 @@ class RunFeed:
     """One run for the page, finished, under way or about to start; ValueError if the folder has no run.
 
     Only one thread at a time may use it.
+
+    Args:
+        events_kept: most events that are shown, the newest.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, events_kept: int = EVENTS_KEPT) -> None:
         if not any((folder / name).is_file() for name in (CONFIG_FILE, STATUS_FILE, METRICS_FILE)):
             raise ValueError(
                 f"{folder} is not the folder of a run: it has no {CONFIG_FILE}; give one, such as runs/NAME"
@@ -74,12 +89,14 @@ class RunFeed:
         # The config may be missing, or of another version.
         with suppress(ValueError):
             self.config = load(folder / CONFIG_FILE)
-        self._looks = 0
+        self._looks, self._events_kept = 0, events_kept
         self._status: dict[str, Any] = {}
         # Times of the last change of files, in nanoseconds.
         self._stamps: dict[str, int] = {}
         self._size = 0
         self._summary: dict[str, Any] = {}
+        # Text that the final model wrote.
+        self._sample = ""
         self._begin()
 
     def _begin(self) -> None:
@@ -87,7 +104,7 @@ class RunFeed:
         self._tail = RecordTail(self.folder / METRICS_FILE)
         self.story, self._times = Story(), IslandTimes(self.config.islands.names if self.config else ())
         self._rounds = RoundTimes()
-        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+        self._events: deque[dict[str, Any]] = deque(maxlen=self._events_kept)
         # Number of events so far.
         self._told, self._finished = 0, False
         # Newest incarnation of each island, as the records write it.
@@ -130,10 +147,14 @@ class RunFeed:
             self._summary = {}
             with suppress(OSError, ValueError):
                 self._summary = read_object(self.folder / SUMMARY_FILE, "learners", "wire")
+        if self._changed(SAMPLE_FILE):
+            self._sample = ""
+            with suppress(OSError):
+                self._sample = (self.folder / SAMPLE_FILE).read_text(encoding="utf-8", errors="replace")[:SAMPLE_MAX]
         if self._changed(STATUS_FILE) or self._looks % JUDGED_EVERY == 0:
             transport = self.config.transport if self.config else TransportConfig()
             try:
-                self._status = read_status(str(self.folder), transport=lambda: transport)
+                self._status = read_status(str(self.folder), ask_status, transport=lambda: transport)
             except (ValueError, OSError) as error:
                 self._status = self._status or {"state": "starting", "waiting_for": str(error), "learners": []}
 
@@ -149,6 +170,10 @@ class RunFeed:
             # An island of the same incarnation only has another connection.
             kind = "back" if all(self._lives.get(name) == reason for name in who) else kind
             self._lives |= dict.fromkeys(who, reason)
+        if kind == "life":
+            kind, who = "started", ["syncer"]
+        if kind == "left" and reason not in (*ON_PURPOSE, RUN_COMPLETE):
+            kind = "disconnected"
         if kind == "alarm" and record.get("state") == "ends":
             kind = "alarm ended"
         self._told += 1
@@ -157,7 +182,7 @@ class RunFeed:
         if not self._finished:
             self._events.append(event)
             self._new_events.append(event)
-            del self._new_events[:-EVENTS_KEPT]
+            del self._new_events[: -self._events_kept]
         self._finished = self._finished or kind == "finished"
 
     def whole(self, *, still: bool = False) -> dict[str, Any]:
@@ -198,7 +223,7 @@ class RunFeed:
         now = {"status": status, "summary": summary, "alarms": told, "ended": ended, "times": times}
         now["verdict"] = verdict(status, summary, (len(told), len(ended)), times["goodput"])
         now |= self._figures(now, live=not still and status.get("state") in LIVE)
-        return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate}
+        return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate, "sample": self._sample}
 
     def _figures(self, now: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
         """Return the figures of the run, those for a comparison of runs, and those of each island by name."""

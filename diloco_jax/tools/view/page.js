@@ -5,7 +5,7 @@ const token = location.hash.slice(1);
 // The data of a report, which has no server; null on a served page.
 const still = JSON.parse($('data').textContent);
 const calm = matchMedia('(prefers-reduced-motion: reduce)');
-let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0, metric = 'loss';
+let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0, lossRange = 0, metric = 'loss';
 
 // ---- elements
 function h(tag, props, ...children) {
@@ -94,6 +94,8 @@ function listen() {
 const STATES = {running: 'is-good', complete: 'is-good', evaluating: 'is-good', starting: 'is-new', stopped: 'is-warn'};
 const CONDITIONS = {training: 'is-good', evaluating: 'is-good', joining: 'is-new', recovering: 'is-new', slow: 'is-warn',
   unmerged: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', left: 'is-dim'};
+// Words of people for conditions, where they differ from those of the files (protocol/watch/health.py).
+const SHOWN = {gone: 'disconnected'};
 const live = run => !still && ['running', 'starting', 'evaluating'].includes(run.status.state);
 function drawHead(run) {
   const {status, summary} = run, steps = status.global_step ?? summary.global_steps, total = status.total_steps;
@@ -106,10 +108,10 @@ function drawHead(run) {
   const read = run.read < 1 ? ', reading its records: ' + share(run.read) : '';
   const partial = still && !summary.complete ? '. Not complete: the numbers are those up to the last record' : '';
   const {config, began_unix_s} = run.made || {}, parameters = summary.num_parameters ?? status.num_parameters;
-  text($('origin'), [config && config !== run.name ? 'config ' + config : '', known(parameters) ? si(parameters) + ' parameters' : '',
+  text($('origin'), [config ? 'config ' + config : '', known(parameters) ? si(parameters) + ' parameters' : '',
     known(began_unix_s) ? 'started ' + date(began_unix_s) : ''].filter(Boolean).join(', '));
   text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
-  if (still) text($('link'), 'a report');
+  if (still) text($('link'), 'a report' + (known(run.written_unix_s) ? ', written ' + date(run.written_unix_s) : ''));
   text($('verdict'), still ? run.verdict : '');
   text($('waiting'), live(run) && status.waiting_for ? 'waiting for: ' + status.waiting_for : '');
   const choice = $('choice');
@@ -148,7 +150,7 @@ function drawFigures(run) {
 // ---- islands: rows stay, so that focus on their buttons does
 // Pairs of a header and a function that writes the cell of an island.
 function columnsOf(run) {
-  const condition = row => row.finished ? 'finished' : row.condition + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s));
+  const condition = row => row.finished ? 'finished' : (SHOWN[row.condition] || row.condition) + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s));
   const mean = row => row.mean_tokens_per_s ? si(row.mean_tokens_per_s) + ' on average' : '';
   const figures = run.columns.map(({name, words, form}) => [words, row =>
     name === 'tokens_per_s' && row.finished ? mean(row) : FORMS[form]((run.islands[row.learner] || {})[name])]);
@@ -161,15 +163,15 @@ function drawIslands(run) {
   for (const row of rows) row.finished ??= row.condition === 'finished' || (run.status.state === 'complete' && row.condition === 'left' && row.since_s <= 5);
   const columns = columnsOf(run), table = $('island-table'), names = rows.map(row => row.learner);
   once(table, [run.name, names, run.logs], () => {
-    fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...columns.map(column => column[0]), 'actions'].map(name =>
+    fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...columns.map(column => column[0]), ...(still ? [] : ['actions'])].map(name =>
       h('th', {scope: 'col', role: 'columnheader', class: name === 'reason' ? 'text' : null}, name))));
     fill(table.tBodies[0], ...rows.map(row => h('tr', {role: 'row'},
       h('th', {scope: 'row', role: 'rowheader'}, row.learner),
       ...columns.map(([name]) => h('td', {role: 'cell', 'data-label': name === 'condition' ? null : name,
         class: name === 'reason' ? 'word' : null})),
-      h('td', {role: 'cell'}, run.logs.includes(row.learner)
+      still ? null : h('td', {role: 'cell'}, run.logs.includes(row.learner)
         ? h('button', {'aria-label': 'Log of ' + row.learner, onclick: () => readLog(row.learner, true)}, 'Log') : null,
-      still ? null : h('button', {class: 'drain', 'aria-label': 'Let ' + row.learner + ' leave', onclick: () => drain(row.learner)}, 'Drain')))));
+      h('button', {class: 'drain', 'aria-label': 'Let ' + row.learner + ' leave', onclick: () => drain(row.learner)}, 'Drain')))));
     if (!rows.length) fill(table.tBodies[0], h('tr', {}, h('td', {class: 'text'}, 'No island has connected yet.')));
   });
   rows.forEach((row, index) => {
@@ -228,13 +230,16 @@ function lanes(rounds, now) {
   });
 }
 const nice = (from, most) => [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800].find(step => from / step <= most) || from;
-// The last broadcast of a run may wait for the final evaluation, and must not fill the timeline.
-const tail = (last, run) => known(last.merged_s) ? last.merged_s + 4 * (run.round_s || 1) : Infinity;
+// The last broadcasts of a run wait for the final evaluation, so the timeline of a run without rounds to come ends soon
+// after its last merge.
+const tail = (last, run) => known(last.merged_s) ? last.merged_s + (run.round_s || 1) : Infinity;
+const merging = run => live(run) && run.status.state !== 'evaluating';
+const SINCE = 'time since the start of the run';
 // The part of the timeline that moves.
 let scene = null;
 function drawRounds(run) {
   const rounds = run.rounds.map(timed).filter(round => known(begin(round))), box = $('timeline');
-  const last = rounds[rounds.length - 1], now = live(run) ? run.end_s : last ? Math.min(end(last, run.end_s), tail(last, run)) : 0;
+  const last = rounds[rounds.length - 1], now = merging(run) ? run.end_s : last ? Math.min(end(last, run.end_s), tail(last, run)) : 0;
   const auto = Math.max(2, 40 * (run.round_s || 1)), seconds = span || auto;
   once($('phases'), 1, () => fill($('phases'), ...PHASES.map(([name], index) =>
     h('li', {}, s('svg', {viewBox: '0 0 10 10', 'aria-hidden': 'true'}, s('rect', {class: 'ph' + index, width: 10, height: 10})), name))));
@@ -268,12 +273,13 @@ function drawRounds(run) {
     moving.append(group);
   });
   for (const event of run.events) {
-    if (!['left', 'joined', 'silent', 'restarted', 'expelled'].includes(event.kind) || event.t < right - seconds || event.t > right) continue;
+    if (!['left', 'disconnected', 'joined', 'silent', 'restarted', 'expelled'].includes(event.kind) || event.t < right - seconds || event.t > right) continue;
     moving.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''), d: `M${x(event.t)} 0V${height}`},
       s('title', {}, `${event.who.join(', ')} ${event.kind}`)));
   }
-  fill(box, s('svg', {width, height: height + 20, viewBox: `0 0 ${width} ${height + 20}`, 'aria-hidden': 'true'}, moving));
-  scene = live(run) && right === now ? {moving, perS: width / seconds} : null;
+  fill(box, s('svg', {width, height: height + 36, viewBox: `0 0 ${width} ${height + 36}`, 'aria-hidden': 'true'}, moving,
+    s('text', {class: 'axis-title', x: width / 2, y: height + 31, 'text-anchor': 'middle'}, SINCE)));
+  scene = merging(run) && right === now ? {moving, perS: width / seconds} : null;
   const told = rounds.find(round => round.step === picked) || [...rounds].reverse().find(round => round.merged_s);
   if (picked !== null || !live(run)) text($('picked'), told ? describe(told) : 'No round has closed yet.');
   else text($('picked'), rounds.length ? 'Choose a round to see its times.' : 'No round has closed yet.');
@@ -309,8 +315,9 @@ function drawStrip(run) {
     const left = Math.min(110, 16 + 7 * Math.max(...names.map(name => name.length))), row = names.length > 16 ? 12 : 18, height = names.length * row;
     const end = Math.max(run.end_s, cells[cells.length - 1][1]) || 1, x = t => left + t / end * (width - left), step = nice(end, width / 90);
     const words = names.map(name => `${name} in ${share(members[name].reduce((a, b) => a + b) / cells.reduce((a, cell) => a + cell[2], 0))}`);
-    const drawing = s('svg', {width, height: height + 18, viewBox: `0 0 ${width} ${height + 18}`, role: 'img', 'aria-label': 'Rounds and their members: ' + words.join(', ')});
+    const drawing = s('svg', {width, height: height + 34, viewBox: `0 0 ${width} ${height + 34}`, role: 'img', 'aria-label': 'Rounds and their members: ' + words.join(', ')});
     for (let t = 0; t <= end * 0.93; t += step) drawing.append(s('text', {x: x(t), y: height + 14}, t ? time(t) : '0'));
+    drawing.append(s('text', {class: 'axis-title', x: (left + width) / 2, y: height + 29, 'text-anchor': 'middle'}, SINCE));
     names.forEach((name, index) => {
       drawing.append(s('text', {class: 'row-name', x: 0, y: (index + 0.75) * row}, name.length > 14 ? name.slice(0, 13) + '…' : name),
         s('rect', {class: 'track', x: left, y: index * row + 1, width: width - left, height: row - 2}));
@@ -319,7 +326,7 @@ function drawStrip(run) {
         if (hits) drawing.append(s('rect', {class: 'cell', x: x(from), y: index * row + 1, width: Math.max(1, x(cells[at][1]) - x(from)), height: row - 2, opacity: 0.12 + 0.88 * hits / cells[at][2]}));
       });
       for (const event of run.events) {
-        if (['left', 'joined', 'silent', 'expelled'].includes(event.kind) && event.who.includes(name)) {
+        if (['left', 'disconnected', 'joined', 'silent', 'expelled'].includes(event.kind) && event.who.includes(name)) {
           drawing.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''), d: `M${x(event.t)} ${index * row}v${row}`}, s('title', {}, `${name} ${event.kind}: ${event.reason}`)));
         }
       }
@@ -329,20 +336,26 @@ function drawStrip(run) {
 }
 
 // ---- charts
-function chart(place, legend, lines, xForm, label) {
+// The range of an axis. `settles` is for losses: their last half fills at least half of the axis, so that their steep
+// start may be above it.
+function rangeOf(points, settles) {
+  const xs = points.map(point => point[0]), half = (Math.min(...xs) + Math.max(...xs)) / 2, values = points.map(point => point[1]);
+  const late = points.filter(point => point[0] >= half).map(point => point[1]), top = Math.max(...late);
+  let [low, high] = [Math.min(...values), Math.max(...values)];
+  if (settles) high = Math.min(high, top + Math.max(top - Math.min(...late), 0.02 * Math.abs(top)));
+  return low === high ? [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)] : [low, high];
+}
+function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = false}) {
   const all = lines.flatMap(line => line.points).filter(point => known(point[1]));
   once(legend, lines.map(line => [line.name, line.style]), () => fill(legend, ...lines.map(line =>
     h('li', {}, h('i', {class: line.style}), line.name))));
-  const width = Math.max(240, place.clientWidth), height = Math.min(340, Math.max(200, width * 0.42)), left = 46, bottom = height - 22;
+  const width = Math.max(240, place.clientWidth), height = Math.min(370, Math.max(230, width * 0.45)), left = 46, top = 24, bottom = height - 38;
   if (!all.length) return fill(place, h('p', {class: 'soft'}, 'Nothing yet.'));
-  // The steep start may be above the chart.
-  const late = Math.max(...all.map(point => point[0])) * 0.06;
-  const settled = all.filter(point => point[0] >= late).map(point => point[1]), xs = all.map(point => point[0]);
-  let [low, high] = [Math.min(...settled), Math.max(...settled)];
-  if (low === high) [low, high] = [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)];
+  const xs = all.map(point => point[0]), most = Math.max(...all.map(point => point[1]));
+  let [low, high] = rangeOf(all, settles);
   const [first, last] = [Math.min(...xs), Math.max(...xs)], step = nice10((high - low || 1) / 5);
   [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
-  const x = t => left + (t - first) / (last - first || 1) * (width - left - 8), y = value => bottom - (value - low) / (high - low || 1) * (bottom - 8);
+  const x = t => left + (t - first) / (last - first || 1) * (width - left - 8), y = value => bottom - (value - low) / (high - low || 1) * (bottom - top);
   const drawing = s('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': label + ': ' + lines.map(line =>
     `${line.name} ${line.points.length ? line.points[line.points.length - 1][1].toPrecision(4) : 'none'}`).join(', ')});
   for (let value = low; value <= high + step / 2; value += step) {
@@ -351,11 +364,17 @@ function chart(place, legend, lines, xForm, label) {
   const ticks = Math.max(2, Math.floor(width / 130));
   for (let n = 0; n <= ticks; n++) {
     const t = first + (last - first) * n / ticks;
-    drawing.append(s('text', {x: x(t), y: height - 5, 'text-anchor': n === 0 ? 'start' : n === ticks ? 'end' : 'middle'}, xForm(t)));
+    drawing.append(s('text', {x: x(t), y: bottom + 16, 'text-anchor': n === 0 ? 'start' : n === ticks ? 'end' : 'middle'}, xForm(t)));
   }
-  const inside = s('g', {'clip-path': 'inset(0)'});
+  const title = (at, words) => drawing.append(s('text', {class: 'axis-title', ...at}, words));
+  title({x: (left + width) / 2, y: height - 5, 'text-anchor': 'middle'}, xTitle);
+  title({x: 0, y: 12}, yTitle);
+  if (most > high) title({x: width, y: 12, 'text-anchor': 'end'}, `values up to ${+most.toPrecision(3)} are above the axis`);
+  // It cuts lines at the edges of the axes; a margin is for whole dots.
+  const frame = {x: left - 5, y: top - 2, width: width - left + 5, height: bottom - top + 8};
+  const inside = s('svg', {...frame, viewBox: Object.values(frame).join(' ')});
   for (const line of lines) {
-    const points = line.points.filter(point => known(point[1]) && y(point[1]) >= -40).map(point => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`);
+    const points = line.points.filter(point => known(point[1])).map(point => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`);
     inside.append(s('polyline', {class: 'line ' + line.style, points: points.join(' ')}));
     if (line.dots) for (const point of points) inside.append(s('circle', {class: 'point ' + line.style, cx: point.split(',')[0], cy: point.split(',')[1], r: 4}));
   }
@@ -368,15 +387,17 @@ function nice10(from) {
 }
 function drawLoss(run) {
   once($('loss-by'), 1, () => choices($('loss-by'), 'loss', [['over time', 0], ['over tokens', 1]], () => lossBy, value => { lossBy = value; }));
+  once($('loss-range'), 1, () => choices($('loss-range'), 'range', [['last half', 0], ['all values', 1]], () => lossRange, value => { lossRange = value; }));
   const names = ['loss', ...Object.keys(run.metrics).filter(name => name !== 'loss')];
   if (!names.includes(metric)) metric = 'loss';
   once($('metric'), names, () => { fill($('metric'), ...names.map(name => h('option', {}, name))); $('metric').value = metric; });
-  $('loss-by').hidden = metric !== 'loss';
+  $('loss-by').hidden = $('loss-range').hidden = metric !== 'loss';
   const islands = metric === 'loss' ? run.curves.loss : run.metrics[metric], by = metric === 'loss' ? lossBy : 0;
   const lines = Object.entries(islands).sort((a, b) => a[0].length - b[0].length || (a[0] < b[0] ? -1 : 1)).map(([name, points], index) =>
     ({name, style: colour(index), points: points.map(point => [point[by], point[metric === 'loss' ? 2 : 1]])}));
   if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
-  chart($('loss'), $('loss-legend'), lines, by ? si : time, metric);
+  chart($('loss'), $('loss-legend'), lines, by ? si : time, {label: metric, xTitle: by ? 'tokens of all islands' : SINCE,
+    yTitle: metric.replaceAll('_', ' '), settles: metric === 'loss' && !lossRange});
 }
 // Reads the metrics again, because news do not have them.
 async function refresh() {
@@ -388,7 +409,7 @@ setInterval(refresh, 10000);
 $('metric').addEventListener('change', event => { metric = event.target.value; draw(); });
 
 // ---- tables of shares
-const USES = [['away', 'away', ': not connected, or silent'], ['joining', 'joining', ': load, compile, recover a state'],
+const USES = [['away', 'disconnected or silent', ''], ['joining', 'joining', ': load, compile, recover a state'],
   ['between', 'between steps', ''], ['data', 'waiting for data', ''], ['training', 'training', ': goodput']];
 function bar(from, to, style, label) {
   return h('td', {class: 'bar'}, s('svg', {viewBox: '0 0 100 10', preserveAspectRatio: 'none', role: 'img', 'aria-label': label},
@@ -403,7 +424,7 @@ function drawUses(run) {
     top -= part;
     return h('tr', {}, h('th', {scope: 'row'}, words, h('span', {}, more)), bar(from, from + part, 'use-' + use, share(part)), h('td', {}, share(part)), h('td', {class: 'soft'}, time(sum(use))));
   })));
-  fill($('uses'), h('thead', {}, h('tr', {}, ...['island', ...USES.map(([use]) => use)].map(name => h('th', {scope: 'col'}, name)))),
+  fill($('uses'), h('thead', {}, h('tr', {}, ...['island', ...USES.map(([, words]) => words)].map(name => h('th', {scope: 'col'}, name)))),
     h('tbody', {}, ...islands.map(([name, row]) => h('tr', {}, h('th', {scope: 'row'}, name), ...USES.map(([use]) => h('td', {}, time(row[use])))))));
 }
 function drawLinks(run) {
@@ -434,6 +455,12 @@ function drawSamples(run) {
 function drawEvents(run) {
   once($('events'), [run.name, run.events.length && run.events[run.events.length - 1].n], () => fill($('events'), ...[...run.events].reverse().map(event =>
     h('li', {}, h('time', {}, time(event.t)), ' ', h('b', {}, event.who.join(', ') + ' ' + event.kind), event.reason ? ': ' + event.reason : ''))));
+  const earlier = run.events.length ? run.events[0].n - 1 : 0;
+  text($('events-earlier'), earlier ? `The newest ${run.events.length} of ${run.events.length + earlier} events.` : '');
+}
+function drawSample(run) {
+  $('sample').hidden = !run.sample;
+  text($('sample-text'), run.sample || '');
 }
 
 // ---- runs side by side
@@ -451,7 +478,7 @@ function drawRuns() {
   chart($('runs-chart'), $('runs-legend'), runs.map((run, index) => {
     const evals = run.curves.evals, points = evals.length > 1 ? evals : Object.values(run.curves.loss)[0] || [];
     return {name: run.name + (evals.length > 1 ? '' : ' (training)'), style: colour(index), points: points.map(point => [point[1], point[2]])};
-  }), si, 'Loss over tokens');
+  }), si, {label: 'Loss over tokens', xTitle: 'tokens of all islands', yTitle: 'loss', settles: true});
 }
 
 function drawMade(run) {
@@ -502,7 +529,7 @@ function drawLogs(run) {
 function draw() {
   const run = runs[shown];
   if (!run) return;
-  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawStrip, drawLoss, drawUses, drawLinks, drawSamples, drawEvents, drawLogs, drawMade, drawSettings]) part(run);
+  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawStrip, drawLoss, drawUses, drawLinks, drawSamples, drawSample, drawEvents, drawLogs, drawMade, drawSettings]) part(run);
 }
 document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); $('islands').focus(); });
 document.querySelectorAll('details').forEach(each => each.addEventListener('toggle', draw));

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.story import against
 
 FOLDER = Path(__file__).parent
+# A report is for an archive, so it has more events than the page of a running run.
+REPORT_EVENTS = 5000
 
 
 def compose_page(data: Any = None) -> tuple[str, str]:
@@ -46,9 +49,9 @@ def _read(folder: Path) -> dict[str, Any]:
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
-    feed = RunFeed(folder)
+    feed = RunFeed(folder, events_kept=REPORT_EVENTS)
     while feed.look():
         pass
     if not feed.story.tracks and not feed.story.evals.last:
         raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
-    return {**feed.whole(still=True), "plan": planned(feed.config), "logs": []}
+    return {**feed.whole(still=True), "plan": planned(feed.config), "logs": [], "written_unix_s": time.time()}

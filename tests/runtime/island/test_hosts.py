@@ -237,7 +237,7 @@ def test_a_follower_that_is_asked_to_end_tells_the_leader(pair: Pair) -> None:
 def test_who_loses_a_host_ends(pair: Pair) -> None:
     pair.follower.group.close()
     wait_for(lambda: pair.deaths, "the leader's end", 20)
-    assert "host 1 is gone" in pair.deaths[0]
+    assert "host 1 is disconnected" in pair.deaths[0]
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,12 @@ def test_merge_shards_get_their_parts_from_every_host(tmp_path: Path) -> None:
     [
         (0, signal.SIGKILL, "island-1 killed by SIGKILL"),
         (1, signal.SIGKILL, "island-1.host-1 killed by SIGKILL"),
-        (0, signal.SIGSTOP, "island-1.host-1 ended .* 1: .*the leader is gone .*connection to 'the leader' was lost"),
-        (1, signal.SIGSTOP, "island-1 ended with status 1: .*host 1 is gone .*connection to 'host 1' was lost"),
+        (
+            0,
+            signal.SIGSTOP,
+            "island-1.host-1 ended .* 1: .*the leader is disconnected .*connection to 'the leader' was lost",
+        ),
+        (1, signal.SIGSTOP, "island-1 ended with status 1: .*host 1 is disconnected .*connection to 'host 1' was lost"),
     ],
 )
 def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(

@@ -30,6 +30,7 @@ from diloco_jax.runtime.syncer.context import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig, TrainConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
+from diloco_jax.transport.session.calls import ask_status
 from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, replayed, run, trained, wait_for
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
@@ -79,7 +80,7 @@ def stop_and_kill_the_syncer(job: Job) -> None:
     """`diloco status` says what has become of it."""
 
     def state() -> str:
-        return str(read_status(str(job.run_dir))["state"])
+        return str(read_status(str(job.run_dir), ask_status)["state"])
 
     syncer = job.pid_of("syncer")
     os.kill(syncer, signal.SIGSTOP)

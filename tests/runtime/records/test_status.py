@@ -9,6 +9,7 @@ import pytest
 
 from diloco_jax.runtime.records.liveness import judge, signature, tell_phase
 from diloco_jax.runtime.records.status import read_earlier, read_status, start_again
+from diloco_jax.transport.session.calls import ask_status
 
 
 def folder(tmp_path: Path, *files: str) -> Path:
@@ -100,13 +101,13 @@ def test_a_data_parallel_run_cannot_be_resumed(tmp_path: Path) -> None:
 def test_a_run_without_a_status_names_what_it_waits_for_or_where_to_look(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ValueError, match=r"see the output of its syncer$"):
-        read_status(str(tmp_path))
+        read_status(str(tmp_path), ask_status)
     (tmp_path / "logs").mkdir()
     with pytest.raises(ValueError, match=rf"see {tmp_path}/logs$"):
-        read_status(str(tmp_path))
+        read_status(str(tmp_path), ask_status)
     tell_phase(tmp_path, "syncer", "waiting for the first island, which sends the model")
     with pytest.raises(ValueError, match="it is starting; syncer: waiting for the first island"):
-        read_status(str(tmp_path))
+        read_status(str(tmp_path), ask_status)
 
 
 def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     }
     (tmp_path / "status.json").write_text(json.dumps(earlier))
     start_again(tmp_path)
-    told = read_status(str(tmp_path))
+    told = read_status(str(tmp_path), ask_status)
     assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
     assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, [], 3), "what only it tells stays"
     (tmp_path / "status.json").unlink()
@@ -129,4 +130,4 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "status.json").write_text(content)
     with pytest.raises(ValueError, match=r"status\.json is (damaged or of another program|not readable)"):
-        read_status(str(tmp_path))
+        read_status(str(tmp_path), ask_status)

@@ -21,6 +21,7 @@ from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, LATE_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
+from diloco_jax.transport.session.calls import ask_status
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     STEP_S,
@@ -156,18 +157,23 @@ def fill_the_disk_for_a_while(job: Job) -> None:
     soft, hard = resource.prlimit(syncer, resource.RLIMIT_FSIZE)
     resource.prlimit(syncer, resource.RLIMIT_FSIZE, (0, hard))
     address = (job.run_dir / "syncer.address").read_text()
-    told = wait_for(lambda: of_tape(read_status(address)), "an alarm")
+    told = wait_for(lambda: of_tape(read_status(address, ask_status)), "an alarm")
     assert "the tape cannot be written" in told[0]["text"] and "free space" in told[0]["remedy"]
-    rests = read_status(address)
+    rests = read_status(address, ask_status)
     tapes = sorted((job.run_dir / "tapes").iterdir())
     lines = [len(path.read_text().splitlines()) for path in tapes]
     wait_for(
         lambda: any(len(p.read_text().splitlines()) > n + 20 for p, n in zip(tapes, lines, strict=True)),
         "inner steps while the disk is full",
     )
-    assert read_status(address)["global_step"] == rests["global_step"], "nothing is decided that is not on the tape"
+    assert read_status(address, ask_status)["global_step"] == rests["global_step"], (
+        "nothing is decided that is not on the tape"
+    )
     resource.prlimit(syncer, resource.RLIMIT_FSIZE, (soft, hard))
-    wait_for(lambda: read_status(address)["global_step"] > rests["global_step"] and not of_tape(job.status), "its end")
+    wait_for(
+        lambda: read_status(address, ask_status)["global_step"] > rests["global_step"] and not of_tape(job.status),
+        "its end",
+    )
     assert job.pid_of("syncer") == syncer and '\n["restart"' not in (job.run_dir / "tape.jsonl").read_text()
 
 

@@ -20,7 +20,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump, load
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor import link as doctor_link
-from diloco_jax.tools.doctor.examine import listening
+from diloco_jax.tools.doctor.examine import as_dict, describe, listening
 from diloco_jax.tools.doctor.host import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import greet
 from diloco_jax.training.models.config import OWN, ModelConfig
@@ -287,12 +287,52 @@ def test_the_command_prints_every_check_and_fails_with_one(
     words = ["doctor", str(path), "--run-dir", str(tmp_path), "--island", "island-0", "--seconds", "0.2"]
     assert cli.main([*words, "--syncer", listener.address, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and told["checks"][0].keys() == {"name", "status", "found", "fix"}
+    assert (
+        told["ok"]
+        and told["verdict"].startswith("ready")
+        and told["checks"][0].keys() == {"name", "status", "found", "fix"}
+    )
     names = {check["name"] for check in told["checks"]}
-    assert names >= {"config", "syncer", "throughput", "data", "memory", "disk", "environment", "open files"}
+    assert names >= {
+        "config",
+        "accelerators",
+        "syncer",
+        "throughput",
+        "data",
+        "memory",
+        "disk",
+        "environment",
+        "open files",
+    }
     assert cli.main([*words, "--syncer", f"127.0.0.1:{free_port()}", "--data.path", str(tmp_path / "none")]) == 1
     table = capsys.readouterr().out
     assert table.count("FAIL") == 2 and "nothing listens there" in table and "does not exist" in table
+    assert table.splitlines()[-1] == "verdict: not ready: 2 checks failed (reach, data); the fixes are above"
     assert cli.main([*words, "--seconds", "0"]) == cli.WRONG_INPUT
     assert cli.main(["doctor", str(tmp_path / "no.yaml")]) == cli.WRONG_INPUT
     assert "--seconds is 0.0" in capsys.readouterr().err
+
+
+def test_without_a_config_it_checks_this_machine_for_the_quickstart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--run-dir", str(tmp_path / "run"), "--json"]) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in told["checks"]}
+    assert checks["config"]["found"].startswith("run 'quickstart', 4 islands, ")
+    assert checks["config"]["found"].endswith("checked for the syncer and all islands")
+    assert checks["address"]["status"] == checks["accelerators"]["status"] == "ok"
+    assert told["verdict"].startswith("ready" if told["ok"] else "not ready: ") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "words"),
+    [
+        ("ok ok", "ready: all 2 checks passed"),
+        ("ok warn warn", "ready, with 2 warnings (1, 2)"),
+        ("warn fail ok", "not ready: 1 check failed (1); the fixes are above"),
+    ],
+)
+def test_the_verdict_names_what_is_wrong(statuses: str, words: str) -> None:
+    checks = [Check(str(n), status, "found") for n, status in enumerate(statuses.split())]
+    assert as_dict(checks)["verdict"] == words and describe(checks).splitlines()[-1] == f"verdict: {words}"

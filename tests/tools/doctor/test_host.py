@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from diloco_jax.runtime.local import machine
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.memory import PROCESS_BYTES, SYNCER_PROCESS_BYTES
@@ -39,6 +40,52 @@ def test_data_that_is_missing_or_short(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("few words")
     short = check(tmp_path / "short")
     assert short.status == "fail" and "0 training" in short.found and "give more text" in short.fix
+
+
+def machine_with(root: Path, *, gpus: int = 0, chips: int = 0) -> Path:
+    """Make the files of a machine's kernel for GPUs and TPU chips."""
+    for n in range(gpus):
+        (root / "dev").mkdir(parents=True, exist_ok=True)
+        (root / f"dev/nvidia{n}").touch()
+        folder = root / f"proc/driver/nvidia/gpus/0000:0{n}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nDevice Minor: \t {n}\n")
+    for n in range(chips):
+        device = root / f"sys/bus/pci/devices/{n}"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x1ae0\n")
+        (device / "device").write_text("0x006f\n")
+    return root
+
+
+def test_accelerators_are_named_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(write_config(tmp_path))
+    none = tmp_path / "none"
+    gpus, chips = machine_with(tmp_path / "gpus", gpus=4), machine_with(tmp_path / "chips", chips=4)
+    here = {"JAX_PLATFORMS": "cpu"}
+    found = doctor_host.check_accelerators(None, here, none)
+    assert (found.status, found.found.partition(";")[0]) == ("ok", "no GPU or TPU here")
+    assert "2 islands on emulated CPU devices" in doctor_host.check_accelerators(config, here, none).found
+    # A GPU that JAX cannot use is a warning with the remedy.
+    monkeypatch.setattr(machine, "CUDA_PLUGINS", ("no_such_plugin",))
+    found = doctor_host.check_accelerators(None, here, gpus)
+    assert (found.status, found.found) == ("warn", "4 GPUs here, but JAX has no CUDA plugin")
+    assert found.fix == "pip install 'jax[cuda13]'"
+    monkeypatch.setattr(machine, "CUDA_PLUGINS", ("json",))
+    assert doctor_host.check_accelerators(None, here, gpus)[1:] == ("ok", "4 NVIDIA H100 80GB HBM3", "")
+    local = doctor_host.check_accelerators(config, here, gpus)
+    assert local.found == "4 NVIDIA H100 80GB HBM3: 4 GPUs, 2 for each of 2 islands"
+    one = doctor_host.check_accelerators(None, {**here, "CUDA_VISIBLE_DEVICES": "1"}, gpus)
+    assert one.found == "1 NVIDIA H100 80GB HBM3"
+    assert doctor_host.check_accelerators(None, here, chips).found == "4 TPU v6e"
+    refused = doctor_host.check_accelerators(config, here, chips)
+    assert refused.status == "fail" and "set islands.controller to single" in refused.fix
+
+
+def test_memory_of_all_islands_on_one_machine(tmp_path: Path) -> None:
+    config = load(write_config(tmp_path))
+    one = part_of(config, "island-0").memory_bytes
+    assert one and doctor_host.islands_memory(config) == pytest.approx(config.islands.count * one)
 
 
 @pytest.mark.parametrize(("free_gb", "status"), [(9.216, "fail"), (12.288, "warn"), (20.48, "ok")])

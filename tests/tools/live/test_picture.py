@@ -117,7 +117,12 @@ def test_the_status_tells_the_time_left() -> None:
             assert " left" not in tell(over)
 
 
-ENDED = {"kind": "gone", "who": "island-2", "text": "island-2 is gone: no connection", "remedy": "look at its machine"}
+ENDED = {
+    "kind": "gone",
+    "who": "island-2",
+    "text": "island-2 is disconnected: no connection",
+    "remedy": "look at its machine",
+}
 ENDED |= {"from_s": 138.0, "until_s": 154.0, "lasted_s": 16.0, "times": 1, "stands": False}
 ENDED |= {"past": "island-2 was disconnected"}
 
@@ -134,7 +139,7 @@ def test_an_alarm_that_ended_is_told_in_the_past_and_once() -> None:
     many = [ENDED | {"until_s": float(second)} for second in range(200, 206)]
     assert ended_lines(many)[0] == "ended before: 2 more alarms" and len(ended_lines(many)) == 5
     old = {key: value for key, value in ENDED.items() if key != "past"}
-    assert ended_line(old).startswith("ended: island-2 is gone: no connection for 16 s"), "of an older version"
+    assert ended_line(old).startswith("ended: island-2 is disconnected: no connection for 16 s"), "of an older version"
 
 
 def test_an_island_that_finished_is_not_away() -> None:
@@ -205,7 +210,7 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
     assert islands[0].startswith(f"island-0 {training}")
     assert islands[1].startswith(f"island-1 silent for 7 s after step 410; {REASONS['silent']}; last merged in")
     assert islands[2].startswith(f"island-2 joining for 1 min 32 s after step 0; {REASONS['joining']}; never merged")
-    assert islands[3].startswith("island-10 gone for 1 min 32 s")
+    assert islands[3].startswith("island-10 disconnected for 1 min 32 s")
     on_this_machine = describe(status(learners=[learner("island-0", process=1234)])).splitlines()[-1]
     assert on_this_machine.endswith("participation 98%; process 1234")
     assert islands[3].endswith("last merged in round 5, participation 98%, 1 restart")

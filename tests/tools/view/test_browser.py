@@ -47,12 +47,12 @@ def test_a_run_is_shown_and_what_happens_to_it(browser: Browser, tmp_path: Path)
         shows(browser, "#events", "b joined: incarnation 1")
         shows(browser, "#samples", "50.0 %")
         gone = row("b", state="gone", condition="gone", reason="no connection")  # b is killed
-        told = [Alarm("gone", "b", "b is gone: no connection").as_dict()]
+        told = [Alarm("gone", "b", "b is disconnected: no connection").as_dict()]
         (folder / "status.json").write_text(json.dumps(status(learners=[row("a"), gone], alarms=told)))
         append(folder, step("b", 5.25, 2, 30), left("b", 6.0), *one_round(2, 7.0))
-        shows(browser, "#alarm-list", "b is gone")
+        shows(browser, "#alarm-list", "b is disconnected")
         shows(browser, "#alarm-list", "look at its machine")
-        shows(browser, "#events", "b left: lost")
+        shows(browser, "#events", "b disconnected: lost")
         disabled = "[...document.querySelectorAll('.drain')].map(button => button.disabled)"
         assert browser.until(f"({disabled})[1] && {disabled}") == [False, True]
         browser.until("document.querySelectorAll('#timeline .round').length === 2")
@@ -158,7 +158,7 @@ def test_a_real_run_whose_island_and_syncer_are_killed_while_the_page_is_open(br
         # Rounds are drawn up to their broadcasts.
         browser.until("document.querySelectorAll('#timeline .ph4').length > 3")
         kill("island-1")
-        shows(browser, "#alarm-list", "island-1 is gone")
+        shows(browser, "#alarm-list", "island-1 is disconnected")
         browser.until("runs[0].events.filter(e => e.kind === 'joined' && e.who[0] === 'island-1').length === 2")
         shows(browser, "#alarm-list", "None")
         # The page ends with the syncer, and returns at the same address.

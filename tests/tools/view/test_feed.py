@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.messages import DRAINED
 from diloco_jax.protocol.watch.alarms import Alarm, Standing
 from diloco_jax.runtime.records.telemetry import Telemetry
 from diloco_jax.tools.view.board import Board
@@ -50,15 +51,16 @@ def test_news_have_only_what_is_new(tmp_path: Path) -> None:
         file.write('al_step":1,"fragment_id":-1,"members":["b"],"reason":"lost"}\nno record\n{"kind":"left"}\n')
     feed.look()
     assert [event["n"] for event in feed.news()["events"]] == [3]
-    assert feed.whole()["events"][-1] == {"n": 3, "t": 6.0, "kind": "left", "who": ["b"], "reason": "lost"}
+    assert feed.whole()["events"][-1] == {"n": 3, "t": 6.0, "kind": "disconnected", "who": ["b"], "reason": "lost"}
 
 
 def test_leaving_a_complete_run_is_not_news(tmp_path: Path) -> None:
     folder = made_run(tmp_path)
-    append(folder, left("a", 5.0), {**left("", 6.0), "kind": "finished"}, left("b", 7.0), left("a", 8.0))
+    append(folder, {**left("a", 4.7), "reason": DRAINED}, left("a", 5.0))
+    append(folder, {**left("", 6.0), "kind": "finished"}, left("b", 7.0), left("a", 8.0))
     feed = RunFeed(folder)
     feed.look()
-    kinds = ["joined", "joined", "left", "finished"]
+    kinds = ["joined", "joined", "left", "disconnected", "finished"]
     assert [event["kind"] for event in feed.whole()["events"]] == kinds == [e["kind"] for e in feed.news()["events"]]
 
 
@@ -128,7 +130,7 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
 
 def test_an_alarm_that_ended_is_neither_current_nor_told_twice(tmp_path: Path) -> None:
     """A red block over a complete run would tell of a fault that ended long before."""
-    gone = Alarm("gone", "b", "b is gone: no connection")
+    gone = Alarm("gone", "b", "b is disconnected: no connection")
     over = Standing(gone, 138.0, 154.0, stands=False).as_dict()
     folder = made_run(tmp_path, state="complete", episodes=[over])
     for t, state in ((138.0, "begins"), (154.0, "ends")):
@@ -185,7 +187,7 @@ def test_no_command_that_people_use_often_opens_the_tape(command: str, tmp_path:
 
 
 def test_alarms_of_a_run_that_ended_are_those_of_its_summary() -> None:
-    stood, stands = Alarm("gone", "a", "a is gone").as_dict(), Alarm("slow", "b", "b is slow").as_dict()
+    stood, stands = Alarm("gone", "a", "a is disconnected").as_dict(), Alarm("slow", "b", "b is slow").as_dict()
     assert alarms_now(status(alarms=[stands]), {}) == [stands]
     assert alarms_now(status(state="stopped", alarms=[stands]), {"alarms": [stood]}) == [stood]
     dead = status(state="not running", remedy="resume", said_s_ago=9.0, learners=[])
@@ -229,7 +231,7 @@ def test_a_new_reader_gets_the_whole_and_then_news(tmp_path: Path) -> None:
         while b'"arrived":{"a":0.25}' not in rounds:
             rounds = next(viewer)
         append(tmp_path, left("b", 7.0))
-        while b'"kind":"left"' not in rounds:
+        while b'"kind":"disconnected"' not in rounds:
             rounds = next(viewer)
         assert rounds.startswith(b"event: ")
     finally:

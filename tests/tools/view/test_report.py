@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.page import write_report
 from diloco_jax.tools.view.story import STRETCHES_MAX, Curve, Story, against, few
 from tests.tools.view.browser import CHROMIUM, Browser
-from tests.tools.view.made import append, joined, left, made_run, note, step, wire
+from tests.tools.view.made import append, joined, left, made_run, note, one_round, step, wire
 
 Records = list[dict[str, Any]]
 
@@ -88,10 +89,10 @@ def test_the_report_begins_with_a_verdict(tmp_path: Path) -> None:
 
 def test_lives_of_the_syncer_are_events_and_say_what_made_the_run(tmp_path: Path) -> None:
     folder = made_run(tmp_path)
-    life = note("life", 0.0, 0, reason="of the syncer, number 1: the run begins")
+    life = note("life", 0.0, 0, reason="process 1 of the syncer: the run starts")
     append(folder, {**life, "versions": {"jax": "1"}, "host": "x"})
     told = data_of(page_of(folder))
-    assert told["events"][-1]["kind"] == "life" and told["events"][-1]["reason"].endswith("the run begins")
+    assert told["events"][-1]["kind"] == "started" and told["events"][-1]["reason"].endswith("the run starts")
     again = f"diloco train {folder / 'config.yaml'} --run-dir NEW"
     began = told["made"].pop("began_unix_s")
     assert began == pytest.approx(told["status"]["said"]["unix_s"] - 4.6), "without a clock.json"
@@ -100,6 +101,20 @@ def test_lives_of_the_syncer_are_events_and_say_what_made_the_run(tmp_path: Path
     (folder / "config.yaml").write_text("name: quick\n")
     made = data_of(page_of(folder))["made"]
     assert (made["began_unix_s"], made["config"]) == (1764000000.0, "quick")
+
+
+def test_a_report_has_the_sample_of_text_and_all_events(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    assert data_of(page_of(folder))["sample"] == ""
+    append(folder, *(joined("b", 5.0, n) for n in range(2, 1000)))
+    (folder / "sample.txt").write_text("once</script> upon a time")
+    made = data_of(page_of(folder))
+    assert made["sample"] == "once</script> upon a time"
+    assert [event["n"] for event in made["events"]] == [*range(1, 1001)]
+    # The page of a running run has only the newest.
+    feed = RunFeed(folder)
+    feed.look()
+    assert [event["n"] for event in feed.whole()["events"]] == [*range(701, 1001)]
 
 
 def test_a_folder_without_metrics_names_path_and_remedy(tmp_path: Path) -> None:
@@ -165,7 +180,7 @@ def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
     try:
         browser.size(360, 800)
         browser.open(write_report(folder).as_uri())
-        browser.until("document.querySelector('#link').innerText === 'a report'")
+        browser.until("document.querySelector('#link').innerText.startsWith('a report, written 2')")
         text = browser.run("document.body.innerText")
         parts = ("Not complete", "b back: incarnation 1", "b joined: incarnation 2", "waiting for data", "step 1 of 10")
         assert [part for part in parts if part not in text] == []
@@ -173,7 +188,43 @@ def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
         metrics = browser.run("[...document.querySelectorAll('#metric option')].map(o => o.value)")
         assert metrics == ["loss", "grad_norm"]
         assert browser.run("document.querySelectorAll('.drain').length") == 0
+        titles = browser.run("[...document.querySelectorAll('#loss .axis-title')].map(e => e.textContent)")
+        assert titles[:2] == ["time since the start of the run", "loss"]
         assert browser.run("document.documentElement.scrollWidth") <= 360
+        assert browser.problems == []
+    finally:
+        browser.close()
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium here: install Debian's package chromium")
+def test_axes_show_the_end_of_a_run_and_printing_shows_all_events(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", state="complete")
+    # The loss falls from 8 to 2 within a tenth of the run, and to 1.9 until its end.
+    losses = [8 - 0.6 * n if n < 10 else 2 - (n - 10) / 900 for n in range(100)]
+    append(folder, *(step("a", 10.0 + n, n + 3, 30, loss=loss) for n, loss in enumerate(losses)))
+    append(folder, *(joined("b", 110.0, n) for n in range(2, 400)))
+    # Island b has the last version only after the final evaluation.
+    append(folder, *one_round(2, 111.0), note("finished", 112.5, 2), step("b", 190.0, 2, 20, arrived=[[2, 78.0]]))
+    (folder / "sample.txt").write_text("once <b>upon</b> a time")
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.size(1280, 800)
+        browser.open(write_report(folder).as_uri())
+        browser.until("document.querySelector('#sample-text').innerText === 'once <b>upon</b> a time'")
+        low, high = browser.run("rangeOf(runs[0].curves.loss.a.map(point => [point[0], point[2]]), true)")
+        late = [loss for loss in losses if loss < 1.96]
+        assert low <= min(late) and max(late) < high and max(late) - min(late) > 0.45 * (high - low)
+        assert "values up to 8 are above the axis" in browser.run("document.querySelector('#loss').textContent")
+        browser.run("document.querySelector('#loss-range input[value=\"1\"]').click()")
+        assert "above the axis" not in browser.run("document.querySelector('#loss').textContent")
+        # The window of rounds ends soon after the last merge, and the last broadcast is cut there.
+        ends = browser.run("[...document.querySelectorAll('#timeline .ph4')].map(e => +e.getAttribute('x'))")
+        width = browser.run("document.querySelector('#timeline').clientWidth")
+        assert 0.9 * width < ends[-1] < width
+        assert browser.run("document.querySelectorAll('#events li').length") > 400
+        browser.ask("Emulation.setEmulatedMedia", media="print")
+        hidden = "(e => e.scrollHeight - e.clientHeight)(document.querySelector('#events'))"
+        assert browser.run(hidden) == 0
         assert browser.problems == []
     finally:
         browser.close()

@@ -120,7 +120,7 @@ def test_events_come_as_they_happen(tmp_path: Path) -> None:
         assert answer.headers["Content-Type"] == "text/event-stream"
         assert answer.readline() == b"event: whole\n"
         append(folder, left("b", 7.0))
-        while b'"kind":"left"' not in (line := answer.readline()):
+        while b'"kind":"disconnected"' not in (line := answer.readline()):
             assert line, "the stream has ended"
         link.close()
 
