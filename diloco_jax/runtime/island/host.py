@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
-from diloco_jax.runtime.island.adoptions import Adoptions, Values
+from diloco_jax.runtime.island.adoptions import Adoptions, ArrivedValue, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
@@ -150,10 +150,10 @@ class Host:
     def supersede(self, message: GlobalFragment) -> None:
         """Forget older versions of the arrived fragment, because they will not be adopted."""
 
-    def adopt(self, message: GlobalFragment, values: Values) -> None:
+    def adopt(self, message: GlobalFragment, value: ArrivedValue) -> None:
         """Adopt the global value of a message between two steps."""
-        self.anchors[message.fragment_id] = values
-        self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
+        self.anchors[message.fragment_id] = value.values
+        self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, value.values)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
         """Evaluate the global values that were adopted last, between two steps; the score holds an error's reason."""

@@ -10,6 +10,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.outer import OuterConfig
+from diloco_jax.runtime.island.adoptions import FREE_MAX
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.blueprint import Blueprint
@@ -25,8 +26,8 @@ SYNCER_PROCESS_BYTES = 450e6
 CONNECTION_BYTES = 16 << 20
 # Copies of a fragment on its way to disk: its chunks, or the slices that form it.
 DISK_COPIES = 1
-# Copies of a fragment that arrives: the decoded payload, and the sum with the value before.
-HOST_COPIES = 2
+# Arrays of a fragment beside the newest values: the one that is being decoded, and the free ones.
+HOST_COPIES = 1 + FREE_MAX
 # Each merge shard takes this beside its share; measured in docs/log.md, 2026-11-21.
 SHARD_PROCESS_BYTES = 350e6
 

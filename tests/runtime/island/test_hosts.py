@@ -21,10 +21,12 @@ import pytest
 
 from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
+from diloco_jax.core.outer import NOTHING
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
 from diloco_jax.runtime.island import follower as follower_module
 from diloco_jax.runtime.island import join as hosts
 from diloco_jax.runtime.island import leader as host_leader
+from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import Hosts, join
@@ -97,7 +99,7 @@ class Pair:
         self.leader.tell_step(clock)
         self.loop.wait(self.loop.step(clock))
 
-    def give(self, version: int, fill: float, *, damage: bool = False) -> tuple[GlobalFragment, dict[str, np.ndarray]]:
+    def give(self, version: int, fill: float, *, damage: bool = False) -> tuple[GlobalFragment, ArrivedValue]:
         """A global value of fragment 0 that both hosts get."""
         shapes = self.leader.fragments[0].keys_shapes
         values = {key: np.full(shape, fill, np.float32) for key, shape in shapes}
@@ -105,7 +107,7 @@ class Pair:
         message = GlobalFragment(version, 0, version, 1, value_digest(values) + damage, len(payload))
         self.leader.arrived(message, payload)()
         self.leader.supersede(message)
-        return message, values
+        return message, ArrivedValue(values, NOTHING)
 
     def settle(self) -> None:
         """Wait until the follower has handled all messages."""
