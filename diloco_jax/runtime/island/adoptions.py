@@ -16,6 +16,7 @@ from diloco_jax.core.outer import Flat
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
 from diloco_jax.runtime.model.buffers import Buffers
 from diloco_jax.settings.run import AdoptConfig
+from diloco_jax.training.exchange.exchange import PlacedValue
 from diloco_jax.training.island_state import IslandState, StagedUpdate
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ class ArrivedValue:
     # The fragment's slices by key, as views of `flat`.
     values: Values
     flat: Flat
+    # The same value on the devices, until it is adopted.
+    placed: PlacedValue | None = None
+
+    def take(self) -> Values | PlacedValue:
+        """Return the value in the form that is quickest to adopt, and forget its copy on the devices."""
+        placed, self.placed = self.placed, None
+        return self.values if placed is None else placed
 
 
 class GlobalValues:
@@ -108,7 +116,7 @@ class Adoptions:
         self._sent[fragment_id] = (global_step, staged)
         return staged
 
-    def adopt(self, fragment_id: int, version: int, merged_round: int, values: Values) -> None:
+    def adopt(self, fragment_id: int, version: int, merged_round: int, values: Values | PlacedValue) -> None:
         """Adopt a global value between two steps; `merged_round` is the newest round that merged our value."""
         first, mode = fragment_id not in self._held, self._how.mode
         self._held.add(fragment_id)

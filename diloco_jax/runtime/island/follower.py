@@ -1,6 +1,6 @@
 """A host of an island that follows the leader: it has no machine, and obeys the leader's commands in their order.
 
-docs/architecture.md lists its threads. Only the caller's thread, which steps, uses the devices.
+docs/architecture.md lists its threads. The caller's thread steps; the link thread copies values to the devices.
 """
 
 import json
@@ -204,6 +204,7 @@ class Follower:
                     case commands.HostArrival(number, message):
                         value = self._values.read(message, payload)
                         self._values.keep(message, value)
+                        self.host.place(message.fragment_id, value)
                         self._arrived[message.fragment_id, number] = value
             except (TransportError, ValueError) as error:
                 self.group.send(commands.HostAnswer(command.number, str(error)))

@@ -241,6 +241,8 @@ class LearnerInbox:
         try:
             others = self._decisions.host.arrived(message, payload)
             value = self._heads.read(message, payload)
+            # The step thread only dispatches the adoption, so that the devices hardly wait between two steps.
+            self._decisions.host.place(message.fragment_id, value)
             others()
         except ValueError as error:
             log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")

@@ -11,6 +11,7 @@ from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.runtime.island.adoptions import FREE_MAX
+from diloco_jax.runtime.island.host import PLACED_MAX
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.blueprint import Blueprint
@@ -49,6 +50,8 @@ class Hbm(NamedTuple):
     temporaries: float
     # The frozen weights below adapters.
     base: float = 0.0
+    # Values that wait for their adoption, in float32.
+    arriving: float = 0.0
 
     @property
     def fixed(self) -> float:
@@ -120,11 +123,13 @@ def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
     if config.algorithm != "decoupled":
         return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters, base)
     windows = [windows_of(fragment, blueprint.tensors, blueprint.orders) for fragment in run.fragments]
-    anchors = sum(anchor_bytes(blueprint, fragment) for fragment in run.fragments)
+    anchors = [anchor_bytes(blueprint, fragment) for fragment in run.fragments]
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
     rebase = config.adopt.mode == "rebase"
     staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
-    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(run, staged), parameters, base)
+    arriving = sum(sorted(anchors, reverse=True)[:PLACED_MAX])
+    on_way = _staged_at_once(run, staged)
+    return Hbm(parameters, optimizer, sum(anchors), residuals, on_way, parameters, base, arriving)
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:

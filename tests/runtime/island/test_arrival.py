@@ -1,13 +1,23 @@
-"""Values that arrive at an island: what is refused, and whose memory is used again."""
+"""Values that arrive at an island: what is refused, whose memory is used again, and which wait on the devices."""
 
+import weakref
+from pathlib import Path
+
+import jax
 import numpy as np
 import pytest
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import Fragment, plan_fragments
+from diloco_jax.core.fragments import Fragment, plan_fragments, take
 from diloco_jax.core.layout import value_digest
+from diloco_jax.core.outer import NOTHING
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
 from diloco_jax.runtime.island.adoptions import FREE_MAX, ArrivedValue, GlobalValues, Values
+from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.host import PLACED_MAX, Host
+from diloco_jax.settings.resolved import resolve
+from diloco_jax.settings.text import load
+from tests.runtime.helpers import write_config
 
 PLAN = plan_fragments({"a": (40, 30), "b": (7, 11), "c": (300,)}, 2)
 
@@ -85,3 +95,29 @@ def test_a_refused_value_changes_nothing() -> None:
         sender.arrivals.read(message._replace(fragment_id=1), payload)
     assert value_digest(first.values) == value_digest(before[0])
     assert sender.is_sent(0, sender.arrivals.read(right, payload))
+
+
+def test_few_values_wait_on_the_devices_and_a_dropped_one_is_freed(tmp_path: Path) -> None:
+    config = load(write_config(tmp_path, protocol={"num_fragments": 4}))
+    loop = BuiltInLoop(config, "island-0", jax.devices()[:1])
+    host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island)
+    arrived = [ArrivedValue(drawn(fragment, 1), NOTHING) for fragment in host.fragments]
+    for number, value in enumerate(arrived):
+        host.place(number, value)
+    assert [value.placed is not None for value in arrived] == [True] * PLACED_MAX + [False] * (4 - PLACED_MAX)
+    # A newer version of the second one replaces it before it was adopted.
+    arrays = [weakref.ref(array) for array in arrived[1].placed.arrays]  # type: ignore[union-attr]
+    arrived[1] = ArrivedValue(drawn(host.fragments[1], 2), NOTHING)
+    assert all(array() is None for array in arrays), "its memory on the devices is not freed"
+    host.place(1, arrived[1])
+    assert arrived[1].placed is not None
+    host.place(2, arrived[2])
+    assert arrived[2].placed is None
+    for number, value in enumerate(arrived):
+        host.adopt(GlobalFragment(1, number, 1, 1, 0, 0), value)
+        assert value.placed is None and host.anchors[number] is value.values
+        local = take(loop.island.parameters(), host.fragments[number])
+        assert all(np.array_equal(local[key], value.values[key].astype(local[key].dtype)) for key in local)
+    host.place(3, arrived[3])
+    assert arrived[3].placed is not None, "adopted values still count"
+    loop.close()

@@ -161,10 +161,14 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.give(3, 0.25)
     # This value comes from a syncer that went back to a snapshot.
     late = pair.give(2, 0.125)
+    pair.settle()
+    (waiting,) = [value for value in pair.follower._arrived.values() if value.placed is not None]
+    assert 0.125 in waiting.values[next(iter(waiting.values))] and [*pair.follows._placed] == [waiting.placed]
     pair.leader.adopt(*late)
     pair.leader.unstage(0, 3)
     pair.settle()
     assert pair.same() and not pair.follows._adoptions.staged and len(pair.follower._arrived) == 1
+    assert waiting.placed is None and not pair.follows._placed
     copy = pair.leader.stage_state(7)
     name = next(leaf.name for leaf in copy.layout.leaves if not leaf.name.startswith("params/"))
     assert copy.of_others(name).keys() == {1}
