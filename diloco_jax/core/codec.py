@@ -34,7 +34,7 @@ because sender and receiver know the layout from the same plan.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -60,6 +60,9 @@ _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 _NORMAL = int(_SMALLEST_NORMAL.view(np.int32))
 # The host works on this many blocks at once, because their 512 KiB stay in the cache.
 _CHUNK = 512
+# What is wrong with a payload.
+BAD_SCALE = "a scale is negative or not finite; the payload is damaged"
+BAD_CODES = "a byte of codes is above 242, or above 80 at the end of a block; the payload is damaged"
 # The largest byte that a ternary block has at each place.
 _MOST = np.where(np.arange(52) + 208 < BLOCK, 242, 80).astype(np.uint8)
 
@@ -103,13 +106,7 @@ def decode(
       ValueError: the payload's length does not fit this layout, a scale is negative or not finite, or a byte of codes
         is not one that a sender writes.
     """
-    expected_bytes = encoded_size([shape for _, shape in keys_shapes], format)
-    received_bytes = memoryview(payload).nbytes
-    if received_bytes != expected_bytes:
-        raise ValueError(
-            f"payload has {received_bytes} bytes, but {len(keys_shapes)} tensors in {format} take {expected_bytes}; "
-            "sender and receiver must have the same plan and format"
-        )
+    check_size(payload, [shape for _, shape in keys_shapes], format)
     decoded, offset = {}, 0
     for key, shape in sorted(keys_shapes):
         size = math.prod(shape)
@@ -119,6 +116,16 @@ def decode(
             raise ValueError(f"{key!r}: {error}") from error
         offset += _tensor_bytes(size, format)
     return {key: decoded[key] for key, _ in keys_shapes}
+
+
+def check_size(payload: Bytes, shapes: Collection[Shape], format: Format) -> None:
+    """Raise ValueError if a payload does not have the size of tensors with these shapes."""
+    received_bytes, expected_bytes = memoryview(payload).nbytes, encoded_size(shapes, format)
+    if received_bytes != expected_bytes:
+        raise ValueError(
+            f"payload has {received_bytes} bytes, but {len(shapes)} tensors in {format} take {expected_bytes}; "
+            "sender and receiver must have the same plan and format"
+        )
 
 
 def encoded_size(shapes: Iterable[Shape], format: Format) -> int:
@@ -324,8 +331,8 @@ def _dequantize(payload: Bytes, offset: int, size: int, format: Format) -> np.nd
     count, width = math.ceil(size / BLOCK), block_bytes(format)
     scales = np.frombuffer(payload, scale_type(format), count, offset).astype(np.float32)
     if not (np.isfinite(scales) & (scales >= 0)).all():
-        raise ValueError("a scale is negative or not finite; the payload is damaged")
+        raise ValueError(BAD_SCALE)
     codes = np.frombuffer(payload, np.int8, count * width, offset + count * scale_bytes(format)).reshape(count, width)
     if format == "ternary" and (codes.view(np.uint8) > _MOST).any():
-        raise ValueError("a byte of codes is above 242, or above 80 at the end of a block; the payload is damaged")
+        raise ValueError(BAD_CODES)
     return dequantize_on_host(codes, scales, size, format)

@@ -1,6 +1,7 @@
-"""The inner loops of a merge, compiled by Numba: they read encoded outer gradients and write the next version.
+"""The inner loops of a merge and of an arrival, compiled by Numba.
 
-The next version is the new value, the outer optimizer's new state and the encoded step. Rules of this file:
+Those of a merge read encoded outer gradients and write the next version: the new value, the outer optimizer's new state
+and the encoded step. Those of an arrival apply such a step to the value before. Rules of this file:
 
   * A loop does everything to a block of 256 elements while the block is in the level-1 cache. No learner's decoded
     values are ever in memory as a whole.
@@ -8,7 +9,7 @@ The next version is the new value, the outer optimizer's new state and the encod
     every division of the work into leaves, gets equal bits.
   * A block is passed as its address, because an array would cost a reference count, which takes longer than the
     arithmetic. Names that end in `_at` are addresses. The caller keeps the memory alive and is responsible for its size
-    (passes.py).
+    (passes.py, arrival.py).
   * All loops run without the interpreter's lock.
 """
 
@@ -31,6 +32,7 @@ from diloco_jax.core.blocks import (
     float32s,
     float64s,
     int16s,
+    scale_of,
     uint32s,
     unpack,
     usable,
@@ -40,6 +42,8 @@ from diloco_jax.core.blocks import (
 BLOCKS = "92726a909b4cc6de"
 
 _INFINITE = np.uint32(0x7F800000)
+# The results of `arrive`.
+SOUND, BAD_SCALE, BAD_CODES = 0, 1, 2
 # Blocks that are copied at once, because 64 KiB of each array fit into the level-2 cache.
 _BATCH = 64
 
@@ -268,3 +272,51 @@ def update(
     # This use keeps the scratch memory alive until here, because the loops have only its addresses.
     scratch[0] = np.float32(0)
     return most < _INFINITE
+
+
+@compiled
+@no_type_check
+def _damage(payload_at, fmt, at, block):
+    """Return what is wrong with a block of integer codes: SOUND, BAD_SCALE or BAD_CODES."""
+    scale = scale_of(payload_at, fmt, at, block)
+    if not (scale >= np.float32(0) and scale < np.float32(np.inf)):
+        return BAD_SCALE
+    return SOUND if usable(payload_at, fmt, at, block) else BAD_CODES
+
+
+@compiled
+@no_type_check
+def arrive(payload, fmt, at, start, base, value):
+    """Compute value = base + step for a leaf, with the roundings of `codec.decode` followed by a sum.
+
+    Args:
+      payload: the encoded step of the fragment, uint8.
+      fmt: format of the step, a constant of blocks.py.
+      at: offsets of the tensor's scales and codes in the payload, in bytes.
+      start: first element of the leaf in the tensor, a multiple of 256.
+      base: the leaf of the value before, float32[n].
+      value: array for the result, float32[n]; it must not overlap with `base`.
+
+    Returns:
+      SOUND, or the first kind of damage of the leaf: BAD_SCALE (negative or not finite) before BAD_CODES.
+    """
+    payload_at, base_at, value_at = payload.ctypes.data, base.ctypes.data, value.ctypes.data
+    scratch, bad_scale, bad_codes = _scratch(1), False, False
+    spare_at = _row(scratch, 0)
+    for first in range(0, value.size, BLOCK):
+        block, size, here = (start + first) // BLOCK, min(BLOCK, value.size - first), np.uint64(4 * first)
+        if fmt >= INT8:
+            damage = _damage(payload_at, fmt, at, block)
+            bad_scale = bad_scale or damage == BAD_SCALE
+            bad_codes = bad_codes or damage == BAD_CODES
+        # A whole block of codes is added, so the last elements of a tensor are computed beside the array.
+        to_at = value_at + here if size == BLOCK else spare_at
+        copy_bytes(to_at, base_at + here, np.uint64(4 * size))
+        decode_add(payload_at, fmt, at, block, size, np.float32(1), to_at)
+        if size < BLOCK:
+            copy_bytes(value_at + here, spare_at, np.uint64(4 * size))
+    # This use keeps the scratch memory alive until here, because the loops have only its addresses.
+    scratch[0] = np.float32(0)
+    if bad_scale:
+        return BAD_SCALE
+    return BAD_CODES if bad_codes else SOUND

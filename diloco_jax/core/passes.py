@@ -40,7 +40,8 @@ fresh: NewArray = partial(np.empty, dtype=np.float32)
 # The built-in map, or the map of a thread pool.
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
-_KINDS: dict[Format, int] = {
+# The constants of blocks.py.
+KINDS: dict[Format, int] = {
     "float32": blocks.FLOAT32,
     "bfloat16": blocks.BFLOAT16,
     "int8": blocks.INT8,
@@ -72,9 +73,14 @@ _SIGNATURES = (
 def prepare() -> None:
     """Compile every loop, or load it from the cache; further calls do nothing."""
     for function, signature in _SIGNATURES:
-        if signature not in function.signatures:
-            function.compile(signature)
-            function.disable_compile()
+        compile_once(function, signature)
+
+
+def compile_once(function: Any, signature: tuple[Any, ...]) -> None:
+    """Compile a loop for these types only, or load it from the cache; further calls do nothing."""
+    if signature not in function.signatures:
+        function.compile(signature)
+        function.disable_compile()
 
 
 class Values(NamedTuple):
@@ -181,7 +187,7 @@ class Merger:
             payloads, moved = values.at(self.layout.where(leaf))
             place = self._places_up[leaf.piece]
             at, size = (place.scales, place.codes), leaf.stop - leaf.start
-            kernels.gram(payloads, moved, _KINDS[self._up], at, leaf.start, size, unit, products)
+            kernels.gram(payloads, moved, KINDS[self._up], at, leaf.start, size, unit, products)
             return products
 
         return list(self._run(leaf_products, range(len(self.layout.leaves))))
@@ -217,7 +223,7 @@ class Merger:
             here, out = layout.where(layout.leaves[number]), self._places_down[layout.leaves[number].piece]
             finite = kernels.update(
                 *moves.gradient.leaf(number), state.value[here], _part(moves.trace, here), _part(state.residual, here),
-                *rates, _KINDS[self._down], step, (out.scales, out.codes),
+                *rates, KINDS[self._down], step, (out.scales, out.codes),
                 value[here], _part(moves.next_trace, here), _part(residual, here),
             )  # fmt: skip
             return finite, leaf_digest(value[here])
@@ -250,7 +256,7 @@ class WeightedSum:
         self._values = values
         self._shares = shares
         self._units = units or [layout.size] * len(shares)
-        self._format = _KINDS[format]
+        self._format = KINDS[format]
         self._places = layout.places(format)
         self._run = run
         self._new = new

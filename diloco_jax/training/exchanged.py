@@ -2,11 +2,12 @@
 
     staged = state.exchange.stage(state.state.params, fragment)    queued behind the newest step; the host does not wait
     staged.encode()                                                in any thread: the bytes of anchor - local
-    state.adopt(fragment, values, sent=staged)                     between two steps
+    placed = state.place(fragment, values)                         in any thread: copies a value to the devices
+    state.adopt(fragment, placed, sent=staged)                     between two steps
     state.stage_state(), state.load_state(saved)                   the same for everything, optimizer included
 
 The built-in `Island`, or a training loop that the user writes, stores the result of each step in `state`. All functions
-must be called from one thread, except `warm_up` and the methods of staged objects. Parameters are a flat dict
+must be called from one thread, except `warm_up`, `place` and the methods of staged objects. Parameters are a flat dict
 {path: array}, because a step with a tree of modules costs ten times as much time on the host. Every program runs under
 a transfer guard, so only the functions of this module move data between host and devices.
 
@@ -27,7 +28,7 @@ from jaxtyping import Float, Shaped
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, Slice, take
 from diloco_jax.core.kinds import Kind, with_order
-from diloco_jax.training.exchange.exchange import AdoptMode, Exchange, HostValues
+from diloco_jax.training.exchange.exchange import AdoptMode, Exchange, HostValues, PlacedValue
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Params, TrainState
@@ -93,10 +94,21 @@ class ExchangedState:
         """Return the global model on the devices, in the parameters' own types; `fragments` are all of the model."""
         return self.exchange.anchors(fragments)
 
+    def place(self, fragment: Fragment, values: HostValues) -> PlacedValue:
+        """Start to copy a merged fragment to the devices, for `adopt`; any thread.
+
+        Args:
+          values: the merged fragment, {slice key: float32 array}.
+
+        Raises:
+          ValueError: the values have other names or shapes.
+        """
+        return self.exchange.place(fragment, values)
+
     def adopt(
         self,
         fragment: Fragment,
-        values: HostValues,
+        values: HostValues | PlacedValue,
         *,
         mode: AdoptMode = "overwrite",
         alpha: float = 0.0,
@@ -109,7 +121,7 @@ class ExchangedState:
             rebase      local = new + (local - local when sent)      keeps the steps made while the fragment travelled
 
         Args:
-          values: the merged fragment, {slice key: float32 array}.
+          values: the merged fragment, {slice key: float32 array}, or the result of `place`.
           alpha: share of the local values, in [0, 1]; only for blend.
           sent: this island's staged copy, if it was merged into the fragment; its residual becomes the fragment's.
             Rebase needs it.

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.host_bytes import Buffer
 from diloco_jax.core.kinds import Kind
-from diloco_jax.training.exchange.exchange import AdoptMode, HostValues
+from diloco_jax.training.exchange.exchange import AdoptMode, HostValues, PlacedValue
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import PartialLeaf, StagedShards, StagedState
 
@@ -24,7 +24,10 @@ class StagedUpdate(Protocol):
 
 @runtime_checkable
 class IslandState(Protocol):
-    """Fragments and whole states leave and enter an island between two steps, all from the thread that steps."""
+    """Fragments and whole states leave and enter an island between two steps, from the thread that steps.
+
+    Only `warm_up_exchange` and `place` may run in other threads.
+    """
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -47,8 +50,17 @@ class IslandState(Protocol):
     def stage(self, fragment: Fragment) -> StagedUpdate:
         """Queue a copy of a fragment's update, as it is after the newest step; return at once."""
 
+    def place(self, fragment: Fragment, values: HostValues) -> PlacedValue | None:
+        """Start to copy a merged fragment to the devices, for `adopt`; None if `adopt` needs it in host memory."""
+
     def adopt(
-        self, fragment: Fragment, values: HostValues, *, mode: AdoptMode = ..., alpha: float = ..., sent: Any = ...
+        self,
+        fragment: Fragment,
+        values: HostValues | PlacedValue,
+        *,
+        mode: AdoptMode = ...,
+        alpha: float = ...,
+        sent: Any = ...,
     ) -> None:
         """Adopt a merged fragment; `sent` is the staged copy that was merged into it, if there is one."""
 

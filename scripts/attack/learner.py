@@ -225,9 +225,9 @@ class StubLearner:
         if isinstance(message, m.GlobalFragment):
             if not self.machine.wants(message, now_s):
                 return
-            values = self._heads.read(message, payload)
-            self._heads.keep(message, values)
-            self._values[message.fragment_id] = values
+            arrived = self._heads.read(message, payload)
+            self._heads.keep(message, arrived)
+            self._values[message.fragment_id] = values = arrived.values
             self.machine.on_read(message, now_s)
             norm = float(np.sqrt(sum(np.square(each, dtype=np.float64).sum() for each in values.values())))
             self.norms[message.fragment_id] = max(norm, self.norms.get(message.fragment_id, 0.0))

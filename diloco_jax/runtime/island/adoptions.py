@@ -1,53 +1,90 @@
 """Global values on their way into an island: reading and checking them, adopting them, and a donor's state."""
 
+import importlib
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diloco_jax.core import codec
-from diloco_jax.core.codec import Bytes
+from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment
-from diloco_jax.core.layout import value_digest
+from diloco_jax.core.layout import whole
+from diloco_jax.core.outer import Flat
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
+from diloco_jax.runtime.model.buffers import Buffers
 from diloco_jax.settings.run import AdoptConfig
+from diloco_jax.training.exchange.exchange import PlacedValue
 from diloco_jax.training.island_state import IslandState, StagedUpdate
+
+if TYPE_CHECKING:
+    from diloco_jax.core.arrival import Arrival
 
 Values = dict[str, np.ndarray]
 # A small part, so that a fragment's value never waits long behind one.
 STATE_PART_BYTES = 1 << 20
+# Arrays of a fragment that are kept for later values, beside those in use.
+FREE_MAX = 2
+# Threads that decode an arriving value, and the processors of a host for each: the others belong to the training.
+THREADS_MAX, PROCESSORS_PER_THREAD = 4, 4
+
+
+@dataclass(eq=False)
+class ArrivedValue:
+    """A global value of a fragment that arrived and was checked."""
+
+    # The fragment's slices by key, as views of `flat`.
+    values: Values
+    flat: Flat
+    # The same value on the devices, until it is adopted.
+    placed: PlacedValue | None = None
+
+    def take(self) -> Values | PlacedValue:
+        """Return the value in the form that is quickest to adopt, and forget its copy on the devices."""
+        placed, self.placed = self.placed, None
+        return self.values if placed is None else placed
 
 
 class GlobalValues:
-    """The newest value that arrived of each fragment, adopted or not; for one thread at a time."""
+    """The newest value that arrived of each fragment, adopted or not; for one thread at a time.
 
-    def __init__(self, fragments: Sequence[Fragment], down: codec.Format) -> None:
-        self._fragments = fragments
-        self._down: codec.Format = down
-        self._newest: dict[int, Values] = {}
+    The memory of a value is used again when nothing refers to the value or to one of its slices.
+    """
 
-    def read(self, message: GlobalFragment, payload: codec.Bytes) -> Values:
+    def __init__(self, fragments: Sequence[Fragment], down: Format) -> None:
+        layouts = [whole(fragment) for fragment in fragments]
+        buffers = Buffers(max(layout.size for layout in layouts), FREE_MAX)
+        threads = max(1, min(THREADS_MAX, (os.cpu_count() or 1) // PROCESSORS_PER_THREAD))
+        run = ThreadPoolExecutor(threads, "arrival").map if threads > 1 else map
+        # Numba reads the settings of its cache when it is imported, and an island sets them after this file is loaded.
+        arrival: type[Arrival] = importlib.import_module("diloco_jax.core.arrival").Arrival
+        self._arrivals = [arrival(layout, down, run, buffers.take) for layout in layouts]
+        self._newest: dict[int, Flat] = {}
+
+    def read(self, message: GlobalFragment, payload: Bytes) -> ArrivedValue:
         """Decode the value in a message.
 
         Raises:
             ValueError: The payload is not a value of a fragment, or is damaged.
         """
-        if not 0 <= message.fragment_id < len(self._fragments):
-            raise ValueError(f"is none of the {len(self._fragments)} of this model")
-        layout = self._fragments[message.fragment_id].keys_shapes
+        if not 0 <= message.fragment_id < len(self._arrivals):
+            raise ValueError(f"is none of the {len(self._arrivals)} of this model")
+        arrival = self._arrivals[message.fragment_id]
         if message.base == NO_VERSION:
-            values = codec.decode(payload, layout, "float32")
+            flat, digest = arrival.whole(payload)
         elif message.fragment_id not in self._newest:
             raise ValueError("is a step from a value that did not arrive")
         else:
-            step = codec.decode(payload, layout, self._down)
-            values = {key: value + step[key] for key, value in self._newest[message.fragment_id].items()}
-        if value_digest(values) != message.digest:
+            flat, digest = arrival.step(payload, self._newest[message.fragment_id])
+        if digest != message.digest:
             raise ValueError("arrived damaged")
-        return values
+        return ArrivedValue(arrival.layout.views(flat), flat)
 
-    def keep(self, message: GlobalFragment, values: Values) -> None:
+    def keep(self, message: GlobalFragment, arrived: ArrivedValue) -> None:
         """Keep a value as the base of later deltas of its fragment."""
-        self._newest[message.fragment_id] = values
+        self._newest[message.fragment_id] = arrived.flat
 
 
 class Adoptions:
@@ -79,7 +116,7 @@ class Adoptions:
         self._sent[fragment_id] = (global_step, staged)
         return staged
 
-    def adopt(self, fragment_id: int, version: int, merged_round: int, values: Values) -> None:
+    def adopt(self, fragment_id: int, version: int, merged_round: int, values: Values | PlacedValue) -> None:
         """Adopt a global value between two steps; `merged_round` is the newest round that merged our value."""
         first, mode = fragment_id not in self._held, self._how.mode
         self._held.add(fragment_id)

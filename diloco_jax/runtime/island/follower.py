@@ -1,6 +1,6 @@
 """A host of an island that follows the leader: it has no machine, and obeys the leader's commands in their order.
 
-docs/architecture.md lists its threads. Only the caller's thread, which steps, uses the devices.
+docs/architecture.md lists its threads. The caller's thread steps; the link thread copies values to the devices.
 """
 
 import json
@@ -19,7 +19,7 @@ import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue
-from diloco_jax.runtime.island.adoptions import GlobalValues, Values
+from diloco_jax.runtime.island.adoptions import ArrivedValue, GlobalValues
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -62,7 +62,7 @@ class Follower:
         # The link thread's.
         self._values = GlobalValues(self.host.fragments, self.host.run.config.wire.down)
         # (fragment, arrival) -> value that may be adopted
-        self._arrived: dict[tuple[int, int], Values] = {}
+        self._arrived: dict[tuple[int, int], ArrivedValue] = {}
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
@@ -202,9 +202,10 @@ class Follower:
                         self._link = None
                         self._link = self.dialler.connect(epoch, session)
                     case commands.HostArrival(number, message):
-                        values = self._values.read(message, payload)
-                        self._values.keep(message, values)
-                        self._arrived[message.fragment_id, number] = values
+                        value = self._values.read(message, payload)
+                        self._values.keep(message, value)
+                        self.host.place(message.fragment_id, value)
+                        self._arrived[message.fragment_id, number] = value
             except (TransportError, ValueError) as error:
                 self.group.send(commands.HostAnswer(command.number, str(error)))
             else:

@@ -7,22 +7,27 @@ other hosts first (leader.py, follower.py).
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
-from diloco_jax.runtime.island.adoptions import Adoptions, Values
+from diloco_jax.runtime.island.adoptions import Adoptions, ArrivedValue, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
+from diloco_jax.training.exchange.exchange import PlacedValue
 from diloco_jax.training.island_state import IslandState, StagedUpdate
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport import commands
 
+# Values that may wait on the devices for their adoption. The islands of a run make one version for each global step,
+# and a slow island's step takes as long as a few of them.
+PLACED_MAX = 2
 Ranges = Sequence[tuple[int, int]]
 # A built-in step reports under this name how long it waited for samples.
 DATA_WAIT = "data_wait_s"
@@ -62,6 +67,8 @@ class Host:
         self._compile_step = compile_step
         self._evaluate = evaluate
         self._adoptions = Adoptions(island, run.fragments, run.config.adopt)
+        # The values that wait on the devices. They leave when they are adopted, and when nothing refers to them.
+        self._placed: weakref.WeakSet[PlacedValue] = weakref.WeakSet()
         # The layout of moments on their way to another island.
         self.moving = MovingLayout(island.state_layout, run.config.wire.states)
         self.states: dict[int, StagedState] = {}  # queued, by name
@@ -150,10 +157,20 @@ class Host:
     def supersede(self, message: GlobalFragment) -> None:
         """Forget older versions of the arrived fragment, because they will not be adopted."""
 
-    def adopt(self, message: GlobalFragment, values: Values) -> None:
+    def place(self, fragment_id: int, value: ArrivedValue) -> None:
+        """Start to copy a value that arrived to the devices; any one thread.
+
+        Nothing happens if PLACED_MAX values wait there: further ones are copied when they are adopted.
+        """
+        if len(self._placed) < PLACED_MAX:
+            value.placed = self.island.place(self.fragments[fragment_id], value.values)
+            if value.placed is not None:
+                self._placed.add(value.placed)
+
+    def adopt(self, message: GlobalFragment, value: ArrivedValue) -> None:
         """Adopt the global value of a message between two steps."""
-        self.anchors[message.fragment_id] = values
-        self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
+        self.anchors[message.fragment_id] = value.values
+        self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, value.take())
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
         """Evaluate the global values that were adopted last, between two steps; the score holds an error's reason."""

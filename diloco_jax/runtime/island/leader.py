@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
-from diloco_jax.runtime.island.adoptions import Values
+from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, SaveResult, Told
 from diloco_jax.runtime.island.join import Hosts, die
@@ -149,9 +149,9 @@ class LeadingHost(Host):
         self._arrivals = {other: n for other, n in known if other.fragment_id != fragment_id or n >= arrival}
         self.tell(commands.HostSupersede(fragment_id, arrival))
 
-    def adopt(self, message: GlobalFragment, values: Values) -> None:
+    def adopt(self, message: GlobalFragment, value: ArrivedValue) -> None:
         self.tell(commands.HostAdopt(self._arrivals[message], message))
-        super().adopt(message, values)
+        super().adopt(message, value)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
         others = self._questions.ask(lambda n: commands.HostEvaluate(n, global_step, final))

@@ -17,7 +17,7 @@ from diloco_jax.protocol import effects
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StateChunk, SyncerMessage
-from diloco_jax.runtime.island.adoptions import GlobalValues, ReceivedState, Values
+from diloco_jax.runtime.island.adoptions import ArrivedValue, GlobalValues, ReceivedState
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
@@ -63,7 +63,7 @@ class Mail(NamedTuple):
     """A message of the syncer, with its decoded payload."""
 
     message: SyncerMessage
-    values: Values | None = None
+    value: ArrivedValue | None = None
     payload: bytes | memoryview = b""
 
 
@@ -153,10 +153,10 @@ class Decisions:
                     self.host.unstage(fragment_id, local_step)
                 case effects.Adopt():
                     assert arrived is not None, "a fragment was adopted that did not come"
-                    message, values = arrived.message, arrived.values
-                    assert values is not None and isinstance(message, GlobalFragment), "a fragment came without values"
+                    message, value = arrived.message, arrived.value
+                    assert value is not None and isinstance(message, GlobalFragment), "a fragment came without a value"
                     self.tape.adopt(message)
-                    self.host.adopt(message, values)
+                    self.host.adopt(message, value)
                 case effects.StageState(local_step):
                     self.tape.note("staged_state", local_step)
                     self.host.stage_state(local_step)
@@ -240,18 +240,20 @@ class LearnerInbox:
             return
         try:
             others = self._decisions.host.arrived(message, payload)
-            values = self._heads.read(message, payload)
+            value = self._heads.read(message, payload)
+            # The step thread only dispatches the adoption, so that the devices hardly wait between two steps.
+            self._decisions.host.place(message.fragment_id, value)
             others()
         except ValueError as error:
             log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
             self._decisions.ask(lambda machine: machine.on_corrupt(now_s))
             return
-        self._heads.keep(message, values)
-        self._decisions.ask(lambda _: self._keep(message, values))
+        self._heads.keep(message, value)
+        self._decisions.ask(lambda _: self._keep(message, value))
         self._decisions.signals.woken.set()
 
-    def _keep(self, message: GlobalFragment, values: Values) -> None:
-        self._mailbox.read(message, Mail(message, values), time.monotonic())
+    def _keep(self, message: GlobalFragment, value: ArrivedValue) -> None:
+        self._mailbox.read(message, Mail(message, value), time.monotonic())
         self._decisions.host.supersede(message)
 
 

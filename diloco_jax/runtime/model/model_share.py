@@ -8,7 +8,6 @@ The share keeps the encoded steps between older versions instead of their values
 (docs/decisions/0040-syncer-memory.md).
 """
 
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from diloco_jax.core.passes import (
 )
 from diloco_jax.core.shards import Shares
 from diloco_jax.protocol.messages import NO_VERSION
+from diloco_jax.runtime.model.buffers import Buffers
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.named import make_transformation
 
@@ -84,38 +84,6 @@ class HeldStates:
                 if not self._changed.wait(PATIENCE_S):
                     self._given_up = True
                     self._states.clear()
-
-
-class Buffers:
-    """Memory of unused arrays, for later arrays, because fresh memory costs as much as the merge itself.
-
-    An array's memory returns as soon as there is no reference to it or to a view of it. So an array in a capture, or on
-    its way to a learner or a disk, never changes, and no caller must free it. The largest array has `size` elements.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._bytes = _whole_pages(4 * max(1, size))
-        self._free: list[mmap.mmap] = []
-
-    def take(self, size: int) -> Flat:
-        """Return an array of this size with undefined content."""
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = self._free.pop() if self._free else mmap.mmap(-1, self._bytes, kind)
-        used = _whole_pages(4 * size)
-        # The rest has the content of a larger array.
-        if used < self._bytes and hasattr(mmap, "MADV_DONTNEED"):
-            memory.madvise(mmap.MADV_DONTNEED, used, self._bytes - used)
-        array = np.frombuffer(memory, np.float32, size)
-        weakref.finalize(array, self._give, memory).atexit = False
-        return array
-
-    def _give(self, memory: mmap.mmap) -> None:
-        if len(self._free) < FREE_MAX:
-            self._free.append(memory)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Setup(NamedTuple):
@@ -194,7 +162,7 @@ class ModelShare:
         self._setup = setup
         run = ThreadPoolExecutor(threads, "merge").map if threads > 1 else map
         self._mergers = []
-        buffers = Buffers(max(layout.size for layout in setup.shares.parts[shard]))
+        buffers = Buffers(max(layout.size for layout in setup.shares.parts[shard]), FREE_MAX)
         for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
             how = [rules[piece.key] for piece in layout.pieces]
             self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run, buffers.take))

@@ -10,6 +10,8 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.outer import OuterConfig
+from diloco_jax.runtime.island.adoptions import FREE_MAX
+from diloco_jax.runtime.island.host import PLACED_MAX
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.blueprint import Blueprint
@@ -25,8 +27,8 @@ SYNCER_PROCESS_BYTES = 450e6
 CONNECTION_BYTES = 16 << 20
 # Copies of a fragment on its way to disk: its chunks, or the slices that form it.
 DISK_COPIES = 1
-# Copies of a fragment that arrives: the decoded payload, and the sum with the value before.
-HOST_COPIES = 2
+# Arrays of a fragment beside the newest values: the one that is being decoded, and the free ones.
+HOST_COPIES = 1 + FREE_MAX
 # Each merge shard takes this beside its share; measured in docs/log.md, 2026-11-21.
 SHARD_PROCESS_BYTES = 350e6
 
@@ -48,6 +50,8 @@ class Hbm(NamedTuple):
     temporaries: float
     # The frozen weights below adapters.
     base: float = 0.0
+    # Values that wait for their adoption, in float32.
+    arriving: float = 0.0
 
     @property
     def fixed(self) -> float:
@@ -119,11 +123,13 @@ def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
     if config.algorithm != "decoupled":
         return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters, base)
     windows = [windows_of(fragment, blueprint.tensors, blueprint.orders) for fragment in run.fragments]
-    anchors = sum(anchor_bytes(blueprint, fragment) for fragment in run.fragments)
+    anchors = [anchor_bytes(blueprint, fragment) for fragment in run.fragments]
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
     rebase = config.adopt.mode == "rebase"
     staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
-    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(run, staged), parameters, base)
+    arriving = sum(sorted(anchors, reverse=True)[:PLACED_MAX])
+    on_way = _staged_at_once(run, staged)
+    return Hbm(parameters, optimizer, sum(anchors), residuals, on_way, parameters, base, arriving)
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:

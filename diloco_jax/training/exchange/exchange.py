@@ -1,15 +1,18 @@
 """The exchange of fragments: an island's anchors and residuals, and the programs that stage and adopt fragments.
 
     out  `stage`: an update, anchor - local, is encoded on the devices (outgoing.py).
-    in   `adopt`: a new value gets the layout of its tensor and is blended with it elementwise, in place.
+    in   `place`: a new value is copied to the devices, in the layout of its tensor, while steps run.
+         `adopt`: it is blended with the tensor elementwise, in place.
 
-Each is one program per fragment that runs on all devices, each device with its own shards. So there is no collective,
-and no step waits. Programs are compiled once, by `warm_up` or when they are first needed. Fragments share a program if
-they have the same shapes, even if their slices are of other tensors or start at other rows.
+Staging and adoption are each one program per fragment that runs on all devices, each device with its own shards. So
+there is no collective, and no step waits. Programs are compiled once, by `warm_up` or when they are first needed.
+Fragments share a program if they have the same shapes, even if their slices are of other tensors or start at other
+rows.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -118,8 +121,17 @@ def _blended(local: Float[Array, "..."], value: Float32[Array, "..."], alpha: Fl
     return jnp.where(beyond, jnp.nextafter(near, value.astype(local.dtype)), near)
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedValue:
+    """A fragment's value on the devices or on its way there, in the order of the slices."""
+
+    arrays: DeviceArrays
+
+
 class Exchange:
-    """The anchors, residuals and programs of an island's fragments; only `warm_up` may run in another thread.
+    """The anchors, residuals and programs of an island's fragments.
+
+    Only `warm_up` and `place` may run in other threads.
 
     Fragments and values have the axes of canonical tensors (core/kinds.py); parameters have those of the loop.
 
@@ -189,11 +201,19 @@ class Exchange:
         with jax.transfer_guard("disallow"):
             return self._outgoing(fragment).dispatch(params, self.held[fragment.fragment_id])
 
+    def place(self, fragment: Fragment, values: HostValues) -> PlacedValue:
+        """Start to copy a value to the devices, for `adopt`; any thread. ValueError if its names or shapes differ."""
+        fragment.check(values)
+        windows = self._windows_of(fragment).windows
+        return PlacedValue(
+            [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
+        )
+
     def adopt(
         self,
         params: TensorsByPath,
         fragment: Fragment,
-        values: HostValues,
+        values: HostValues | PlacedValue,
         mode: AdoptMode,
         alpha: float,
         sent: StagedFragment | None,
@@ -201,7 +221,7 @@ class Exchange:
         """Adopt as `ExchangedState.adopt` does; return the new tensors of the fragment, in place of the old ones."""
         if mode == "rebase" and (sent is None or not sent.local):
             raise ValueError("adopt with mode 'rebase' needs `sent` from an island built with rebase=True")
-        new = self._put(fragment, values)
+        new = (values if isinstance(values, PlacedValue) else self.place(fragment, values)).arrays
         base = sent.local if sent is not None and mode == "rebase" else ()
         touched = self._blend(params, fragment, new, base, alpha if mode == "blend" else 0.0)
         residual = sent.residual() if sent is not None else None
@@ -235,17 +255,12 @@ class Exchange:
 
     def overwrite(self, params: TensorsByPath, fragment: Fragment, values: HostValues) -> Params:
         """Replace a fragment without making the values its anchor; return its new tensors. ValueError as in `adopt`."""
-        return self._blend(params, fragment, self._put(fragment, values), (), 0.0)
+        return self._blend(params, fragment, self.place(fragment, values).arrays, (), 0.0)
 
     def _blend(
         self, params: TensorsByPath, fragment: Fragment, new: DeviceArrays, base: DeviceArrays, alpha: float
     ) -> Params:
         return self._incoming(fragment, bool(base)).blend(params, new, base, alpha)
-
-    def _put(self, fragment: Fragment, values: HostValues) -> DeviceArrays:
-        fragment.check(values)
-        windows = self._windows_of(fragment).windows
-        return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
 
     def _once(self, key: object, compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
         with self._compiling:

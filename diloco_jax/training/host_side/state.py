@@ -8,7 +8,7 @@ import numpy as np
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, whole
 from diloco_jax.core.kinds import Canonical
-from diloco_jax.training.exchange.exchange import AdoptMode, HostValues
+from diloco_jax.training.exchange.exchange import AdoptMode, HostValues, PlacedValue
 from diloco_jax.training.host_side.exchange import CopiedFragment, HostExchange
 from diloco_jax.training.host_side.holder import HostArray, HostCopy, HostHolder
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -53,16 +53,20 @@ class HostState:
         """Start to copy a fragment as it is after the newest step; return at once."""
         return self.exchange.stage(fragment)
 
+    def place(self, fragment: Fragment, values: HostValues) -> None:
+        """Do nothing: `adopt` gives the holder arrays in host memory."""
+
     def adopt(
         self,
         fragment: Fragment,
-        values: HostValues,
+        values: HostValues | PlacedValue,
         *,
         mode: AdoptMode = "overwrite",
         alpha: float = 0.0,
         sent: CopiedFragment | None = None,
     ) -> None:
         """Adopt a merged fragment between two steps; arguments and errors as for `ExchangedState.adopt`."""
+        assert not isinstance(values, PlacedValue), "`place` returned None, so the values are in host memory"
         self.exchange.adopt(fragment, values, mode, alpha, sent)
 
     def overwrite(self, fragment: Fragment, values: HostValues) -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from diloco_jax.core.fragments import take
+from diloco_jax.core.outer import NOTHING
 from diloco_jax.protocol.messages import GlobalFragment
+from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.evaluation import make_score
 from diloco_jax.runtime.island.host import Host
@@ -40,7 +42,7 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
     host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up, loop.evaluate)
     for fragment in host.fragments:
         message = GlobalFragment(1, fragment.fragment_id, 1, 1, 0, 0)
-        host.adopt(message, take(values, fragment))
+        host.adopt(message, ArrivedValue(take(values, fragment), NOTHING))
     # The evaluation must not see what the island trained since.
     loop.island.load(drawn)
     for final, batches in ((False, 2), (True, 3)):

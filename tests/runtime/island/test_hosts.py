@@ -21,10 +21,12 @@ import pytest
 
 from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
+from diloco_jax.core.outer import NOTHING
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
 from diloco_jax.runtime.island import follower as follower_module
 from diloco_jax.runtime.island import join as hosts
 from diloco_jax.runtime.island import leader as host_leader
+from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import Hosts, join
@@ -97,7 +99,7 @@ class Pair:
         self.leader.tell_step(clock)
         self.loop.wait(self.loop.step(clock))
 
-    def give(self, version: int, fill: float, *, damage: bool = False) -> tuple[GlobalFragment, dict[str, np.ndarray]]:
+    def give(self, version: int, fill: float, *, damage: bool = False) -> tuple[GlobalFragment, ArrivedValue]:
         """A global value of fragment 0 that both hosts get."""
         shapes = self.leader.fragments[0].keys_shapes
         values = {key: np.full(shape, fill, np.float32) for key, shape in shapes}
@@ -105,7 +107,7 @@ class Pair:
         message = GlobalFragment(version, 0, version, 1, value_digest(values) + damage, len(payload))
         self.leader.arrived(message, payload)()
         self.leader.supersede(message)
-        return message, values
+        return message, ArrivedValue(values, NOTHING)
 
     def settle(self) -> None:
         """Wait until the follower has handled all messages."""
@@ -159,10 +161,14 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.give(3, 0.25)
     # This value comes from a syncer that went back to a snapshot.
     late = pair.give(2, 0.125)
+    pair.settle()
+    (waiting,) = [value for value in pair.follower._arrived.values() if value.placed is not None]
+    assert 0.125 in waiting.values[next(iter(waiting.values))] and [*pair.follows._placed] == [waiting.placed]
     pair.leader.adopt(*late)
     pair.leader.unstage(0, 3)
     pair.settle()
     assert pair.same() and not pair.follows._adoptions.staged and len(pair.follower._arrived) == 1
+    assert waiting.placed is None and not pair.follows._placed
     copy = pair.leader.stage_state(7)
     name = next(leaf.name for leaf in copy.layout.leaves if not leaf.name.startswith("params/"))
     assert copy.of_others(name).keys() == {1}

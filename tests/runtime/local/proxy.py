@@ -18,7 +18,8 @@ import pytest
 # What pathwaysutils 0.1.13 takes for a lost slice: this type, with one of these words.
 WORDS = ("DATA_LOSS", "DEADLINE_EXCEEDED", "NOT_FOUND", "INTERNAL")
 LOST = "DATA_LOSS: the worker of a slice was taken away; its buffers are gone"
-ISLAND = ("step", "wait", "put_batch", "adopt", "overwrite", "stage_moments", "stage_shards", "load_shards", "warm_up")
+ISLAND = ("step", "wait", "put_batch", "place", "adopt", "overwrite", "warm_up")
+ISLAND += ("stage_moments", "stage_shards", "load_shards")
 
 
 class Proxy:

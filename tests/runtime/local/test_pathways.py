@@ -387,4 +387,4 @@ def test_a_slice_goes_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list((run_dir / TAPES).glob("island-0.*"))) == 1
     for (name, _), where in proxy.placed.items():
         assert where <= own[name], "an array that nobody placed was on the devices of another island"
-    assert {thread for _, thread in proxy.placed} >= {"island-0", "island-1", "compile"}
+    assert {thread for _, thread in proxy.placed} >= {"island-0", "island-1", "compile", "link"}

@@ -16,8 +16,9 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import RATES_KEPT, RATES_MIN
 from diloco_jax.runtime.model import model_share
+from diloco_jax.runtime.model.buffers import Buffers
 from diloco_jax.runtime.model.global_model import GlobalModel
-from diloco_jax.runtime.model.model_share import FREE_MAX, Buffers
+from diloco_jax.runtime.model.model_share import FREE_MAX
 from diloco_jax.settings.text import load
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.sharding import MeshConfig
@@ -326,7 +327,7 @@ def test_a_bounded_capture_holds_up_its_replacement_until_it_is_read(monkeypatch
 
 
 def test_buffers_are_written_again_and_bounded() -> None:
-    buffers = Buffers(3000)
+    buffers = Buffers(3000, FREE_MAX)
     arrays = [buffers.take(2000) for _ in range(FREE_MAX + 1)]
     for number, array in enumerate(arrays):
         array[:] = number

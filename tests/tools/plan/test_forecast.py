@@ -16,6 +16,7 @@ from diloco_jax.cli import main as cli
 from diloco_jax.core.codec import Format, encode
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
+from diloco_jax.runtime.island.host import PLACED_MAX
 from diloco_jax.settings.text import load, parse
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, syncer_memory
@@ -117,6 +118,7 @@ def test_chip_memory_is_that_of_the_programs(up: Format, mesh: dict[str, int], a
     assert found.parameters + found.optimizer == shard_bytes(shapes, shardings)
     assert (found.anchors, found.residuals) == (sum(anchors), sum(residuals))
     assert anchors == [anchor_bytes(blueprint, fragment) for fragment in case.run.fragments]
+    assert found.arriving == sum(sorted(anchors)[-PLACED_MAX:]), "values that wait for their adoption"
     # tau P / H + 1 = 2 fragments are staged at once.
     assert found.staged == sum(sorted(staged)[-2:])
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, FragmentPlan, plan_fragments, put, take
 from diloco_jax.training.data.sample import Sample
+from diloco_jax.training.exchange.exchange import AdoptMode
 from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.island import Island
 from tests.training.islands import MakeIsland, assert_same, pointers, train
@@ -260,6 +262,41 @@ def test_values_that_are_not_finite_leave_no_trace(make_island: MakeIsland, form
     island.overwrite(fragment, {k: v - 1 for k, v in anchor.items()})
     ones = {k: np.ones_like(v) for k, v in anchor.items()}
     assert island.exchange.stage(island.state.params, fragment).encode() == codec.encode(ones, format)
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "blend", "rebase"])
+def test_a_value_placed_by_another_thread_gives_the_same_bits(make_island: MakeIsland, mode: AdoptMode) -> None:
+    island = make_island(fsdp=2, tensor=2, rebase=True)
+    for fragment in cut_fragments(plan_of(island))[:2]:
+        new, results = random_values(fragment, 2), []
+        for place in (False, True):
+            island.load(random_values(island._whole(), 1))
+            island.adopt(fragment, random_values(fragment, 3))
+            sent = island.stage(fragment)
+            island.overwrite(fragment, random_values(fragment, 4))
+            with ThreadPoolExecutor(1) as other:
+                value = other.submit(island.place, fragment, new).result() if place else new
+            island.adopt(fragment, value, mode=mode, alpha=0.25, sent=sent)
+            anchor = [np.asarray(array) for array in island.exchange.held[fragment.fragment_id].anchor]
+            results.append((island.parameters(), dict(enumerate(anchor))))
+        for values, placed in zip(*results, strict=True):
+            assert_same(values, placed)
+        assert_same(dict(enumerate(new.values())), results[1][1])
+
+
+def test_adopting_a_placed_value_copies_nothing(make_island: MakeIsland) -> None:
+    island = make_island(fsdp=4)
+    (fragment, *_) = plan_of(island).fragments
+    # The first adoption puts the share of the local values and the residual on the devices.
+    island.adopt(fragment, random_values(fragment, 1))
+    placed = island.place(fragment, random_values(fragment, 2))
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        island.adopt(fragment, placed)
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            island.adopt(fragment, random_values(fragment, 3))
+    assert_same(take(island.parameters(), fragment), random_values(fragment, 2))
+    with pytest.raises(ValueError, match="expected"):
+        island.place(fragment, {})
 
 
 def test_values_are_copied(make_island: MakeIsland) -> None:
