@@ -30,6 +30,8 @@ class Connection:
         with contextlib.suppress(OSError):
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.encrypted = isinstance(stream, ssl.SSLSocket)
+        # Bytes that the last `fill` has filled.
+        self.arrived = 0
         self._stream = stream
         self._silence_s = silence_s
         # OpenSSL's state of a connection is for one thread at a time; a plain socket needs no turns.
@@ -59,6 +61,7 @@ class Connection:
             EOFError: The peer ended the connection.
             OSError: The connection is lost, or the peer was silent for too long.
         """
+        self.arrived = 0
         while view.nbytes:
             try:
                 with self._turn:
@@ -70,6 +73,7 @@ class Connection:
             else:
                 if not size:
                     raise EOFError("the other side closed it")
+                self.arrived += size
                 view = view[size:]
 
     def _wait(self, event: int, seconds: float | None = None) -> None:

@@ -4,8 +4,8 @@ gRPC in Python takes no connection that somebody else accepted. So gRPC listens 
 module forwards its connections there as they are, encrypted or not: TLS, certificates and pings are between gRPC and
 the caller. Only control messages, which are small, take this way. A bulk connection is handed over as a socket.
 
-Without TLS a bulk connection starts with stripe.GREETING. With TLS its first message offers BULK_PROTOCOL. The bytes are
-only looked at, and stay for their reader.
+Without TLS a bulk connection starts with stripe.GREETING. With TLS its first message offers BULK_PROTOCOL. This module
+only looks at the bytes; they stay for their reader.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.session import calls
@@ -57,7 +58,7 @@ class Front:
         self._connections_max = config.connections_max
         # Threads that serve bulk connections.
         self._serving: set[threading.Thread] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[bool]] = set()
         try:
             self._listeners = bind_all(config.address)
         except OSError as error:
@@ -87,47 +88,50 @@ class Front:
         for task in (*accepting, *self._tasks):
             task.cancel()
         await asyncio.gather(*accepting, *self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            while True:
-                try:
-                    stream, _ = await self._loop.sock_accept(listener)
-                except OSError as error:
-                    # There are no descriptors left, or the caller has gone already.
-                    log.warning(f"cannot accept a connection at {self.address}: {error}")
-                    await asyncio.sleep(PAUSE_S)
-                    continue
-                if len(self._tasks) + len(self._serving) >= 2 * self._connections_max:
-                    stream.close()
-                    continue
-                task = asyncio.create_task(self._sort(stream))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        while True:
+            try:
+                stream, _ = await self._loop.sock_accept(listener)
+            except OSError as error:
+                # There are no descriptors left, or the caller has gone already.
+                log.warning(f"cannot accept a connection at {self.address}: {error}")
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if len(self._tasks) + len(self._serving) >= 2 * self._connections_max:
+                stream.close()
+                continue
+            task = asyncio.create_task(self._sort(stream))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._sorted, stream))
 
-    async def _sort(self, stream: socket.socket) -> None:
-        """Find out what a connection is for, and serve it."""
-        try:
+    def _sorted(self, stream: socket.socket, task: asyncio.Task[bool]) -> None:
+        """Close a connection, unless a thread has it now."""
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is not None or not task.result():
+            stream.close()
+
+    async def _sort(self, stream: socket.socket) -> bool:
+        """Find out what a connection is for, and serve it; return whether a thread has it now."""
+        with contextlib.suppress(OSError):
             async with asyncio.timeout(calls.GREETING_S):
                 bulk = await self._is_bulk(stream)
             if bulk:
-                self._hand_over(stream)
-            else:
-                await self._forward(stream)
-        except BaseException as error:
-            stream.close()
-            if not isinstance(error, OSError | TimeoutError):
-                raise
+                return self._hand_over(stream)
+            await self._forward(stream)
+        return False
 
-    def _hand_over(self, stream: socket.socket) -> None:
+    def _hand_over(self, stream: socket.socket) -> bool:
         self._serving = {each for each in self._serving if each.is_alive()}
         if len(self._serving) >= self._connections_max:
             log.warning(f"refused a bulk connection: transport.connections_max is {self._connections_max}")
-            stream.close()
-            return
+            return False
         thread = threading.Thread(target=self._on_bulk, args=(stream,), name="diloco-read-bulk", daemon=True)
         self._serving.add(thread)
         thread.start()
+        return True
 
     async def _is_bulk(self, stream: socket.socket) -> bool:
         """Look at the first bytes until they show what the connection is for."""
@@ -149,7 +153,7 @@ class Front:
 
     async def _forward(self, stream: socket.socket) -> None:
         """Forward bytes between a caller and gRPC until both have ended the connection, or one is lost."""
-        with socket.socket(type=socket.SOCK_STREAM) as inner, stream:
+        with socket.socket(type=socket.SOCK_STREAM) as inner:
             inner.setblocking(False)
             await self._loop.sock_connect(inner, self._inner)
             for each in (inner, stream):

@@ -6,7 +6,6 @@ one port (front.py). The module uses gRPC's synchronous API, because only its cl
 often.
 """
 
-import contextlib
 import logging
 import secrets
 import socket
@@ -316,6 +315,7 @@ class GrpcListener:
         if session.wait_ready(self.config.connect_timeout_s):
             with calls.refusing(context):
                 self._book.establish(session)
+            session.mark_established()
             session.start_reader(lane, requests)
             yield session.ready_frame(lane)
         else:
@@ -341,13 +341,8 @@ class GrpcListener:
             return
         stripe = Stripe(session, lane, connection)
         session.mark_ready(lane)
-        if session.wait_ready(self.config.connect_timeout_s):
-            # The session ends with the reason.
-            with contextlib.suppress(Refused):
-                self._book.establish(session)
-        else:
-            session.fail(f"not all connections came within {self.config.connect_timeout_s:g} s")
-        stripe.run(opens=session.open)
+        # The thread of the control lane establishes the session, or ends it.
+        stripe.run(opens=session.wait_established())
 
     def _open_lane(self, context: Any) -> tuple[StreamSession, Lane, bytes]:
         """Check the caller's credentials before everything else, then create its session, with a ticket."""

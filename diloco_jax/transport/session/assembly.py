@@ -19,6 +19,7 @@ from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import Message
 from diloco_jax.transport.partials import RESUME_BYTES_MIN, Key, Partial, Partials, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.spares import take_buffer
 from diloco_jax.transport.wire import Incoming, WireError
 
 MESSAGES_MAX = 64
@@ -51,7 +52,7 @@ class _Open:
         self.claimed.add(start, start + size)
         if self.buffer is None:
             # The system allocates pages when they are filled, so an announced payload without bytes costs nothing.
-            self.buffer = np.empty(self.key[1], np.uint8)
+            self.buffer = take_buffer(self.key[1])
         return self.buffer.data[start : start + size]
 
     def left(self) -> list[Partial]:
@@ -62,7 +63,7 @@ class _Open:
         return [Partial(self.key, whole, self.ranges)]
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """The memory for one chunk's data, until `filled` or `leave`."""
 
     message: _Open
@@ -104,7 +105,7 @@ class Assembly:
             place.view[:] = data
             self.filled(place)
 
-    def claim(self, message: Message | None, chunk: pb.Chunk, size: int) -> Place | None:
+    def claim(self, message: Message | None, chunk: pb.Chunk, size: int) -> ChunkPlace | None:
         """Return the memory for one chunk's data; wait while there is no room for it. None: the assembly was closed.
 
         The caller fills it, and then calls `filled`, or `leave` if it cannot.
@@ -119,10 +120,10 @@ class Assembly:
                 return None
             view = self._claim(each, message, chunk, size)
             each.filling += 1
-            return Place(each, chunk, view)
+            return ChunkPlace(each, chunk, view)
 
-    def filled(self, place: Place) -> None:
-        """Note that a chunk's data arrived; WireError if they complete a payload that differs from the announced one."""
+    def filled(self, place: ChunkPlace) -> None:
+        """Note that a chunk's data arrived; WireError if the payload is complete and differs from the announced one."""
         each, start, size = place.message, place.chunk.offset, place.view.nbytes
         with self._changed:
             each.filling -= 1
@@ -137,10 +138,13 @@ class Assembly:
                 self._changed.notify_all()
         self._partials.put(left)
 
-    def leave(self, place: Place) -> None:
-        """Give up a place, because its connection was lost or brought damaged data."""
+    def leave(self, place: ChunkPlace, arrived: int = 0) -> None:
+        """Give up a place, because its connection was lost after `arrived` bytes, or brought damaged data."""
+        start = place.chunk.offset
         with self._changed:
             place.message.filling -= 1
+            if arrived:
+                place.message.ranges.add(start, start + arrived)
             left = place.message.left() if self._closed else []
         self._partials.put(left)
 

@@ -69,7 +69,7 @@ class DialledStreams:
 
     def _run_stripe(self, lane: Lane, ticket: bytes, ended: threading.Event) -> None:
         try:
-            stripe = open_stripe(self._session, lane, ticket, self._context, self._session.config)
+            stripe = open_stripe(self._session, lane, ticket, self._context, self._ended[0])
         # A stripe that ended silently would leave a session that never opens.
         except Exception as error:
             self._session.fail_lost(lane, error)

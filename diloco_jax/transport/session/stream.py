@@ -211,6 +211,8 @@ class StreamSession(Session):
         self._lock = threading.Lock()
         # Set when all streams are ready, or the session is over.
         self._settled = threading.Event()
+        # Set on the listener's side when the session has replaced earlier ones, or is over.
+        self._established = threading.Event()
 
     def bind(self, lane: Lane, cancel: Callable[[], object]) -> bool:
         """Give the lane its stream; return False if it has one already."""
@@ -233,6 +235,14 @@ class StreamSession(Session):
         """Wait until all streams are open; return False after `timeout_s`, or when the session is over."""
         return self._settled.wait(timeout_s) and self.open
 
+    def mark_established(self) -> None:
+        """Let the bulk connections start."""
+        self._established.set()
+
+    def wait_established(self) -> bool:
+        """Wait until the session is established; return False when it is over."""
+        return self._established.wait() and self.open
+
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         bulk = is_bulk(message)
@@ -252,6 +262,7 @@ class StreamSession(Session):
         for lane in self.lanes.values():
             lane.stop_reading()
         self._settled.set()
+        self._established.set()
         timer = threading.Timer(LINGER_S, self.cancel)
         timer.name, timer.daemon = f"diloco-linger-{self.peer}", True
         timer.start()
@@ -263,6 +274,7 @@ class StreamSession(Session):
             outbox.close(reason, flush=True)
         self.assembly.close()
         self._settled.set()
+        self._established.set()
 
     def ready_frame(self, lane: Lane) -> bytes:
         """Return the syncer's first frame; call it when earlier sessions of the peer are over."""

@@ -24,17 +24,26 @@ from diloco_jax.transport.trust.security import BULK_PROTOCOL, dial
 GREETING = b"diloco bulk 2\r\n\0"
 TICKET_BYTES = 16
 _HELLO_BYTES = len(GREETING) + TICKET_BYTES + 1
+# The reason of a refusal may take so much longer on the control call.
+CONTROL_S = 1.0
 # Bytes that nobody waits for go here.
 WASTE_BYTES = 1 << 18
 
 
 class Stripe:
-    """One connection of a session's bulk lane; its threads are one that writes and one that reads."""
+    """One connection of a session's bulk lane; its threads are one that writes and one that reads.
 
-    def __init__(self, session: StreamSession, lane: Lane, connection: Connection) -> None:
+    Args:
+        control: On the dialling side, the event of the end of the control call.
+    """
+
+    def __init__(
+        self, session: StreamSession, lane: Lane, connection: Connection, control: threading.Event | None = None
+    ) -> None:
         self._session = session
         self._lane = lane
         self._connection = connection
+        self._control = control
         self._prefix = memoryview(bytearray(wire.PREFIX_BYTES))
         self._lock = threading.Lock()
         self._threads = 2
@@ -62,6 +71,7 @@ class Stripe:
             )
         except EOFError:
             if not self._lane.said_goodbye:
+                self._prefer_control()
                 self._session.fail_lost(self._lane)
         # A reader that ended silently would leave a session that never ends.
         except Exception as error:
@@ -117,6 +127,7 @@ class Stripe:
             elif isinstance(event, wire.Goodbye):
                 # A listener that refuses the connection says so before anything else.
                 if not lane.ready:
+                    self._prefer_control()
                     session.fail(event.reason)
                 session.hear_goodbye(lane, event.reason)
             else:
@@ -135,12 +146,21 @@ class Stripe:
             self._connection.fill(place.view)
             if not self._connection.encrypted:
                 wire.check_data(prefix, event.chunk, place.view)
-        except BaseException:
+        except wire.WireError:
             assembly.leave(place)
+            raise
+        except BaseException:
+            # The next session checks the whole payload.
+            assembly.leave(place, self._connection.arrived)
             raise
         assembly.filled(place)
         del place
         assembly.deliver(self._session.offer)
+
+    def _prefer_control(self) -> None:
+        """Wait a moment for the control call's end, if the session is not open: its reason says more."""
+        if self._control is not None and not self._lane.ready:
+            self._control.wait(CONTROL_S)
 
     def _discard(self, size: int) -> None:
         """Read what nobody waits for, so that the peer's Goodbye gets through."""
@@ -159,9 +179,10 @@ class Stripe:
 
 
 def open_stripe(
-    session: StreamSession, lane: Lane, ticket: bytes, context: ssl.SSLContext | None, config: TransportConfig
+    session: StreamSession, lane: Lane, ticket: bytes, context: ssl.SSLContext | None, control: threading.Event
 ) -> Stripe:
     """Dial the listener for one stripe of a session; OSError if it does not answer."""
+    config = session.config
     stream = dial(config.address, context, config.connect_timeout_s)
     connection = Connection(stream, silence_s(config))
     try:
@@ -171,7 +192,7 @@ def open_stripe(
     except BaseException:
         connection.close()
         raise
-    return Stripe(session, lane, connection)
+    return Stripe(session, lane, connection, control)
 
 
 def accept_stripe(

@@ -247,7 +247,7 @@ def test_releases_whose_payloads_travel_in_grpc_are_refused_on_both_sides(
     assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "speaks protocol 1, the syncer protocol 2: upgrade the learner" in raised.value.details()
     monkeypatch.setattr(calls, "OPEN", "NoSuchMethod")
-    with pytest.raises(Rejected, match="of another release .* speaks protocol 2: upgrade the syncer first"):
+    with pytest.raises(Rejected, match=r"of another release .* speaks protocol 2: upgrade the syncer first"):
         ends.connect()
 
 
