@@ -1,6 +1,6 @@
 """The one public port of a listener: it takes connections, and tells gRPC's from bulk connections by their first bytes.
 
-gRPC in Python takes no connection that somebody else accepted. So gRPC listens on a loopback port of its own, and this
+gRPC in Python takes no connection that somebody else accepted. So gRPC listens on a separate loopback port, and this
 module forwards its connections there as they are, encrypted or not: TLS, certificates and pings are between gRPC and
 the caller. Only control messages, which are small, take this way. A bulk connection is handed over as a socket.
 
@@ -28,7 +28,7 @@ LOOK_BYTES_MAX = 5 + (1 << 14)
 # A connection that one side ended has this long to end.
 LINGER_S = 5.0
 # The wait between two looks at a message that is not complete, and after a failure to accept.
-PAUSE_S = 0.02
+PAUSE_S, REFUSED_S = 0.02, 0.2
 CLOSE_S = 5.0
 _OFFER = bytes((len(BULK_PROTOCOL),)) + BULK_PROTOCOL.encode()
 # TLS calls it handshake.
@@ -42,7 +42,7 @@ class Front:
 
     Args:
         inner: host:port of gRPC's own listener.
-        on_bulk: Serves a bulk connection, on a thread of its own; it closes the socket.
+        on_bulk: Serves a bulk connection on a new thread, and closes the socket.
 
     Attributes:
         address: Address for learners, with the real port.
@@ -92,14 +92,18 @@ class Front:
             listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
+        refused = False
         while True:
             try:
                 stream, _ = await self._loop.sock_accept(listener)
             except OSError as error:
-                # There are no descriptors left, or the caller has gone already.
-                log.warning(f"cannot accept a connection at {self.address}: {error}")
-                await asyncio.sleep(PAUSE_S)
+                # There are no descriptors left, or the caller has gone already. One line is enough for each time.
+                if not refused:
+                    log.warning(f"cannot accept a connection at {self.address}: {error}")
+                refused = True
+                await asyncio.sleep(REFUSED_S)
                 continue
+            refused = False
             if len(self._tasks) + len(self._serving) >= 2 * self._connections_max:
                 stream.close()
                 continue
@@ -144,10 +148,10 @@ class Front:
             await asyncio.sleep(PAUSE_S)
 
     async def _readable(self, stream: socket.socket) -> None:
-        came = self._loop.create_future()
-        self._loop.add_reader(stream, lambda: came.done() or came.set_result(None))
+        came = asyncio.Event()
+        self._loop.add_reader(stream, came.set)
         try:
-            await came
+            await came.wait()
         finally:
             self._loop.remove_reader(stream)
 

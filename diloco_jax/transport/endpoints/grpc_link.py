@@ -298,10 +298,10 @@ class GrpcListener:
 
     def _refuse_older(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Refuse a learner of a release whose payloads travel within gRPC."""
+        del requests
         with calls.refusing(context):
             self._gate.check(dict(context.invocation_metadata()))
             raise Refused(f"this learner speaks protocol 1, the syncer protocol {PROTOCOL}: upgrade the learner")
-        yield from requests
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve the control lane of one learner: this generator writes, a separate thread reads."""

@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from diloco_jax.transport import wire
 from diloco_jax.transport.connection import Connection
@@ -248,7 +249,8 @@ def find_lane(session: StreamSession | None, stripe: int, connection: Connection
 
 def certified_names(stream: ssl.SSLSocket) -> dict[str, list[bytes]]:
     """Return the names in the caller's certificate, under the keys that gRPC uses for them."""
-    certificate = stream.getpeercert() or {}
+    # The types of typeshed do not tell the fields apart.
+    certificate: dict[str, Any] = dict(stream.getpeercert() or {})
     others = certificate.get("subjectAltName", ())
     subject = [pair for part in certificate.get("subject", ()) for pair in part]
     return {

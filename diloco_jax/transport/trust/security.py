@@ -29,7 +29,7 @@ PEM_BYTES_MAX = 1 << 20
 TOKEN_BYTES_MAX = 4096
 TOKEN_KEY = "diloco-token-bin"
 PROBE_TIMEOUT_S = 2.0
-# The name under which TLS offers a bulk connection (ALPN), so that one port serves both.
+# The name of bulk connections in TLS (ALPN), so that one port serves both kinds.
 BULK_PROTOCOL = "diloco-bulk"
 
 Files: TypeAlias = tuple[bytes, bytes, bytes]  # authority, certificate, key
