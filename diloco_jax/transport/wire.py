@@ -12,6 +12,7 @@ Rules of this file
     and the stream is not read any further.
 """
 
+import struct
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,12 +22,13 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
+from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX as REASON_KEPT_MAX
 from diloco_jax.protocol.texts import clean
 from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.limits import REASON_LENGTH_MAX, check_body
-from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX
+from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX, Buffer
 from diloco_jax.transport.partials import Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
@@ -38,6 +40,11 @@ _CHECK_TAG = pb.Frame.CHECK_FIELD_NUMBER << 3 | 2
 # Tag and length of a checksum.
 _CHECK_HEAD = bytes((_CHECK_TAG & 0x7F | 0x80, _CHECK_TAG >> 7, 4))
 _CHECK_BYTES = len(_CHECK_HEAD) + 4
+# What precedes each frame of a bulk connection: the sizes of its head and of its data in bytes, the xxh3 of both sizes
+# and the head, and that of the data. Both are 0 under TLS, which checks all bytes.
+_PREFIX = struct.Struct("<IIQQ")
+_SIZES = struct.Struct("<II")
+PREFIX_BYTES = _PREFIX.size
 _BODY_NAMES = {  # name -> field
     field.message_type.name: field.name
     for field in pb.Frame.DESCRIPTOR.oneofs_by_name["body"].fields
@@ -62,7 +69,10 @@ class Ready(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """A message of the control lane, or a chunk of the bulk lane; `message` is set in one of a message's chunks."""
+    """A message of the control lane, or a chunk of the bulk lane; `message` is set in one of a message's chunks.
+
+    The data of a chunk on a bulk connection follow, and `data` is empty.
+    """
 
     message: Message | None
     chunk: pb.Chunk
@@ -224,7 +234,7 @@ def ready_frame(header: bytes, holdings: pb.Holdings) -> bytes:
 
 def goodbye_frame(header: bytes, reason: str) -> bytes:
     """Return the last frame of a stream."""
-    return _sealed(header + pb.Frame(goodbye=pb.Goodbye(reason=reason[:REASON_LENGTH_MAX])).SerializeToString())
+    return _sealed(header + goodbye_head(reason))
 
 
 def pieces(
@@ -262,6 +272,60 @@ def piece_frame(header: bytes, piece: BulkPiece) -> bytes:
         return head
     size = sum(view.nbytes for view in piece.views)
     return b"".join((head, bytes((_DATA_TAG,)), _varint(size), *piece.views))
+
+
+class Prefix(NamedTuple):
+    """What precedes a frame of a bulk connection; the frame of a beat is empty."""
+
+    head_bytes: int
+    data_bytes: int
+    head_check: int
+    data_check: int
+
+
+def bulk_frame(head: bytes, views: Sequence[memoryview], *, checked: bool) -> list[memoryview]:
+    """Return a frame of a bulk connection as views to send one after another; the data are not copied."""
+    sizes = len(head), sum(view.nbytes for view in views)
+    checks = (digest((_SIZES.pack(*sizes), head)), digest(views)) if checked else (0, 0)
+    return [memoryview(_PREFIX.pack(*sizes, *checks) + head), *views]
+
+
+def piece_head(piece: BulkPiece) -> bytes:
+    """Return the head of the frame of a piece on a bulk connection, which names its session once at its start."""
+    return piece.body + pb.Frame(chunk=piece.chunk).SerializeToString()
+
+
+def ready_head() -> bytes:
+    """Return the head of the syncer's first frame on a bulk connection."""
+    return pb.Frame(holdings=pb.Holdings()).SerializeToString()
+
+
+def goodbye_head(reason: str) -> bytes:
+    """Return the head of the last frame of a stream."""
+    return pb.Frame(goodbye=pb.Goodbye(reason=reason[:REASON_LENGTH_MAX])).SerializeToString()
+
+
+def read_prefix(raw: Buffer) -> Prefix:
+    """Return what precedes a frame of a bulk connection; WireError if the frame would be too large."""
+    prefix = Prefix(*_PREFIX.unpack(raw))
+    if prefix.head_bytes > HEAD_BYTES_MAX or prefix.data_bytes > CHUNK_BYTES_MAX:
+        raise WireError(
+            f"a frame announces {prefix.head_bytes} bytes beside {prefix.data_bytes} bytes of data, the limits are "
+            f"{HEAD_BYTES_MAX} and {CHUNK_BYTES_MAX}"
+        )
+    return prefix
+
+
+def check_head(prefix: Prefix, head: Buffer) -> None:
+    """Compare sizes and head of a frame with their checksum; WireError if it differs."""
+    if digest((_SIZES.pack(prefix.head_bytes, prefix.data_bytes), head)) != prefix.head_check:
+        raise WireError("corrupt frame: its checksum differs")
+
+
+def check_data(prefix: Prefix, chunk: pb.Chunk, data: Buffer) -> None:
+    """Compare the data of a frame with their checksum; WireError if it differs."""
+    if digest(data) != prefix.data_check:
+        raise WireError(f"corrupt chunk: its checksum differs at offset {chunk.offset} of message {chunk.message}")
 
 
 def _cut(parts: Sequence[memoryview], start: int, stop: int, chunk_bytes: int) -> Iterator[list[memoryview]]:
@@ -360,22 +424,30 @@ class Reader:
         head, data, checked = _split(raw)
         if len(head) > HEAD_BYTES_MAX:
             raise WireError(f"a frame has {len(head)} bytes beside its data, the limit is {HEAD_BYTES_MAX}")
-        try:
-            frame = pb.Frame.FromString(head)
-        except DecodeError as error:
-            raise WireError(f"malformed frame: {error}") from None
+        frame = _parsed(head)
         if frame.header != self._header:
             raise WireError(f"frame of another session: {_differences(frame.header, self._header)}")
         self._check(head, checked)
+        event = self._content(frame, bool(data))
+        return event._replace(data=data) if isinstance(event, Incoming) else event
+
+    def read_head(self, head: bytes, data_bytes: int) -> Incoming | Goodbye | Ready:
+        """Return the content of a frame of a bulk connection, without its data; WireError as `read`."""
+        frame = _parsed(head)
+        if frame.HasField("header") or frame.data or frame.check:
+            raise WireError("a frame of a bulk connection with fields of a gRPC stream")
+        return self._content(frame, bool(data_bytes))
+
+    def _content(self, frame: pb.Frame, has_data: bool) -> Incoming | Goodbye | Ready:
         body_name = frame.WhichOneof("body")
         if body_name == "goodbye":
             return Goodbye(clean(frame.goodbye.reason, REASON_KEPT_MAX))
         has_chunk = frame.HasField("chunk")
-        if body_name is None and not has_chunk and not data:
+        if body_name is None and not has_chunk and not has_data:
             return Ready(frame.holdings)
         message = None if body_name is None else self._checked(unpack_body(frame, body_name))
-        self._check_place(message, frame.chunk if has_chunk else None, data)
-        return Incoming(message, frame.chunk, data)
+        self._check_place(message, frame.chunk if has_chunk else None, has_data)
+        return Incoming(message, frame.chunk, memoryview(b""))
 
     def _check(self, head: bytes, checked: bool) -> None:
         """Compare a frame with its checksum; once a peer has sent a checksum, every frame needs one."""
@@ -397,8 +469,8 @@ class Reader:
                 raise WireError(f"{self._header.sender!r} sent a message with {field} {named!r}, its own is {own!r}")
         return message
 
-    def _check_place(self, message: Message | None, chunk: pb.Chunk | None, data: memoryview) -> None:
-        if chunk is None and data:
+    def _check_place(self, message: Message | None, chunk: pb.Chunk | None, has_data: bool) -> None:
+        if chunk is None and has_data:
             raise WireError("data without a chunk")
         if not self._bulk and chunk is not None:
             raise WireError("a payload on the control connection")
@@ -408,6 +480,13 @@ class Reader:
             raise WireError("a chunk without the number of its message")
         if message is not None and chunk is not None and not isinstance(message, BULK_TYPES):
             raise WireError(f"a {type(message).__name__} with a payload")
+
+
+def _parsed(head: bytes) -> pb.Frame:
+    try:
+        return pb.Frame.FromString(head)
+    except DecodeError as error:
+        raise WireError(f"malformed frame: {error}") from None
 
 
 def _differences(got: pb.Header, expected: pb.Header) -> str:

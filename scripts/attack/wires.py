@@ -17,6 +17,7 @@ from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.tools.chaos import relay
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.stripe import GREETING
 
 PATCHING = threading.Lock()
 # This number is rare among bytes, so a counter with these tokens is found in a stream.
@@ -114,7 +115,7 @@ def wire_replay(ground: Ground, seen: Findings) -> None:
         victim.close()
         wait_until(lambda: any(line[:3:2] == ["disconnect", "victim"] for line in site.tape()), "its end on the tape")
         before, open_s = _lines_of(site, "victim"), 3.0
-        ways = [bytes(data) for data in recorded.values() if data.startswith(b"PRI ")]
+        ways = [bytes(data) for data in recorded.values() if data.startswith((b"PRI ", GREETING))]
         with strangers(site, len(ways), ways) as connected:
             time.sleep(open_s)
         after = _lines_of(site, "victim")

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,10 +37,11 @@ from diloco_jax.runtime.syncer.run import SyncerRun
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig, TrainConfig
 from diloco_jax.transport import wire
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.stream import lane_header
+from diloco_jax.transport.session.stripe import GREETING
 
 FRAGMENTS = 6
 WIDTH = 64
@@ -111,7 +112,9 @@ class Stubs:
         stub = _Stub(self, name)
         try:
             await stub.open()
-            await asyncio.gather(stub.read(stub.control), stub.read(stub.bulk), stub.step(number / len(self.names)))
+            await asyncio.gather(
+                stub.read(stub.read_control()), stub.read(stub.read_bulk()), stub.step(number / len(self.names))
+            )
         finally:
             await stub.close()
 
@@ -120,39 +123,38 @@ class _Stub:
     def __init__(self, owner: Stubs, name: str) -> None:
         self.owner, self.name = owner, name
         header = pb.Header(run_id="control", incarnation=1, session=time.monotonic_ns(), stripes=1)
-        self.header = {lane: lane_header(header, lane, 0, name) for lane in (pb.LANE_CONTROL, pb.LANE_BULK)}
-        self.packed = {lane: wire.pack_header(each) for lane, each in self.header.items()}
+        self.header = lane_header(header, pb.LANE_CONTROL, 0, name)
+        self.packed = wire.pack_header(self.header)
         self.adopted = [Adopted(-1, 0, 0)] * FRAGMENTS
         # The adopted versions after the newest step.
         self.staged = self.adopted
         self.arrived: list[tuple[int, int, float]] = []
         self.local_step = self.granted = self.sent = self.global_step = 0
-        self.channels: list[Any] = []
+        self.bulk: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
         """Open both streams, and greet."""
-        found = []
-        for lane in (pb.LANE_CONTROL, pb.LANE_BULK):
-            options = [*calls.channel_options(self.owner.config.transport), ("grpc.use_local_subchannel_pool", 1)]
-            channel = grpc.aio.insecure_channel(self.owner.address, options)
-            self.channels.append(channel)
-            metadata = (calls.header_metadata(self.header[lane]),)
-            found.append(channel.stream_stream(f"/{calls.SERVICE}/{calls.CONNECT}")(metadata=metadata))
-        self.control, self.bulk = found
+        options = [*calls.channel_options(self.owner.config.transport), ("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.aio.insecure_channel(self.owner.address, options)
+        metadata = (calls.header_metadata(self.header),)
+        self.control = self.channel.stream_stream(f"/{calls.SERVICE}/{calls.OPEN}")(metadata=metadata)
+        ticket = dict(await self.control.initial_metadata())[calls.TICKET_KEY]
+        self.frames, self.bulk = await asyncio.open_connection(*split_address(self.owner.address))
+        self.bulk.write(GREETING + ticket + b"\0")
         # The first frame means that the session is open.
-        for call in found:
-            assert await call.read() is not grpc.aio.EOF
+        assert await self.control.read() is not grpc.aio.EOF
         none = (-1,) * FRAGMENTS
         await self.tell(Hello(self.name, 1, self.owner.fingerprint, none, (0,) * FRAGMENTS, 0, 1, 0))
 
     async def close(self) -> None:
         """Close both connections."""
-        for channel in self.channels:
-            await channel.close()
+        await self.channel.close()
+        if self.bulk is not None:
+            self.bulk.close()
 
     async def tell(self, message: Message) -> None:
         """Send a control message."""
-        await self.control.write(wire.control_frame(self.packed[pb.LANE_CONTROL], wire.pack_body(message)))
+        await self.control.write(wire.control_frame(self.packed, wire.pack_body(message)))
 
     async def step(self, phase: float) -> None:
         """Report a step every `step_s` seconds."""
@@ -173,10 +175,21 @@ class _Stub:
             due_s += self.owner.step_s
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
-    async def read(self, call: Any) -> None:
+    async def read_control(self) -> AsyncIterator[bytes]:
+        """Yield the heads of control frames."""
+        while (raw := await self.control.read()) is not grpc.aio.EOF:
+            yield wire.split(raw)[0]
+
+    async def read_bulk(self) -> AsyncIterator[bytes]:
+        """Yield the heads of bulk frames."""
+        while True:
+            prefix = wire.read_prefix(await self.frames.readexactly(wire.PREFIX_BYTES))
+            yield await self.frames.readexactly(prefix.head_bytes)
+            await self.frames.readexactly(prefix.data_bytes)
+
+    async def read(self, heads: AsyncIterator[bytes]) -> None:
         """Answer pulls, and keep the versions that arrive."""
-        while (raw := await call.read()) is not grpc.aio.EOF:
-            head, _ = wire.split(raw)
+        async for head in heads:
             frame = pb.Frame.FromString(head)
             body = frame.WhichOneof("body")
             if body == "global_fragment":
@@ -192,6 +205,7 @@ class _Stub:
 
     async def answer(self, pull: Any) -> None:
         """Send a fragment's value."""
+        assert self.bulk is not None
         self.sent += 1
         held, payload = self.staged[pull.fragment_id], self.owner.payloads[pull.fragment_id]
         steps, tokens = pull.local_step - held.local_step, pull.local_step * 128 - held.tokens
@@ -199,7 +213,8 @@ class _Stub:
         value = FragmentValue(self.name, 1, pull.global_step, pull.fragment_id, *counters)
         views = [memoryview(payload)]
         for piece in wire.pieces(self.sent, wire.pack_body(value), views, 1 << 20):
-            await self.bulk.write(wire.piece_frame(self.packed[pb.LANE_BULK], piece))
+            self.bulk.writelines(wire.bulk_frame(wire.piece_head(piece), piece.views, checked=True))
+            await self.bulk.drain()
 
 
 def _payloads(config: RunConfig, plan: FragmentPlan) -> list[bytes]:

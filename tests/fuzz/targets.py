@@ -22,12 +22,24 @@ from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.transport import commands as c
 from diloco_jax.transport import wire
-from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, SYNCER_HOST, check_name, split_address
+from diloco_jax.transport.endpoints.front import LOOK_BYTES_MAX, is_bulk
+from diloco_jax.transport.link import (
+    HOSTS_MAX,
+    STRIPES_MAX,
+    SYNCER_HOST,
+    Delivery,
+    TransportConfig,
+    check_name,
+    split_address,
+)
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.assembly import Assembly
+from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Refused
+from diloco_jax.transport.session.stream import StreamSession
+from diloco_jax.transport.session.stripe import GREETING, Stripe
 from diloco_jax.transport.trust.certificates import learner_names
 from diloco_jax.transport.trust.security import TOKEN_KEY, Denied, Gate
 from tests.fuzz import machines
@@ -117,6 +129,86 @@ def run_lane(data: bytes) -> None:
         wire.pack_body(message)
     lane.assembly.close()
     assert lane.assembly.claimed_bytes == 0 and lane.partials.held_bytes <= PAYLOAD_BYTES_MAX
+
+
+class Arriving:
+    """Connection that brings these bytes, and then ends."""
+
+    def __init__(self, data: bytes, *, encrypted: bool) -> None:
+        self.encrypted, self.arrived = encrypted, 0
+        self._data = memoryview(data)
+
+    def fill(self, view: memoryview) -> None:
+        self.arrived = min(view.nbytes, self._data.nbytes)
+        view[: self.arrived] = self._data[: self.arrived]
+        self._data = self._data[self.arrived :]
+        if self.arrived < view.nbytes:
+            raise EOFError
+
+    def stop_reading(self) -> None: ...
+
+
+def read_stripe(data: bytes, *, encrypted: bool) -> list[Delivery]:
+    """Read a bulk connection to its end, and return what it delivered; WireError if it is not to be used."""
+    config = TransportConfig(payload_bytes_max=PAYLOAD_BYTES_MAX)
+    readable = tuple(type(example) for example in (*EXAMPLES, *COMMANDS))
+    partials, inbox = Partials(PAYLOAD_BYTES_MAX, 60.0), Inbox()
+    session = StreamSession(inbox, HEADER, "syncer", "a", config, partials, readable)
+    lane = session.lanes[pb.LANE_BULK, 0]
+    # A reader that waits for room would wait forever.
+    right = session.assembly.has_room
+
+    def has_room(chunk: pb.Chunk, size: int) -> bool:
+        if not right(chunk, size):
+            raise wire.WireError("no room")
+        return True
+
+    session.assembly.has_room = has_room  # type: ignore[method-assign]
+    try:
+        Stripe(session, lane, Arriving(data, encrypted=encrypted))._read()  # type: ignore[arg-type]
+    except EOFError:
+        pass
+    finally:
+        assert session.assembly.claimed_bytes <= 2 * PAYLOAD_BYTES_MAX
+        session.retire("over")
+        assert session.assembly.claimed_bytes == 0 and partials.held_bytes <= PAYLOAD_BYTES_MAX
+    return [item[1] for item in iter(lambda: inbox.get(0), None)]
+
+
+def run_stripe(data: bytes) -> None:
+    """One encrypted bulk connection, whose frames have no checksums."""
+    with contextlib.suppress(wire.WireError):
+        for delivery in read_stripe(data, encrypted=True):
+            assert len(delivery.payload) <= PAYLOAD_BYTES_MAX
+            assert getattr(delivery.message, "learner_id", "a") == "a", "a message in somebody else's name"
+
+
+def stripe_bytes(payload: bytes, chunk_bytes: int, number: int = 1, *, checked: bool = False) -> bytes:
+    body = wire.pack_body(FragmentValue("a", 1, 5, 1, 40, 24, 9000, -1, 80, len(payload)))
+    pieces = wire.pieces(number, body, [memoryview(payload)], chunk_bytes)
+    made = [wire.bulk_frame(wire.piece_head(piece), piece.views, checked=checked) for piece in pieces]
+    return b"".join(part for frame in made for part in frame)
+
+
+def run_forged_stripe(data: bytes) -> None:
+    """Change bytes of a plaintext bulk connection anywhere: nothing but the right payload may come out."""
+    number, whole = random.Random(data), bytearray(stripe_bytes(PAYLOAD, 40, checked=True))
+    for _ in range(number.randint(1, 3)):
+        whole[number.randrange(len(whole))] ^= number.randint(1, 255)
+    with contextlib.suppress(wire.WireError):
+        came = [delivery.payload for delivery in read_stripe(bytes(whole), encrypted=False)]
+        forged = bytes(whole) != stripe_bytes(PAYLOAD, 40, checked=True)
+        assert not came or (came == [PAYLOAD] and not forged), "a forged payload was accepted"
+
+
+def run_first_bytes(data: bytes) -> None:
+    """What the public port sees first: every connection is sorted, at the latest when all that it looks at is there."""
+    for encrypted in (False, True):
+        verdict = is_bulk(data, encrypted=encrypted)
+        assert verdict is not None or len(data) < LOOK_BYTES_MAX
+        assert is_bulk(data + bytes(LOOK_BYTES_MAX), encrypted=encrypted) in (
+            (verdict,) if verdict is not None else (True, False)
+        )
 
 
 def run_forged_chunk(data: bytes) -> None:
@@ -338,6 +430,17 @@ TARGETS = {
         ),
         run_lane,
     ),
+    "stripe": Target(
+        (
+            stripe_bytes(PAYLOAD, 40),
+            stripe_bytes(b"", 40) + stripe_bytes(bytes(900), 300, 2) + bytes(wire.PREFIX_BYTES),
+            b"".join(wire.bulk_frame(wire.goodbye_head("done"), (), checked=False)),
+            b"".join(wire.bulk_frame(wire.ready_head(), (), checked=False)),
+        ),
+        run_stripe,
+    ),
+    "forged_stripe": Target((b"0", b"more"), run_forged_stripe),
+    "first_bytes": Target((GREETING, b"\x16\x03\x01\x00\x10" + bytes(16), b"PRI * HTTP/2.0"), run_first_bytes),
     "forged_chunk": Target((b"0",), run_forged_chunk),
     "forged_header": Target((b"0", b"run", b"\xff"), run_forged_header),
     "message": Target(BODIES, run_message),

@@ -63,6 +63,12 @@ def test_a_reader_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert finds("forged_chunk")
 
 
+def test_a_bulk_connection_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not finds("forged_stripe")
+    monkeypatch.setattr(wire, "check_data", lambda *_: None)
+    assert finds("forged_stripe")
+
+
 def test_a_reader_that_believes_any_header_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not finds("forged_header")
 

@@ -39,8 +39,8 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
         (hello("syncer"), ["'syncer' is reserved", "another name"]),
         (hello(""), ["'' is reserved"]),
         (
-            hello(model="xyz")._replace(speaks=2),
-            ["a speaks protocol 2, the syncer 1 to 1", "upgrade the syncer first, then the islands"],
+            hello(model="xyz")._replace(speaks=3),
+            ["a speaks protocol 3, the syncer 1 to 2", "upgrade the syncer first, then the islands"],
         ),
         # A release from before messages had a protocol number.
         (hello()._replace(speaks=0), ["a speaks protocol 0", "; upgrade a"]),

@@ -254,7 +254,7 @@ def test_every_life_carries_the_stamp_of_its_release_and_one_that_is_not_read_is
     for number in begins:
         newer = [*pair.tape]
         newer[number] = json.dumps([*json.loads(newer[number])[:-1], [PROTOCOL + 1, "9.8.7"]])
-        words = f"the tape from line {number + 1} on is of diloco-jax 9.8.7, protocol 2; this is {RELEASE},"
+        words = f"the tape from line {number + 1} on is of diloco-jax 9.8.7, protocol 3; this is {RELEASE},"
         with pytest.raises(OtherRelease, match=rf"{words} .* continue with 9\.8\.7, or start a new run with the model"):
             list(replay(newer, pair._new_syncer()))
 

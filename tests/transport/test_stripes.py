@@ -103,7 +103,7 @@ def test_memory_of_both_sides_is_bounded_when_nobody_reads(ends: Ends) -> None:
             comes_true(lambda: len(waiting) <= 4, within_s=0.05)  # noqa: B023  # let the writers take what they can
             (session,) = listener._book._newest.values()
             assert session.waiting_bytes <= limit
-            assert session._assembly.claimed_bytes <= 2 * limit
+            assert session.assembly.claimed_bytes <= 2 * limit
     # HTTP/2 and TCP have windows of this size.
     in_sockets = (1 + CONFIG.stripes) * (64 << 20)
     assert queued * len(payload) <= 3 * limit + 9 * len(payload) + in_sockets
@@ -117,7 +117,7 @@ RATE = 5e5
 
 def cut_in_the_middle(relay: Relay, session: StreamSession) -> None:
     """Cut all connections when the receiver has a quarter of the payload or more."""
-    assembly = session._assembly
+    assembly = session.assembly
     assert comes_true(lambda: any(each.ranges.filled >= SIZE // 4 for each in list(assembly._open.values())))
     assert relay.cut("rst") == 1 + CONFIG.stripes
     relay.change(bytes_per_s=0.0)

@@ -67,7 +67,8 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
         checks.append(host.check_chips(own.slice))
     checks.append(host.check_environment(os.environ, emulated=emulated or not island))
     learners = 1 if island else config.islands.count
-    checks.append(host.check_files(2 * learners * (config.transport.stripes + 1)))
+    # A control connection takes three descriptors at the syncer, because its front forwards it to gRPC.
+    checks.append(host.check_files(2 * learners * (config.transport.stripes + 3)))
     return checks
 
 

@@ -1,18 +1,25 @@
-"""The transport over gRPC: the syncer listens, islands dial.
+"""The transport between learners and the syncer: the syncer listens, islands dial.
 
-A learner opens several channels with one TCP connection each: one for control messages, so that they never wait behind
-a payload, and some that share the payloads, because one connection alone does not fill a long link. The module uses
-gRPC's synchronous API, because only its client stays stable when connections break often.
+A learner opens one connection of gRPC for control messages, so that they never wait behind a payload, and several bulk
+connections beside it that share the payloads, because one connection alone does not fill a long link. All of them reach
+one port (front.py). The module uses gRPC's synchronous API, because only its client stays stable when connections break
+often.
 """
 
+import logging
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
 
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, MetricsReport, SyncerMessage
+from diloco_jax.protocol.releases import PROTOCOL
+from diloco_jax.transport.endpoints.front import Front
 from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
 from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
 from diloco_jax.transport.link import (
@@ -36,10 +43,15 @@ from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
 from diloco_jax.transport.session.stream import Lane, StreamSession
-from diloco_jax.transport.trust.security import Denied, Gate, credentials, diagnose
+from diloco_jax.transport.session.stripe import TICKET_BYTES, Stripe, accept_stripe, find_lane, refuse_stripe
+from diloco_jax.transport.trust.security import BulkContexts, Denied, Gate, bulk_context, credentials, diagnose
 
 # A connection may take this long before we look for the cause.
 PATIENCE_S = 1.0
+# Where gRPC itself listens: whatever comes from outside comes through the front.
+INNER = "127.0.0.1:0"
+
+log = logging.getLogger(__name__)
 
 
 class GrpcLink:
@@ -106,7 +118,8 @@ def connect(
     inbox = Inbox() if inbox is None else inbox
     readable = () if host else SYNCER_TYPES
     session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, readable, name=peer)
-    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{calls.CONNECT}")
+    context = bulk_context(config, learner_id)
+    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{calls.OPEN}", beside=True, context=context)
     link = GrpcLink(session, streams)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
@@ -185,14 +198,26 @@ class GrpcListener:
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
         self.greeter = DescriptionDesk(self._gate)
+        self._contexts = BulkContexts(config, SYNCER)
+        self._lock = threading.Lock()
+        # Ticket for bulk connections -> session; a new dict for each change.
+        self._tickets: dict[bytes, StreamSession] = {}
         handlers = {
-            calls.CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
+            calls.OPEN: grpc.stream_stream_rpc_method_handler(self._serve),
+            calls.CONNECT: grpc.stream_stream_rpc_method_handler(self._refuse_older),
             DESCRIBE: grpc.unary_unary_rpc_method_handler(self.greeter.serve, response_serializer=calls.serialized),
             calls.STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=calls.serialized),
             calls.DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=calls.serialized),
             PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=calls.serialized),
         }
-        self._server, self.address = calls.open_server(config, calls.SERVICE, handlers, own.server)
+        inner = replace(config, address=INNER)
+        self._server, at = calls.open_server(inner, calls.SERVICE, handlers, own.server)
+        try:
+            self._front = Front(config, at, self._serve_bulk)
+        except ValueError:
+            self._server.stop(0)
+            raise
+        self.address = self._front.address
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 does not wait."""
@@ -265,28 +290,62 @@ class GrpcListener:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
-        calls.close_server(self._server, self.stop_admitting(), "closed by the syncer", grace_s)
+        sessions = self.stop_admitting()
+        calls.close_server(self._server, sessions, "closed by the syncer", grace_s)
+        for session in sessions:
+            session.cancel()
+        self._front.close()
+
+    def _refuse_older(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Refuse a learner of a release whose payloads travel within gRPC."""
+        del requests
+        with calls.refusing(context):
+            self._gate.check(dict(context.invocation_metadata()))
+            raise Refused(f"this learner speaks protocol 1, the syncer protocol {PROTOCOL}: upgrade the learner")
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Serve one lane of one learner: this generator writes, a separate thread reads."""
+        """Serve the control lane of one learner: this generator writes, a separate thread reads."""
         with calls.refusing(context):
-            session, lane = self._open_lane(context)
+            session, lane, ticket = self._open_lane(context)
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
+        shards = ((calls.SHARDS_KEY, self._shards),) if self._shards else ()
+        context.send_initial_metadata(((calls.TICKET_KEY, ticket), *shards))
         session.mark_ready(lane)
         if session.wait_ready(self.config.connect_timeout_s):
             with calls.refusing(context):
                 self._book.establish(session)
-            if self._shards and not lane.bulk:
-                context.send_initial_metadata(((calls.SHARDS_KEY, self._shards),))
+            session.mark_established()
             session.start_reader(lane, requests)
             yield session.ready_frame(lane)
         else:
             session.fail(f"not all connections came within {self.config.connect_timeout_s:g} s")
         yield from session.write(lane)
 
-    def _open_lane(self, context: Any) -> tuple[StreamSession, Lane]:
-        """Check the caller's credentials before everything else, then find or create its session."""
+    def _serve_bulk(self, stream: socket.socket) -> None:
+        """Serve one bulk connection of one learner; this thread becomes its reader."""
+        try:
+            connection, caller, ticket, number = accept_stripe(
+                stream, self._contexts.current(), self.config, calls.GREETING_S
+            )
+        except (OSError, EOFError) as error:
+            log.debug(f"a bulk connection came to nothing: {error}")
+            return
+        try:
+            session = self._tickets.get(ticket)
+            if session is not None:
+                self._gate.check_speaks_for(session.header.sender, caller)
+            session, lane = find_lane(session, number, connection)
+        except (Denied, Refused) as error:
+            refuse_stripe(connection, str(error))
+            return
+        stripe = Stripe(session, lane, connection)
+        session.mark_ready(lane)
+        # The thread of the control lane establishes the session, or ends it.
+        stripe.run(opens=session.wait_established())
+
+    def _open_lane(self, context: Any) -> tuple[StreamSession, Lane, bytes]:
+        """Check the caller's credentials before everything else, then create its session, with a ticket."""
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
         header = calls.read_header(metadata)
@@ -301,13 +360,15 @@ class GrpcListener:
 
         session = self._book.admit(header, make)
         lane = session.lanes.get((header.lane, header.stripe))
-        if lane is None or lane.ours.stripes != header.stripes:
+        if lane is None or lane.bulk or lane.ours.stripes != header.stripes:
             raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
         if not session.bind(lane, context.cancel):
             raise Refused(f"this {lane.name} connection of the session is open already")
-        if not lane.bulk:
-            session.pieces.held = held
-        return session, lane
+        session.pieces.held = held
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            self._tickets = {key: each for key, each in self._tickets.items() if each.open} | {ticket: session}
+        return session, lane, ticket
 
     def _partials_of(self, header: pb.Header) -> Partials:
         """Return the incomplete payloads of this host's incarnation; the caller holds the lock of `admit`."""

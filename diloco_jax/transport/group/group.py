@@ -33,6 +33,8 @@ SILENCE_S = 20.0
 CONNECT_S = 60.0
 # Large enough for the largest leaf of a state.
 PAYLOAD_BYTES_MAX = 1 << 36
+# gRPC is slower with larger frames.
+CHUNK_BYTES = 512 << 10
 # Limit of the messages that wait for one host, in each direction.
 COMMANDS_MAX = 1024
 # Limit of the calls by processes other than the hosts.
@@ -61,6 +63,7 @@ def group_config(config: TransportConfig, address: str) -> TransportConfig:
         config,
         address=address,
         stripes=1,
+        chunk_bytes=min(config.chunk_bytes, CHUNK_BYTES),
         payload_bytes_max=PAYLOAD_BYTES_MAX,
         queue_payloads_max=COMMANDS_MAX,
         connect_timeout_s=CONNECT_S,

@@ -10,6 +10,7 @@ it, because every connection carries its chunks in order.
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -18,6 +19,7 @@ from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import Message
 from diloco_jax.transport.partials import RESUME_BYTES_MIN, Key, Partial, Partials, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.spares import take_buffer
 from diloco_jax.transport.wire import Incoming, WireError
 
 MESSAGES_MAX = 64
@@ -31,26 +33,42 @@ class _Open:
         self.key = key
         self.resumed = partial is not None
         self.message: Message | None = None
-        self.ranges = Ranges() if partial is None else partial.ranges
+        self.ranges = Ranges() if partial is None else partial.ranges  # arrived
+        # Ranges that arrived, or that a connection is filling.
+        self.claimed = Ranges(self.ranges)
         self.buffer = None if partial is None else partial.buffer
-        # The payload shares the chunk's memory if it arrived in one chunk.
-        self.payload = memoryview(b"")
+        self.filling = 0  # connections
 
     @property
     def complete(self) -> bool:
-        return self.message is not None and self.ranges.filled == self.key[1]
+        return self.message is not None and not self.filling and self.ranges.filled == self.key[1]
 
-    def fill(self, start: int, data: memoryview) -> None:
-        self.ranges.add(start, start + data.nbytes)
-        if data.nbytes == self.key[1]:
-            self.payload = data
-            return
+    @property
+    def payload(self) -> memoryview:
+        return memoryview(b"") if self.buffer is None else self.buffer.data.toreadonly()
+
+    def claim(self, start: int, size: int) -> memoryview:
+        """Return the memory of a range; ValueError if it is empty, or claimed already."""
+        self.claimed.add(start, start + size)
         if self.buffer is None:
             # The system allocates pages when they are filled, so an announced payload without bytes costs nothing.
-            self.buffer = np.empty(self.key[1], np.uint8)
-        self.buffer.data[start : start + data.nbytes] = data
-        if self.ranges.filled == self.key[1]:
-            self.payload = self.buffer.data.toreadonly()
+            self.buffer = take_buffer(self.key[1])
+        return self.buffer.data[start : start + size]
+
+    def left(self) -> list[Partial]:
+        """Return what the next session can continue: nothing while a connection fills a range."""
+        whole, size = self.buffer, self.key[1]
+        if whole is None or self.filling or not self.ranges.filled or not self.key[0] or size <= RESUME_BYTES_MIN:
+            return []
+        return [Partial(self.key, whole, self.ranges)]
+
+
+class ChunkPlace(NamedTuple):
+    """The memory for one chunk's data, until `filled` or `leave`."""
+
+    message: _Open
+    chunk: pb.Chunk
+    view: memoryview
 
 
 class Assembly:
@@ -73,30 +91,75 @@ class Assembly:
         self.claimed_bytes = 0
 
     def add(self, incoming: Incoming) -> None:
-        """Add one chunk; wait while there is no room for it, and do nothing once the assembly is closed.
+        """Add one chunk with its data; wait while there is no room for it, and do nothing once the assembly is closed.
 
         Raises:
-            WireError: The chunk is corrupt, too large or out of place, or completes a payload that differs from the
-                announced one.
+            WireError: As `claim` and `filled`, or the data are corrupt.
         """
         chunk, data = incoming.chunk, incoming.data
+        self._check_size(chunk)
+        if google_crc32c.value(np.frombuffer(data, np.uint8)) != chunk.crc32c:
+            raise WireError(f"corrupt chunk: crc32c differs at offset {chunk.offset} of message {chunk.message}")
+        place = self.claim(incoming.message, chunk, data.nbytes)
+        if place is not None:
+            place.view[:] = data
+            self.filled(place)
+
+    def claim(self, message: Message | None, chunk: pb.Chunk, size: int) -> ChunkPlace | None:
+        """Return the memory for one chunk's data; wait while there is no room for it. None: the assembly was closed.
+
+        The caller fills it, and then calls `filled`, or `leave` if it cannot.
+
+        Raises:
+            WireError: The chunk is too large or out of place.
+        """
+        self._check_size(chunk)
+        with self._changed:
+            each = self._wait_for_room(chunk, size)
+            if each is None:
+                return None
+            view = self._claim(each, message, chunk, size)
+            each.filling += 1
+            return ChunkPlace(each, chunk, view)
+
+    def filled(self, place: ChunkPlace) -> None:
+        """Note that a chunk's data arrived; WireError if the payload is complete and differs from the announced one."""
+        each, start, size = place.message, place.chunk.offset, place.view.nbytes
+        with self._changed:
+            each.filling -= 1
+            if size:
+                each.ranges.add(start, start + size)
+            if self._closed:
+                left = each.left()
+            else:
+                left = []
+                if each.complete:
+                    self._check_whole(place.chunk.message, each)
+                self._changed.notify_all()
+        self._partials.put(left)
+
+    def leave(self, place: ChunkPlace, arrived: int = 0) -> None:
+        """Give up a place, because its connection was lost after `arrived` bytes, or brought damaged data."""
+        start = place.chunk.offset
+        with self._changed:
+            place.message.filling -= 1
+            if arrived:
+                place.message.ranges.add(start, start + arrived)
+            left = place.message.left() if self._closed else []
+        self._partials.put(left)
+
+    def _check_size(self, chunk: pb.Chunk) -> None:
         if chunk.payload_bytes > self._payload_bytes_max:
             raise WireError(
                 f"message {chunk.message} announces a payload of {chunk.payload_bytes} bytes, the limit here is "
                 f"{self._payload_bytes_max}: raise transport.payload_bytes_max on all sides, or use more fragments"
             )
-        if google_crc32c.value(np.frombuffer(data, np.uint8)) != chunk.crc32c:
-            raise WireError(f"corrupt chunk: crc32c differs at offset {chunk.offset} of message {chunk.message}")
-        with self._changed:
-            each = self._wait_for_room(chunk, data.nbytes)
-            if each is not None:
-                self._fill(each, incoming)
 
     def has_room(self, chunk: pb.Chunk, size: int) -> bool:
         """Tell whether a chunk with `size` bytes can be added, or refused, without waiting."""
         each = self._open.get(chunk.message)
         if each is not None:
-            return len(each.ranges) < RANGES_MAX or each.ranges.touches(chunk.offset, chunk.offset + size)
+            return len(each.claimed) < RANGES_MAX or each.claimed.touches(chunk.offset, chunk.offset + size)
         if chunk.message <= self._next:
             return True
         fits = self.claimed_bytes + chunk.payload_bytes <= self._payload_bytes_max
@@ -120,34 +183,27 @@ class Assembly:
         self.claimed_bytes += chunk.payload_bytes
         return self._open[number]
 
-    def _fill(self, each: _Open, incoming: Incoming) -> None:
-        message, chunk, data = incoming
+    def _claim(self, each: _Open, message: Message | None, chunk: pb.Chunk, size: int) -> memoryview:
         key = (chunk.key, chunk.payload_bytes)
-        where = f"chunk of {data.nbytes} bytes at {chunk.offset} of {chunk.payload_bytes} of message {chunk.message}"
-        if each.key != key or each.resumed != chunk.resumed or chunk.offset + data.nbytes > chunk.payload_bytes:
+        where = f"chunk of {size} bytes at {chunk.offset} of {chunk.payload_bytes} of message {chunk.message}"
+        if each.key != key or each.resumed != chunk.resumed or chunk.offset + size > chunk.payload_bytes:
             raise WireError(f"{where} is out of place")
         if message is not None:
             if each.message is not None:
                 raise WireError(f"message {chunk.message} came twice")
             each.message = message
-        if data:
-            try:
-                each.fill(chunk.offset, data)
-            except ValueError as error:
-                raise WireError(f"{where} is out of place: {error}") from None
-        elif chunk.offset or message is None or (chunk.payload_bytes and not chunk.resumed):
-            raise WireError(f"{where} is out of place")
-        if each.complete:
-            self._check_whole(chunk.message, each)
-        self._changed.notify_all()
+        if not size:
+            if chunk.offset or message is None or (chunk.payload_bytes and not chunk.resumed):
+                raise WireError(f"{where} is out of place")
+            return memoryview(bytearray())
+        try:
+            return each.claim(chunk.offset, size)
+        except ValueError as error:
+            raise WireError(f"{where} is out of place: {error}") from None
 
     def _check_whole(self, number: int, each: _Open) -> None:
         """Refuse a payload from two sessions that differs, as a whole, from the announced one."""
-        if not each.resumed:
-            return
-        assert each.buffer is not None
-        each.payload = each.buffer.data.toreadonly()
-        if digest(each.payload) != each.key[0]:
+        if each.resumed and digest(each.payload) != each.key[0]:
             self._forget(number)
             raise WireError(f"the payload of message {number} is not the one whose first part was kept")
 
@@ -183,11 +239,8 @@ class Assembly:
             if self._closed:
                 return
             self._closed = True
-            left = [
-                Partial(each.key, each.buffer, each.ranges)
-                for each in self._open.values()
-                if each.buffer is not None and each.ranges.filled and each.key[0] and each.key[1] > RESUME_BYTES_MIN
-            ]
+            # The connections that are filling a range keep the others when they end.
+            left = [partial for each in self._open.values() for partial in each.left()]
             self._open.clear()
             self.claimed_bytes = 0
             self._changed.notify_all()

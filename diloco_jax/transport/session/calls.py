@@ -33,12 +33,15 @@ from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.session.stream import DENIALS, REFUSAL, StreamSession
 from diloco_jax.transport.trust.security import Credentials, Denied, credentials, diagnose, is_loopback
 
-SERVICE, CONNECT, STATUS, DRAIN = "diloco.v1.Syncer", "Connect", "Status", "Drain"
+SERVICE, OPEN, STATUS, DRAIN = "diloco.v1.Syncer", "Open", "Status", "Drain"
+# What a learner of protocol 1 opens.
+CONNECT = "Connect"
 ISLAND_SERVICE, FOLLOW = "diloco.v1.Island", "Follow"
 HEADER_KEY = "diloco-header-bin"
 HEADER_BYTES_MAX = 1024
 HOLDINGS_KEY = "diloco-holdings-bin"
 SHARDS_KEY = "diloco-shards"
+TICKET_KEY = "diloco-ticket-bin"
 SHARDS_MAX = 64
 SHARDS_BYTES_MAX = 8 << 10
 # A connection has this long from its start until TLS is up and HTTP/2 has greeted; gRPC's default is 120.

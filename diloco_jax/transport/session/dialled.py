@@ -1,24 +1,42 @@
-"""The streams of a session on the dialling side, each with a TCP connection and a call."""
+"""The streams of a session on the dialling side, each with a TCP connection."""
 
+import ssl
 import threading
 import time
 from typing import Any
 
 import grpc
 
-from diloco_jax.transport.session.calls import header_metadata, holdings_metadata, open_channel
+from diloco_jax.protocol.releases import PROTOCOL
+from diloco_jax.transport.session.calls import TICKET_KEY, header_metadata, holdings_metadata, open_channel
 from diloco_jax.transport.session.stream import Lane, StreamSession
+from diloco_jax.transport.session.stripe import TICKET_BYTES, open_stripe
 from diloco_jax.transport.trust.security import Credentials
 
 
 class DialledStreams:
-    """The calls of one session, all opened at once; `session.wait_ready` waits until all are answered."""
+    """The streams of one session; `session.wait_ready` waits until all are open.
 
-    def __init__(self, session: StreamSession, own: Credentials, method: str) -> None:
+    Args:
+        beside: Whether the stripes of the bulk lane are connections beside gRPC. The control call brings the ticket
+            for them. Otherwise every stream is a call.
+        context: Settings of TLS for connections beside gRPC.
+    """
+
+    def __init__(
+        self,
+        session: StreamSession,
+        own: Credentials,
+        method: str,
+        *,
+        beside: bool = False,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         self._session = session
+        self._context = context
         self._channels: list[grpc.Channel] = []
         self._ended: list[threading.Event] = []
-        lanes = list(session.lanes.values())
+        lanes = [lane for lane in session.lanes.values() if not (lane.bulk and beside)]
         headers = [header_metadata(lane.ours) for lane in lanes]
         holdings = holdings_metadata(session.partials.announce())
         calls = []
@@ -33,13 +51,41 @@ class DialledStreams:
             session.start_reader(lane, call)
         # The call of the control lane, or of the bulk lane's first stripe if there is no control lane.
         self.first: Any = calls[0]
+        if beside:
+            threading.Thread(target=self._open_stripes, name=f"diloco-dial-{session.peer}", daemon=True).start()
+
+    def _open_stripes(self) -> None:
+        """Dial all stripes with the ticket of the control call; the call's end is noticed elsewhere."""
+        ticket = dict(self.first.initial_metadata() or ()).get(TICKET_KEY, b"")
+        if len(ticket) == TICKET_BYTES:
+            for lane in self._session.lanes.values():
+                if lane.bulk:
+                    ended = threading.Event()
+                    self._ended.append(ended)
+                    threading.Thread(target=self._run_stripe, args=(lane, ticket, ended), daemon=True).start()
+        elif self.first.is_active():
+            self._session.refused = "refused"
+            self._session.fail(f"it gave no ticket for bulk connections; this side speaks protocol {PROTOCOL}")
+
+    def _run_stripe(self, lane: Lane, ticket: bytes, ended: threading.Event) -> None:
+        try:
+            stripe = open_stripe(self._session, lane, ticket, self._context, self._ended[0])
+        # A stripe that ended silently would leave a session that never opens.
+        except Exception as error:
+            self._session.fail_lost(lane, error)
+        else:
+            stripe.run()
+            stripe.ended.wait()
+        finally:
+            ended.set()
 
     def close(self, reason: str, grace_s: float) -> None:
         """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again."""
         until_s = time.monotonic() + grace_s
         self._session.retire(reason)
-        for ended in self._ended:
+        for ended in list(self._ended):
             ended.wait(max(0.0, until_s - time.monotonic()))
+        self._session.cancel()
         for channel in self._channels:
             channel.close()
 

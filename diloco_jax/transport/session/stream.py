@@ -16,6 +16,7 @@ import grpc
 
 from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER, Message
+from diloco_jax.protocol.releases import PROTOCOL
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.commands import Command, Reply
@@ -60,10 +61,15 @@ class Outbox:
             self._changed.notify()
             return True
 
-    def take(self) -> Outgoing | None:
-        """Wait for the oldest item, and return it; None when the queue is closed and empty."""
+    def take(self, timeout_s: float | None = None) -> Outgoing | None:
+        """Wait for the oldest item, and return it; None when the queue is closed and empty.
+
+        Raises:
+            TimeoutError: No item came within `timeout_s` seconds.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s):
+                raise TimeoutError
             return self._waiting.popleft() if self._waiting else None
 
     def close(self, reason: str, *, flush: bool) -> None:
@@ -90,16 +96,22 @@ class Pieces:
         self._number = 0
         self._current: Iterator[wire.BulkPiece] = iter(())
 
-    def take(self) -> wire.BulkPiece | None:
-        """Wait for the next piece, and return it; None at the end."""
-        with self._lock:
+    def take(self, timeout_s: float | None = None) -> wire.BulkPiece | None:
+        """Wait for the next piece, and return it; None at the end.
+
+        Raises:
+            TimeoutError: No piece came within `timeout_s` seconds.
+        """
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise TimeoutError
+        try:
             while not self._outbox.cut:
                 piece = next(self._current, None)
                 if piece is not None:
                     return piece
                 # This frees the payload while the writer waits for the next one.
                 self._current = iter(())
-                item = self._outbox.take()
+                item = self._outbox.take(timeout_s)
                 if item is None:
                     return None
                 self._number += 1
@@ -107,6 +119,8 @@ class Pieces:
                 del item
             self._current = iter(())
             return None
+        finally:
+            self._lock.release()
 
     def _cut(self, item: Outgoing) -> Iterator[wire.BulkPiece]:
         size = sum(part.nbytes for part in item.parts)
@@ -118,7 +132,11 @@ class Pieces:
 
 
 class Lane:
-    """One stream in both directions: the control lane, or a stripe of the bulk lane."""
+    """One stream in both directions: the control lane, or a stripe of the bulk lane.
+
+    A stream is a call of gRPC, or, for the stripes of a session that has a control lane, a connection beside it
+    (stripe.py).
+    """
 
     def __init__(self, ours: pb.Header, theirs: pb.Header, outbox: Outbox, readable: tuple[type, ...]) -> None:
         self.bulk = ours.lane == pb.LANE_BULK
@@ -130,6 +148,8 @@ class Lane:
         allowed = tuple(kind for kind in readable if (kind in BULK_TYPES) == self.bulk)
         self.reader = wire.Reader(theirs, allowed)
         self.cancel: Callable[[], object] | None = None
+        # Ends the reading of a connection beside gRPC, so that its half of a payload can be kept at once.
+        self.stop_reading: Callable[[], object] = lambda: None
         self.ready = False
         self.said_goodbye = False
         self.written = threading.Event()
@@ -175,7 +195,7 @@ class StreamSession(Session):
         outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}
         self._outboxes = outboxes  # is_bulk -> outbox
         self.pieces = Pieces(outboxes[True], config.chunk_bytes)
-        self._assembly = Assembly(config.payload_bytes_max, partials)
+        self.assembly = Assembly(config.payload_bytes_max, partials)
         streams = [(pb.LANE_BULK, stripe) for stripe in range(header.stripes)]
         self.lanes = {
             (lane, stripe): Lane(
@@ -191,6 +211,8 @@ class StreamSession(Session):
         self._lock = threading.Lock()
         # Set when all streams are ready, or the session is over.
         self._settled = threading.Event()
+        # Set on the listener's side when the session has replaced earlier ones, or is over.
+        self._established = threading.Event()
 
     def bind(self, lane: Lane, cancel: Callable[[], object]) -> bool:
         """Give the lane its stream; return False if it has one already."""
@@ -213,6 +235,14 @@ class StreamSession(Session):
         """Wait until all streams are open; return False after `timeout_s`, or when the session is over."""
         return self._settled.wait(timeout_s) and self.open
 
+    def mark_established(self) -> None:
+        """Let the bulk connections start."""
+        self._established.set()
+
+    def wait_established(self) -> bool:
+        """Wait until the session is established; return False when it is over."""
+        return self._established.wait() and self.open
+
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         bulk = is_bulk(message)
@@ -228,8 +258,11 @@ class StreamSession(Session):
             return
         for outbox in self._outboxes.values():
             outbox.close(reason, flush=False)
-        self._assembly.close()
+        self.assembly.close()
+        for lane in self.lanes.values():
+            lane.stop_reading()
         self._settled.set()
+        self._established.set()
         timer = threading.Timer(LINGER_S, self.cancel)
         timer.name, timer.daemon = f"diloco-linger-{self.peer}", True
         timer.start()
@@ -239,8 +272,9 @@ class StreamSession(Session):
         self.finish(reason, tell=False)
         for outbox in self._outboxes.values():
             outbox.close(reason, flush=True)
-        self._assembly.close()
+        self.assembly.close()
         self._settled.set()
+        self._established.set()
 
     def ready_frame(self, lane: Lane) -> bytes:
         """Return the syncer's first frame; call it when earlier sessions of the peer are over."""
@@ -291,10 +325,10 @@ class StreamSession(Session):
                         self.hear_holdings(event.holdings)
                     self.mark_ready(lane)
                 elif isinstance(event, wire.Goodbye):
-                    self._hear_goodbye(lane, event.reason)
+                    self.hear_goodbye(lane, event.reason)
                 elif lane.bulk:
-                    self._assembly.add(event)
-                    self._assembly.deliver(self.offer)
+                    self.assembly.add(event)
+                    self.assembly.deliver(self.offer)
                 elif event.message is not None:
                     # The session drops the message if it is over.
                     self.offer(event.message, event.data)
@@ -317,6 +351,12 @@ class StreamSession(Session):
         lost = f"the {lane.name} connection to {self.peer!r} was lost"
         if not isinstance(error, grpc.Call):
             self.fail(f"{lost}: {error!r}" if error is not None and str(error) else lost)
+        elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            self.refused = "refused"
+            self.fail(
+                f"it is of another release than this side, which speaks protocol {PROTOCOL}: upgrade the syncer first, "
+                "then the islands"
+            )
         elif error.code() in (REFUSAL, *DENIALS):
             self.refused = "refused" if error.code() is REFUSAL else "denied"
             self.fail(clean(error.details(), REASON_LENGTH_MAX))
@@ -330,7 +370,8 @@ class StreamSession(Session):
         except ValueError as error:
             raise wire.WireError(f"unusable holdings: {error}") from None
 
-    def _hear_goodbye(self, lane: Lane, reason: str) -> None:
+    def hear_goodbye(self, lane: Lane, reason: str) -> None:
+        """Note that the peer ends the stream; the session is over when it has ended all of them."""
         with self._lock:
             lane.said_goodbye = True
             complete = all(each.said_goodbye for each in self.lanes.values())

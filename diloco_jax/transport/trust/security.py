@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -28,6 +29,8 @@ PEM_BYTES_MAX = 1 << 20
 TOKEN_BYTES_MAX = 4096
 TOKEN_KEY = "diloco-token-bin"
 PROBE_TIMEOUT_S = 2.0
+# The name of bulk connections in TLS (ALPN), so that one port serves both kinds.
+BULK_PROTOCOL = "diloco-bulk"
 
 Files: TypeAlias = tuple[bytes, bytes, bytes]  # authority, certificate, key
 
@@ -112,6 +115,57 @@ def _renewable(read: Callable[[], Files], shown: Files) -> grpc.ServerCredential
         return None if shown == before else configuration()
 
     return grpc.dynamic_ssl_server_credentials(configuration(), renewed, require_client_authentication=True)
+
+
+def bulk_context(config: TransportConfig, name: str, *, serves: bool = False) -> ssl.SSLContext | None:
+    """Return the settings of TLS for bulk connections, from the files that `credentials` has checked; None: plaintext.
+
+    Both sides check the certificate of the other, as gRPC does.
+    """
+    if not config.encrypted:
+        return None
+    files = _files(config, name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols([BULK_PROTOCOL])
+    context.load_verify_locations(files["tls_ca"])
+    # Without a password OpenSSL would ask for one on the terminal.
+    context.load_cert_chain(files["tls_certificate"], files["tls_key"], password="")
+    if serves:
+        # A connection that continues an earlier one would not show its certificate again.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
+    return context
+
+
+class BulkContexts:
+    """The listener's settings of TLS for bulk connections, with renewed files from the next connection on."""
+
+    def __init__(self, config: TransportConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._lock = threading.Lock()
+        self._shown = self._read() if config.encrypted else None
+        self._context = bulk_context(config, name, serves=True)
+
+    def current(self) -> ssl.SSLContext | None:
+        """Return the settings for the next connection; None: plaintext."""
+        if self._shown is None:
+            return None
+        with self._lock:
+            try:
+                found = self._read()
+                if found != self._shown:
+                    _check_files(self._config, self._name, True, SYNCER_HOST, *found)
+                    self._context = bulk_context(self._config, self._name, serves=True)
+                    self._shown = found
+            except (ValueError, OSError) as error:
+                log.warning(f"new bulk connections still use the earlier files: {error}")
+            return self._context
+
+    def _read(self) -> Files:
+        ca, certificate, key = (_read(setting, path) for setting, path in _files(self._config, self._name).items())
+        return ca, certificate, key
 
 
 def _check_plaintext(config: TransportConfig) -> None:
@@ -283,7 +337,7 @@ def diagnose(config: TransportConfig, name: str) -> str:
         else:
             # The handshake only shows whether the other side speaks TLS at all.
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with _dial(context, config.address) as stream:
+        with dial(config.address, context, PROBE_TIMEOUT_S) as stream:
             if not config.encrypted:
                 return "the syncer wants TLS: set transport.tls_ca, tls_certificate and tls_key here too"
             if stream.recv(1):
@@ -306,16 +360,18 @@ def diagnose(config: TransportConfig, name: str) -> str:
         return ""
 
 
-def _dial(context: ssl.SSLContext, address: str) -> ssl.SSLSocket:
-    """Open a TLS connection to the first address of a host that answers; OSError if none does.
+def dial(address: str, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
+    """Open a connection, over TLS with a context, to the first address of a host that answers; OSError if none does.
 
     The socket is wrapped before it connects, because wrapping a connection that was reset raises and leaks it.
     """
     host, port = split_address(address)
     refused: OSError = ConnectionRefusedError(f"{address} has no address")
     for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        stream = context.wrap_socket(socket.socket(family, kind, protocol), server_hostname=SYNCER_HOST)
-        stream.settimeout(PROBE_TIMEOUT_S)
+        stream = socket.socket(family, kind, protocol)
+        if context is not None:
+            stream = context.wrap_socket(stream, server_hostname=SYNCER_HOST)
+        stream.settimeout(timeout_s)
         try:
             stream.connect(where)
         except ssl.SSLError:

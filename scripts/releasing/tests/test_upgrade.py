@@ -31,7 +31,7 @@ def test_a_run_is_upgraded_while_it_trains(
         tree = TREE_OF("HEAD", folder)
         if raised and folder.name == "new":
             source = tree / "diloco_jax/protocol/releases.py"
-            source.write_text(source.read_text().replace("PROTOCOL, OLDEST = 1, 1", "PROTOCOL, OLDEST = 2, 1"))
+            source.write_text(source.read_text().replace("PROTOCOL, OLDEST = 2, 1", "PROTOCOL, OLDEST = 3, 1"))
         return tree
 
     monkeypatch.setattr(upgrade, "tree_of", newer)

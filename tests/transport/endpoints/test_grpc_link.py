@@ -15,8 +15,10 @@ import pytest
 from diloco_jax.protocol.messages import Advance, Heartbeat
 from diloco_jax.transport import wire
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
-from diloco_jax.transport.link import TransportConfig, TransportError, split_address
+from diloco_jax.transport.link import Rejected, TransportConfig, TransportError, split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
+from diloco_jax.transport.session.stripe import GREETING, TICKET_BYTES
 from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
@@ -56,54 +58,58 @@ class Child:
 
 
 class RawLearner:
-    """Learner that sends raw frames, so that it can send messages that the package never sends."""
+    """Learner that sends raw bytes on its one bulk connection, so that it can send what the package never sends."""
 
     def __init__(self, address: str, **names: Any) -> None:
-        self.channels: list[grpc.Channel] = []
-        self.release, self.hold = threading.Event(), threading.Event()
-        self.said: dict[int, list[bytes]] = {pb.LANE_CONTROL: [], pb.LANE_BULK: []}
-        self.headers: dict[int, pb.Header] = {}
-        self.calls: dict[int, Any] = {}
-        for lane in (pb.LANE_CONTROL, pb.LANE_BULK):
-            self.headers[lane] = header(lane=lane, **names)
-            channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-            self.channels.append(channel)
-            self.calls[lane] = call_with(channel, self.headers[lane], self._frames(lane))
+        self.hold = threading.Event()
+        self.channel = grpc.insecure_channel(address)
+        self.header = header(**names)
+        self.call = call_with(self.channel, self.header, (b"" for _ in iter(self.hold.wait, True)))
+        self.ticket = dict(self.call.initial_metadata())[calls.TICKET_KEY]
+        self.bulk = greeted(address, self.ticket)
+        # The syncer has both lanes now.
+        assert wire.split(next(self.call))[1] == b""
 
-    def _frames(self, lane: int) -> Iterator[bytes]:
-        self.release.wait(WAIT_S)
-        yield from self.said[lane]
-        self.hold.wait(WAIT_S)
+    def say(self, frames: list[bytes]) -> None:
+        self.bulk.sendall(b"".join(frames))
 
-    def say(self, lane: int, frames: list[bytes]) -> None:
-        self.said[lane] = frames
-        for call in self.calls.values():
-            # The syncer has both lanes now.
-            assert wire.split(next(call))[1] == b""
-        self.release.set()
-
-    def value_frames(self, payload: bytes, chunk_bytes: int) -> list[bytes]:
-        body, packed = wire.pack_body(value(1, len(payload))), wire.pack_header(self.headers[pb.LANE_BULK])
-        pieces = wire.pieces(1, body, [memoryview(payload)], chunk_bytes)
-        return [wire.piece_frame(packed, piece) for piece in pieces]
+    def end(self) -> None:
+        """End the bulk connection without a Goodbye."""
+        self.bulk.shutdown(socket.SHUT_WR)
 
     def close(self, grace_s: float = 0.0) -> None:
         del grace_s
-        self.release.set()
         self.hold.set()
-        for channel in self.channels:
-            channel.close()
+        self.bulk.close()
+        self.channel.close()
+
+
+def greeted(address: str, ticket: bytes, stripe: int = 0) -> socket.socket:
+    """Open a bulk connection."""
+    found = socket.create_connection(split_address(address), timeout=WAIT_S)
+    found.sendall(GREETING + ticket + bytes((stripe,)))
+    return found
+
+
+def bulk_frames(payload: bytes, chunk_bytes: int, **changes: Any) -> list[bytes]:
+    """Return the frames of a value; `changes` are those of the chunks' fields."""
+    made = []
+    for piece in wire.pieces(1, wire.pack_body(value(1, len(payload))), [memoryview(payload)], chunk_bytes):
+        for name, new in changes.items():
+            setattr(piece.chunk, name, new)
+        made.append(b"".join(wire.bulk_frame(wire.piece_head(piece), piece.views, checked=True)))
+    return made
 
 
 def header(**names: Any) -> pb.Header:
     return pb.Header(**{"run_id": "run", "sender": "a", "session": 1, "stripes": 1, "lane": pb.LANE_CONTROL, **names})
 
 
-def call_with(channel: grpc.Channel, said: pb.Header | bytes | None, frames: Iterator[bytes]) -> Any:
-    """The call that opens one stream, with this header in its metadata."""
+def call_with(channel: grpc.Channel, said: pb.Header | bytes | None, frames: Iterator[bytes], to: str = "Open") -> Any:
+    """The call that opens a control stream, with this header in its metadata."""
     raw = said.SerializeToString() if isinstance(said, pb.Header) else said
     metadata = () if raw is None else (("diloco-header-bin", raw),)
-    return channel.stream_stream("/diloco.v1.Syncer/Connect")(frames, metadata=metadata, timeout=WAIT_S)
+    return channel.stream_stream(f"/diloco.v1.Syncer/{to}")(frames, metadata=metadata, timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -135,7 +141,7 @@ def test_killed_syncer_is_noticed(ends: Ends) -> None:
 
 def test_one_broken_connection_ends_both(ends: Ends, listener: GrpcListener) -> None:
     link = ends.meet()
-    link._streams._channels[1].close()  # bulk
+    link._session.lanes[pb.LANE_BULK, 0].cancel()
     for side in (link, listener):
         hear_end(side, "bulk connection")
     for ended in link._streams._ended:
@@ -159,41 +165,90 @@ def test_close_gives_up_after_its_grace_when_nobody_reads(ends: Ends, listener: 
 
 
 def test_corrupt_chunk_ends_the_session_and_the_reason_reaches_both(listener: GrpcListener, raw: RawLearner) -> None:
-    good, bad = raw.value_frames(b"0123456789abcdef", 8)
-    raw.say(pb.LANE_BULK, [good, bad[:-1] + b"?"])
-    hear_end(listener, "'a' sent on the bulk connection what cannot be used: corrupt chunk: crc32c differs")
-    (last,) = list(raw.calls[pb.LANE_CONTROL])
-    assert "crc32c differs" in pb.Frame.FromString(last).goodbye.reason
+    good, bad = bulk_frames(b"0123456789abcdef", 8)
+    raw.say([good, bad[:-1] + b"?"])
+    hear_end(listener, "'a' sent on the bulk connection what cannot be used: corrupt chunk: its checksum differs")
+    (last,) = list(raw.call)
+    assert "its checksum differs at offset 8" in pb.Frame.FromString(last).goodbye.reason
     assert listener.receive(0) is None
 
 
-def changed(frame: bytes, what: str) -> bytes:
-    made = pb.Frame.FromString(frame)
-    made.ClearField("check")
-    if what == "size":
-        made.chunk.payload_bytes = 1 << 50
-    else:
-        made.header.run_id = "other"
-    return made.SerializeToString()
+NOISE = b"".join(wire.bulk_frame(b"\xff\x00noise", (), checked=True))
+HUGE = b"".join(wire.bulk_frame(b"", [memoryview(bytes(wire.CHUNK_BYTES_MAX + 1))], checked=True))
+GRPC_HEAD = pb.Frame(header=header(), chunk=pb.Chunk(message=1)).SerializeToString()
+TWICE = wire.pack_body(value(1)) + pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
-    [("size", f"the limit here is {LIMIT}"), ("run", "run_id is 'other', not 'run'"), ("noise", "malformed frame")],
+    ("said", "reason"),
+    [
+        pytest.param(bulk_frames(b"0123", 8, payload_bytes=1 << 50), f"the limit here is {LIMIT}", id="size"),
+        pytest.param(bulk_frames(b"0123", 8, offset=1), "at 1 of 4 of message 1 is out of place", id="offset"),
+        pytest.param([NOISE], "malformed frame", id="noise"),
+        pytest.param([b"\xff" * wire.PREFIX_BYTES], "a frame announces 4294967295 bytes beside", id="large-head"),
+        pytest.param([HUGE[: wire.PREFIX_BYTES]], "beside 4194305 bytes of data, the limits are", id="large-chunk"),
+        pytest.param([b"".join(wire.bulk_frame(GRPC_HEAD, (), checked=True))], "of a gRPC stream", id="header"),
+        pytest.param([b"".join(wire.bulk_frame(TWICE, (), checked=False))], "corrupt frame", id="no-checksum"),
+        pytest.param(
+            [b"".join(wire.bulk_frame(TWICE, [memoryview(b"x")], checked=True))], "is out of place", id="no-room"
+        ),
+    ],
 )
-def test_oversize_claim_and_foreign_frame_and_noise_end_the_session(
-    listener: GrpcListener, raw: RawLearner, what: str, reason: str
+def test_wrong_bytes_on_a_bulk_connection_end_the_session(
+    listener: GrpcListener, raw: RawLearner, said: list[bytes], reason: str
 ) -> None:
-    good = raw.value_frames(b"0123", 8)[0]
-    raw.say(pb.LANE_BULK, [b"\xff\x00noise" if what == "noise" else changed(good, what)])
+    raw.say(said)
     hear_end(listener, reason)
     assert listener.receive(0) is None
 
 
 def test_stream_that_ends_without_goodbye_is_a_loss(listener: GrpcListener, raw: RawLearner) -> None:
-    raw.hold.set()
-    raw.say(pb.LANE_BULK, raw.value_frames(b"0123456789", 4)[:2])
+    raw.say(bulk_frames(b"0123456789", 4)[:2])
+    raw.end()
     hear_end(listener, "connection to 'a' was lost")
+
+
+def answer(stream: socket.socket) -> bytes:
+    """Return all that the listener sends until it closes the connection."""
+    with stream, stream.makefile("rb") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize(
+    ("other", "stripe", "reason"),
+    [
+        (b"?" * TICKET_BYTES, 0, b"no session here waits for this bulk connection"),
+        (b"", 1, b"no session here waits for this bulk connection"),
+        (b"", 0, b"this bulk connection of the session is open already"),
+    ],
+    ids=["unknown-ticket", "unknown-stripe", "taken-stripe"],
+)
+def test_bulk_connection_that_belongs_to_no_session_is_refused(
+    listener: GrpcListener, raw: RawLearner, other: bytes, stripe: int, reason: bytes
+) -> None:
+    assert reason in answer(greeted(listener.address, other or raw.ticket, stripe))
+    raw.say(bulk_frames(b"0123456789", 4))
+    assert hear(listener).payload == b"0123456789", "the session lives"
+
+
+def test_greeting_that_changes_its_mind_is_closed(ends: Ends, listener: GrpcListener) -> None:
+    with socket.create_connection(split_address(listener.address), timeout=WAIT_S) as stream:
+        stream.sendall(GREETING + b"too short")
+        stream.shutdown(socket.SHUT_WR)
+        assert answer(stream) == b""
+    ends.meet()
+
+
+def test_releases_whose_payloads_travel_in_grpc_are_refused_on_both_sides(
+    ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with grpc.insecure_channel(listener.address) as channel, pytest.raises(grpc.RpcError) as raised:
+        next(call_with(channel, header(), iter(()), to="Connect"))
+    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "speaks protocol 1, the syncer protocol 2: upgrade the learner" in raised.value.details()
+    monkeypatch.setattr(calls, "OPEN", "NoSuchMethod")
+    with pytest.raises(Rejected, match=r"of another release .* speaks protocol 2: upgrade the syncer first"):
+        ends.connect()
 
 
 @pytest.mark.parametrize("said", [None, b"\xff", b""])
@@ -265,15 +320,20 @@ def test_learner_that_starts_first_waits_for_the_syncer(ends: Ends) -> None:
 
 
 def test_a_connection_for_each_stream_and_the_real_port(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers: set[str] = set()
-    right = GrpcListener._open_lane
+    peers, bulk = set[str](), list[socket.socket]()
+    right, serve_bulk = GrpcListener._open_lane, GrpcListener._serve_bulk
 
     def open_lane(self: GrpcListener, context: Any) -> Any:
         peers.add(context.peer())
         return right(self, context)
 
+    def count(self: GrpcListener, stream: socket.socket) -> None:
+        bulk.append(stream)
+        serve_bulk(self, stream)
+
     monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
+    monkeypatch.setattr(GrpcListener, "_serve_bulk", count)
     host, port = split_address(ends.listen().address)
     assert host == "127.0.0.1" and port > 0
     ends.connect()
-    assert len(peers) == 1 + CONFIG.stripes, "no two streams may share a connection"
+    assert len(peers) == 1 and len(bulk) == CONFIG.stripes, "no two streams may share a connection"

@@ -1,0 +1,174 @@
+"""One port for gRPC and bulk connections: what the first bytes say, certificates of bulk connections, and silence."""
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from diloco_jax.transport.connection import Connection
+from diloco_jax.transport.endpoints.front import LOOK_BYTES_MAX, is_bulk
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink
+from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
+from diloco_jax.transport.session.stripe import GREETING, TICKET_BYTES
+from diloco_jax.transport.trust import certificates
+from diloco_jax.transport.trust.security import BULK_PROTOCOL, bulk_context, credentials, dial
+from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear, hear_end, value
+
+pytestmark = pytest.mark.net
+
+
+def first_message(protocols: list[str]) -> bytes:
+    """Return the first message of a TLS client that offers these protocols."""
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(protocols)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="syncer.diloco").do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize(
+    ("protocols", "bulk"), [(["h2"], False), ([BULK_PROTOCOL], True), (["x", BULK_PROTOCOL], True)]
+)
+def test_first_message_of_tls_tells_once_it_is_whole(protocols: list[str], bulk: bool) -> None:
+    message = first_message(protocols)
+    for size in range(1, len(message)):
+        assert is_bulk(message[:size], encrypted=True) is None
+    assert is_bulk(message, encrypted=True) is bulk
+    assert is_bulk(message + b"more", encrypted=True) is bulk
+
+
+def test_first_bytes_of_plaintext_tell_as_soon_as_they_differ() -> None:
+    for size in range(1, len(GREETING)):
+        assert is_bulk(GREETING[:size], encrypted=False) is None
+        assert is_bulk(GREETING[:size] + b"?", encrypted=False) is False
+    assert is_bulk(GREETING + b"more", encrypted=False) is True
+    # A connection that ended is for gRPC, and so is one without TLS, or with TLS where none is expected.
+    for encrypted in (False, True):
+        assert is_bulk(b"", encrypted=encrypted) is False
+        assert is_bulk(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", encrypted=encrypted) is False
+    assert is_bulk(first_message([BULK_PROTOCOL]), encrypted=False) is False
+    # A message that announces more than TLS allows is not waited for.
+    assert is_bulk(b"\x16\x03\x01\xff\xff" + bytes(LOOK_BYTES_MAX - 5), encrypted=True) is False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    certificates.make(tmp_path, ["a", "b"])
+    return tmp_path
+
+
+def control(folder: Path, config: TransportConfig) -> Iterator[bytes]:
+    """Open learner a's control call, and yield its ticket while it is open."""
+    own, hold = credentials(config, "a"), threading.Event()
+    header = pb.Header(run_id="run", sender="a", session=1, stripes=1, lane=pb.LANE_CONTROL)
+    with calls.open_channel(config, own) as channel:
+        metadata = (calls.header_metadata(header), *own.metadata)
+        call = channel.stream_stream(f"/{calls.SERVICE}/{calls.OPEN}")(
+            (b"" for _ in iter(hold.wait, True)), metadata=metadata
+        )
+        yield dict(call.initial_metadata())[calls.TICKET_KEY]
+        hold.set()
+
+
+def test_ticket_counts_with_the_certificate_of_its_learner_only(ends: Ends, folder: Path) -> None:
+    files = certificates.settings(folder)
+    listener = ends.listen(**files)
+    config = TransportConfig(address=listener.address, **files)
+    opened = control(folder, config)
+    ticket = next(opened)
+    assert len(ticket) == TICKET_BYTES
+    for name, answer in (("b", b"the certificate is that of 'b'"), ("a", b"")):
+        with dial(config.address, bulk_context(config, name), WAIT_S) as stream:
+            assert isinstance(stream, ssl.SSLSocket) and stream.selected_alpn_protocol() == BULK_PROTOCOL
+            stream.sendall(GREETING + ticket + b"\0")
+            heard = stream.recv(1000)
+            # The learner's own connection is opened: its first frame is longer than its prefix.
+            assert answer in heard and len(heard) > 24
+    next(opened, None)
+
+
+def test_bulk_connection_without_a_certificate_is_closed(ends: Ends, folder: Path) -> None:
+    listener = ends.listen(**certificates.settings(folder))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols([BULK_PROTOCOL])
+    with pytest.raises(OSError), dial(listener.address, context, WAIT_S) as stream:
+        stream.sendall(GREETING + bytes(TICKET_BYTES + 1))
+        while stream.recv(1000):
+            pass
+
+
+def test_silent_bulk_connection_ends_the_session_and_idle_ones_beat(ends: Ends) -> None:
+    """Neither side sends anything for several times the limit; then one side's beats no longer arrive."""
+    short = {"keepalive_s": 0.1, "keepalive_timeout_s": 1.0}
+    listener = ends.listen(**short)
+    link: GrpcLink = ends.connect(**short)
+    greet(listener, link)
+    assert listener.receive(3.0) is None and link.receive(0) is None
+    link.send(value(1, 3), b"abc")
+    assert hear(listener).payload == b"abc"
+    # The writers wait for this lock until the end of the test.
+    with link._session.pieces._lock:
+        link._session.config = TransportConfig(keepalive_s=60.0)
+        hear_end(listener, "nothing came for 1.1 s")
+
+
+def pair() -> tuple[Connection, Connection]:
+    a, b = socket.socketpair()
+    return Connection(a, WAIT_S), Connection(b, WAIT_S)
+
+
+def test_views_arrive_whole_whatever_the_socket_takes_at_once() -> None:
+    sender, receiver = pair()
+    parts = [bytes([number]) * (1 + 7919 * number) for number in range(100)]
+    thread = threading.Thread(target=sender.send, args=([memoryview(part) for part in parts],))
+    thread.start()
+    whole = bytearray(sum(map(len, parts)))
+    receiver.fill(memoryview(whole))
+    thread.join(WAIT_S)
+    assert whole == b"".join(parts)
+    sender.finish()
+    with pytest.raises(EOFError):
+        receiver.fill(memoryview(bytearray(1)))
+    for each in (sender, receiver):
+        each.close()
+
+
+def test_cut_ends_a_read_and_a_write_at_once() -> None:
+    sender, receiver = pair()
+    ended: list[BaseException] = []
+
+    def use(connection: Connection, fill: bool) -> None:
+        try:
+            if fill:
+                connection.fill(memoryview(bytearray(1)))
+            else:
+                connection.send([memoryview(bytes(1 << 24))])
+        except (OSError, EOFError) as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=use, args=(sender, fill)) for fill in (True, False)]
+    for thread in threads:
+        thread.start()
+    sender.cut()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert len(ended) == 2
+    for each in (sender, receiver):
+        each.close()
+
+
+def test_grpc_calls_reach_the_same_port(ends: Ends) -> None:
+    listener = ends.listen()
+    with grpc.insecure_channel(listener.address) as channel:
+        reply = channel.unary_unary(f"/{calls.SERVICE}/{calls.STATUS}")(b"", timeout=WAIT_S)
+    assert pb.StatusReply.FromString(reply).json == "{}"
+    assert split_address(listener.address)[1] > 0 and CONFIG.stripes > 1
