@@ -15,7 +15,7 @@ import math
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 
-# The longest period at which an average trains at data parallel's rate.
+# An average with this period or a shorter one trains at the rate of data parallel.
 CLOSE = 3
 _OF_MERGE = {"average": 1.0, "rda": 0.7}
 # The best rates that were found lie within this factor of the rule.
