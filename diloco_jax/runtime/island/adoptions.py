@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ STATE_PART_BYTES = 1 << 20
 FREE_MAX = 2
 # Threads that decode an arriving value, and the processors of a host for each: the others belong to the training.
 THREADS_MAX, PROCESSORS_PER_THREAD = 4, 4
+# Islands of one process join at the same time, and a loop may be compiled only once.
+_COMPILING = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -59,8 +62,9 @@ class GlobalValues:
         threads = max(1, min(THREADS_MAX, (os.cpu_count() or 1) // PROCESSORS_PER_THREAD))
         run = ThreadPoolExecutor(threads, "arrival").map if threads > 1 else map
         # Numba reads the settings of its cache when it is imported, and an island sets them after this file is loaded.
-        arrival: type[Arrival] = importlib.import_module("diloco_jax.core.arrival").Arrival
-        self._arrivals = [arrival(layout, down, run, buffers.take) for layout in layouts]
+        with _COMPILING:
+            arrival: type[Arrival] = importlib.import_module("diloco_jax.core.arrival").Arrival
+            self._arrivals = [arrival(layout, down, run, buffers.take) for layout in layouts]
         self._newest: dict[int, Flat] = {}
 
     def read(self, message: GlobalFragment, payload: Bytes) -> ArrivedValue:

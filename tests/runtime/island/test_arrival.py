@@ -1,5 +1,7 @@
 """Values that arrive at an island: what is refused, whose memory is used again, and which wait on the devices."""
 
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import PLACED_MAX, Host
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.text import load
-from tests.runtime.helpers import write_config
+from tests.runtime.helpers import ROOT, write_config
 
 PLAN = plan_fragments({"a": (40, 30), "b": (7, 11), "c": (300,)}, 2)
 
@@ -95,6 +97,24 @@ def test_a_refused_value_changes_nothing() -> None:
         sender.arrivals.read(message._replace(fragment_id=1), payload)
     assert value_digest(first.values) == value_digest(before[0])
     assert sender.is_sent(0, sender.arrivals.read(right, payload))
+
+
+def test_islands_of_one_process_may_join_at_the_same_time() -> None:
+    """In a new process, which compiles the loops or loads them."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.runtime.island.adoptions import GlobalValues
+fragments, together = plan_fragments({"a": (40,)}, 1).fragments, Barrier(3)
+def join(number):
+    together.wait()
+    return GlobalValues(fragments, "int4")
+with ThreadPoolExecutor(3) as pool:
+    print(len([*pool.map(join, range(3))]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout == "3\n", ran.stderr
 
 
 def test_few_values_wait_on_the_devices_and_a_dropped_one_is_freed(tmp_path: Path) -> None:
