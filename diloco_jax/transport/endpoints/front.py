@@ -94,8 +94,13 @@ class Front:
     async def _accept(self, listener: socket.socket) -> None:
         refused = False
         while True:
+            # The loop's own accept would lose a connection that comes while it is cancelled.
+            await self._readable(listener)
             try:
-                stream, _ = await self._loop.sock_accept(listener)
+                stream, _ = listener.accept()
+                stream.setblocking(False)
+            except BlockingIOError:
+                continue
             except OSError as error:
                 # There are no descriptors left, or the caller has gone already. One line is enough for each time.
                 if not refused:

@@ -4,19 +4,16 @@ gRPC retries in silence, so a wrong address would be noticed only after the time
 connection, and sends nothing.
 """
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address
-from diloco_jax.transport.trust.security import is_loopback
+from diloco_jax.transport.trust.security import proxy_of
 
 REACH_S = 2.0  # one attempt
 AGAIN_S = 0.2  # between attempts
-# gRPC may reach an address through one of these proxies that a socket cannot reach.
-PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 
 def await_listener(
@@ -33,7 +30,8 @@ def await_listener(
         TransportError: Nobody listened there for `config.connect_timeout_s`.
     """
     host, port = split_address(config.address, setting)
-    if not is_loopback(config.address) and any(os.environ.get(name) for name in PROXIES):
+    # The proxy may reach an address that a socket cannot reach.
+    if proxy_of(config.address):
         return
     timeout_s, stop = config.connect_timeout_s, stop or threading.Event()
     ends_s, said = time.monotonic() + timeout_s, False

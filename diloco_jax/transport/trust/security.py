@@ -6,6 +6,7 @@ Three kinds of connection
   * mutual TLS, with or without a token: encrypted, and both sides prove their identity.
 """
 
+import base64
 import datetime
 import hmac
 import ipaddress
@@ -14,6 +15,7 @@ import os
 import socket
 import ssl
 import threading
+import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -383,6 +385,48 @@ def dial(address: str, context: ssl.SSLContext | None, timeout_s: float) -> sock
         else:
             return stream
     raise refused
+
+
+# gRPC reaches an address that is not loopback through the first of these proxies that is set.
+PROXIES, NO_PROXY = ("grpc_proxy", "https_proxy", "http_proxy"), ("no_grpc_proxy", "no_proxy")
+_ANSWER_BYTES_MAX = 8 << 10
+
+
+def proxy_of(address: str) -> str:
+    """Return [user:password@]host:port of the HTTP proxy that gRPC uses for an address, "" if it uses none."""
+    if is_loopback(address):
+        return ""
+    excluded = next((value for name in NO_PROXY if (value := os.environ.get(name))), "")
+    host, _ = split_address(address)
+    if any(host.endswith(each.strip()) for each in excluded.split(",") if each.strip()):
+        return ""
+    found = next((value for name in PROXIES if (value := os.environ.get(name))), "")
+    return urllib.parse.urlsplit(found).netloc
+
+
+def dial_syncer(address: str, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
+    """Open a bulk connection to the syncer as gRPC opens its own, if needed through an HTTP proxy; OSError."""
+    user, _, proxy = proxy_of(address).rpartition("@")
+    if not proxy:
+        return dial(address, context, timeout_s)
+    stream = dial(proxy, None, timeout_s)
+    encoded = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+    permission = f"Proxy-Authorization: Basic {encoded}\r\n" if user else ""
+    try:
+        stream.sendall(f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n{permission}\r\n".encode())
+        answer = b""
+        # Byte by byte, because what follows the answer belongs to TLS.
+        while not answer.endswith(b"\r\n\r\n"):
+            byte = stream.recv(1)
+            if not byte or len(answer) > _ANSWER_BYTES_MAX:
+                raise ConnectionError(f"the proxy {proxy} ended the connection")
+            answer += byte
+        if answer.split(b" ", 2)[1:2] != [b"200"]:
+            raise ConnectionError(f"the proxy {proxy} refused {address}: {answer[:80]!r}")
+        return stream if context is None else context.wrap_socket(stream, server_hostname=SYNCER_HOST)
+    except BaseException:
+        stream.close()
+        raise
 
 
 _DISLIKED = (

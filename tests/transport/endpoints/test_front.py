@@ -17,7 +17,14 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.stripe import GREETING, TICKET_BYTES
 from diloco_jax.transport.trust import certificates
-from diloco_jax.transport.trust.security import BULK_PROTOCOL, bulk_context, credentials, dial
+from diloco_jax.transport.trust.security import (
+    BULK_PROTOCOL,
+    bulk_context,
+    credentials,
+    dial,
+    dial_syncer,
+    proxy_of,
+)
 from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear, hear_end, value
 
 pytestmark = pytest.mark.net
@@ -172,3 +179,43 @@ def test_grpc_calls_reach_the_same_port(ends: Ends) -> None:
         reply = channel.unary_unary(f"/{calls.SERVICE}/{calls.STATUS}")(b"", timeout=WAIT_S)
     assert pb.StatusReply.FromString(reply).json == "{}"
     assert split_address(listener.address)[1] > 0 and CONFIG.stripes > 1
+
+
+def serve_proxy(listener: socket.socket, target: tuple[str, int], answers: list[bytes], asked: list[bytes]) -> None:
+    """Answer one CONNECT each; after "200" forward what comes to the target, and what it answers."""
+    for answer in answers:
+        stream, _ = listener.accept()
+        with stream:
+            asked.append(stream.recv(1000))
+            stream.sendall(answer)
+            if b"200" in answer:
+                with socket.create_connection(target) as inner:
+                    inner.sendall(stream.recv(1000))
+                    while piece := inner.recv(1000):
+                        stream.sendall(piece)
+
+
+def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = list[bytes](), [b"HTTP/1.1 200 ok\r\nVia: x\r\n\r\n", b"HTTP/1.1 403 no\r\n\r\n", b"HTTP/1.1 2"]
+    with socket.create_server(("127.0.0.1", 0)) as proxy, socket.create_server(("127.0.0.1", 0)) as target:
+        arguments = (proxy, target.getsockname(), answers, asked)
+        thread = threading.Thread(target=serve_proxy, args=arguments, daemon=True)
+        thread.start()
+        monkeypatch.setenv("https_proxy", "http://user:secret@{}:{}".format(*proxy.getsockname()))
+        with dial_syncer("syncer.example:7", None, WAIT_S) as stream:
+            stream.sendall(b"hello")
+            inner, _ = target.accept()
+            with inner:
+                assert inner.recv(100) == b"hello"
+                inner.sendall(b"answer")
+            assert stream.recv(100) == b"answer"
+        for reason in ("refused syncer.example:7", "ended the connection"):
+            with pytest.raises(ConnectionError, match=reason):
+                dial_syncer("syncer.example:7", None, WAIT_S)
+        thread.join(WAIT_S)
+    lines = asked[0].split(b"\r\n")
+    assert lines[:2] == [b"CONNECT syncer.example:7 HTTP/1.1", b"Host: syncer.example:7"]
+    assert lines[2:] == [b"Proxy-Authorization: Basic dXNlcjpzZWNyZXQ=", b"", b""]
+    assert proxy_of("127.0.0.1:7") == ""
+    monkeypatch.setenv("no_proxy", "other, .example")
+    assert proxy_of("syncer.example:7") == "" and proxy_of("syncer.example.org:7") != ""
