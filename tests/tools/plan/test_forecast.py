@@ -230,7 +230,7 @@ def test_a_good_link_changes_nothing() -> None:
     assert not changes(small())
     assert [each["setting"] for each in advice] == [
         "protocol.sync_every", "protocol.num_fragments", "protocol.overlap_steps", "protocol.wait_steps", "wire.up",
-        "wire.down", "transport.stripes",
+        "wire.down", "transport.stripes", "optimizer.learning_rate",
     ]  # fmt: skip
     assert all(each["why"] for each in advice)
 
