@@ -275,7 +275,7 @@ def piece_frame(header: bytes, piece: BulkPiece) -> bytes:
 
 
 class Prefix(NamedTuple):
-    """What precedes a frame of a bulk connection; the frame of a beat is empty."""
+    """Sizes and checksums before a frame of a bulk connection; the frame of a beat is empty."""
 
     head_bytes: int
     data_bytes: int
