@@ -7,6 +7,7 @@ island trains again. It takes about two minutes on two idle cores. The picture r
 readers who prefer reduced motion see the moment after the kill.
 """
 
+import io
 import os
 import signal
 import subprocess
@@ -112,7 +113,7 @@ def record(run_dir: Path) -> list[Frame]:
     Raises:
         TimeoutError: The run did not start, or the island did not return, within LIMIT_S.
     """
-    console = Console(width=WIDTH, force_terminal=True, color_system="standard", file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=WIDTH, force_terminal=True, color_system="standard", file=io.StringIO())
     command = [sys.executable, "-m", "diloco_jax", "train", "quickstart", "--run-dir", str(run_dir), "--quiet"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     view, began_s, frames = LiveView(run_in(run_dir), console), time.monotonic(), list[Frame]()
