@@ -96,7 +96,7 @@ def status_of_the_dead(run_dir: Path) -> None:
     """Check that `diloco status` reports the run as ended although its file still says "running"."""
     assert '"state": "running"' in (run_dir / "status.json").read_text()
     told = call("status", run_dir)
-    assert told.returncode == 1 and told.stdout.startswith("small is not running: last word ")
+    assert told.returncode == 1 and told.stdout.startswith("small is not running: last status ")
     assert " s ago, at global step " in told.stdout
     assert f"diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume" in told.stdout
     assert " left" not in told.stdout.splitlines()[0], "a run that has ended has no time left"
