@@ -36,7 +36,8 @@ from diloco_jax.core.layout import Layout, Piece, make_layout
 from diloco_jax.core.merge import Rule
 from diloco_jax.core.outer import Nesterov
 from diloco_jax.core.passes import Merger, Values
-from diloco_jax.runtime.model.model_share import Buffers
+from diloco_jax.runtime.model.buffers import Buffers
+from diloco_jax.runtime.model.model_share import FREE_MAX
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = ("torch==2.13.0", "tsugi-mend==0.1.5")
@@ -133,7 +134,7 @@ class Job:
 
     def __init__(self, size: int, format: Format, pool: ThreadPoolExecutor) -> None:
         self.format, self.layout = format, layout_of(size)
-        rules, outer, buffers = [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), Buffers(self.layout.size)
+        rules, outer, buffers = [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), Buffers(self.layout.size, FREE_MAX)
         self._merger = Merger(self.layout, rules, outer, format, format, pool.map, buffers.take)
         payloads = [random_payload(self.layout, format, m) for m in range(LEARNERS)]
         self._values = Values(payloads, [None] * LEARNERS)
