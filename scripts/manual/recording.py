@@ -31,6 +31,8 @@ WIDTH = 100
 # Seconds of the run between two frames, and seconds that a frame is shown.
 EVERY_S, SHOWN_S = 3.0, 0.5
 KILL_AT, LIMIT_S = 0.33, 900.0
+# The run has this time to save and end.
+STOP_S = 120.0
 # Seconds that are recorded before the kill, and after the return.
 BEFORE_S, AFTER_S = 15.0, 15.0
 LINE, CELL, MARGIN = 19, 8.4, 14
@@ -134,7 +136,7 @@ def record(run_dir: Path) -> list[Frame]:
                 returned_s = time.monotonic()
     finally:
         job.send_signal(signal.SIGINT)
-        job.wait()
+        job.wait(STOP_S)
     first_s = killed_s - began_s - BEFORE_S
     return [frame for frame in frames if frame.at_s >= first_s]
 

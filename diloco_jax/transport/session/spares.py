@@ -27,8 +27,9 @@ def take_buffer(size: int) -> np.ndarray:
     whole = _take_spare(size)
     if whole is None:
         whole = np.empty(size, np.uint8)
-    # The buffer is spare when no view of this array is left.
-    lent = whole[:size]
+    # The memory is spare when no view of this array is left. A slice of `whole` would not do: NumPy lets the views of a
+    # slice refer to `whole` itself.
+    lent = np.frombuffer(whole.data, np.uint8, size)
     weakref.finalize(lent, _give, whole).atexit = False
     return lent
 
