@@ -129,6 +129,17 @@ class MetricsReport(NamedTuple):
     values: tuple[Metric, ...]
 
 
+class HostBlocks(NamedTuple):
+    """The blocks of every fragment that one host of a learner holds and those that it gets, in the payload.
+
+    Each host of an island of several sends it once in each session, to the transport; it is not an input of a machine
+    and not on the tape. runtime/model/cuts.py has its format.
+    """
+
+    learner_id: str
+    incarnation: int
+
+
 class FragmentValue(NamedTuple):
     """Answer to a pull; its counters are of the payload's local step (outer gradient against `base_version`)."""
 
@@ -362,6 +373,16 @@ class GlobalFragment(NamedTuple):
     schedule_lead: int = 0
 
 
+class CutFragment(NamedTuple):
+    """A GlobalFragment for one host of a learner with several: the payload has only blocks that this host stated.
+
+    `digest` is that of all blocks that the host holds, of the value of the version.
+    """
+
+    value: GlobalFragment
+    digest: int
+
+
 class Advance(NamedTuple):
     """A global step without a due fragment was closed."""
 
@@ -381,4 +402,6 @@ LearnerMessage = Hello | StepReport | FragmentValue | AnchorValue | Score | Stat
 StateAnswer = StatePull | StateChunk | StateEnd | StateUnavailable
 SyncerAnswer = Welcome | Refuse | Expel | Lease | GlobalFragment | Advance | Stop
 SyncerMessage = SyncerAnswer | PullRequest | AnchorRequest | Evaluate | StateAnswer
-Message = LearnerMessage | SyncerMessage | MetricsReport
+# Between the transport and the hosts of an island of several.
+HostMessage = HostBlocks | CutFragment
+Message = LearnerMessage | SyncerMessage | MetricsReport | HostMessage

@@ -7,7 +7,7 @@ connection of a run.
 
 from typing import NamedTuple, TypeAlias, get_args
 
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment
 
 
 class SampleRange(NamedTuple):
@@ -81,25 +81,28 @@ class HostSend(NamedTuple):
     value: FragmentValue
 
 
-class HostArrival(NamedTuple):
-    """A global fragment that arrived, with its payload; each host reads and checks it, and answers."""
+class HostShared(NamedTuple):
+    """The blocks of a global fragment that this host holds together with others, as the leader received them."""
 
-    number: int
     value: GlobalFragment
 
 
 class HostSupersede(NamedTuple):
-    """Request to drop the fragment's values that arrived before this one."""
+    """Notice that all hosts have this value: the fragment's values that arrived before it are not needed."""
 
-    fragment_id: int
-    arrival: int  # number of HostArrival
+    value: GlobalFragment
 
 
 class HostAdopt(NamedTuple):
-    """Request to replace a fragment by the value of this arrival."""
+    """Request to replace a fragment by this value."""
 
-    arrival: int
     value: GlobalFragment
+
+
+class HostSendAnchor(NamedTuple):
+    """Request to send the syncer this host's bytes of the value that was adopted last."""
+
+    value: AnchorValue
 
 
 class HostStageState(NamedTuple):
@@ -190,6 +193,13 @@ class HostAnswer(NamedTuple):
     reason: str = ""
 
 
+class HostHas(NamedTuple):
+    """Notice that this host has read and checked its blocks of a global fragment; `reason` says why it could not."""
+
+    value: GlobalFragment
+    reason: str = ""
+
+
 class HostWant(NamedTuple):
     """Request for one leaf of the state that is being loaded."""
 
@@ -202,10 +212,10 @@ class HostStop(NamedTuple):
 
 OfStart: TypeAlias = HostMeet | HostVerdict | HostWarmUp | HostConnect
 OfSteps: TypeAlias = HostPutBatch | HostStep | HostEvaluate
-OfFragments: TypeAlias = HostStage | HostUnstage | HostSend | HostArrival | HostSupersede | HostAdopt
+OfFragments: TypeAlias = HostStage | HostUnstage | HostSend | HostShared | HostSupersede | HostAdopt | HostSendAnchor
 OfMoments: TypeAlias = HostStageState | HostUnstageState | HostLeaf | HostLoadState | HostHave
 OfSavedStates: TypeAlias = HostSave | HostSaved | HostRead | HostRestore | HostLoader
 Command: TypeAlias = OfStart | OfSteps | OfFragments | OfMoments | OfSavedStates | HostEnd
-Reply: TypeAlias = HostVerdict | HostAnswer | HostWant | HostStop
+Reply: TypeAlias = HostVerdict | HostAnswer | HostHas | HostWant | HostStop
 COMMANDS: tuple[type, ...] = get_args(Command)
 REPLIES: tuple[type, ...] = get_args(Reply)

@@ -18,8 +18,10 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 from diloco_jax.protocol.messages import (
     SYNCER,
     AnchorValue,
+    CutFragment,
     FragmentValue,
     GlobalFragment,
+    HostBlocks,
     LearnerMessage,
     Message,
     MetricsReport,
@@ -32,11 +34,14 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]
 
 # Messages that may have a payload, and all messages between the hosts of an island.
-BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StateChunk, *COMMANDS, *REPLIES)
-LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport)
-# A learner's hosts send these types, except for its leader.
-HOST_TYPES: tuple[type, ...] = (FragmentValue,)
-SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
+_OF_HOSTS = (HostBlocks, CutFragment)
+BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StateChunk, *_OF_HOSTS, *COMMANDS, *REPLIES)
+# The transport refuses a HostBlocks of a learner with one host.
+LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport, HostBlocks)
+# A learner's hosts send and receive these types, except for its leader.
+HOST_TYPES: tuple[type, ...] = (FragmentValue, AnchorValue, HostBlocks)
+TO_HOST_TYPES: tuple[type, ...] = (CutFragment,)
+SYNCER_TYPES: tuple[type, ...] = (*get_args(SyncerMessage), CutFragment)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
 # The syncer's certificate names this host, at whatever address the syncer listens.
@@ -82,8 +87,30 @@ class Traffic(NamedTuple):
     sent_bytes: int
 
 
+class Version(Protocol):
+    """A version of a fragment on its way to learners."""
+
+    @property
+    def payload(self) -> Payload:
+        """Return the payload for a learner of one host."""
+
+    def cut(self, blocks: bytes | memoryview) -> tuple[int, Payload]:
+        """Return the digest of the blocks that a host holds, and the payload for it.
+
+        Args:
+            blocks: The payload of the host's HostBlocks.
+
+        Raises:
+            ValueError: These are not blocks of this model.
+        """
+
+
 class Link(Protocol):
     """A learner's session with the syncer, opened by a transport's `connect`."""
+
+    @property
+    def open(self) -> bool:
+        """Tell whether the session is not over."""
 
     def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         """Queue a message; never blocks.
@@ -94,7 +121,10 @@ class Link(Protocol):
         """
 
     def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery, or None after `timeout_s` seconds; 0 only looks."""
+        """Return the next delivery, or None after `timeout_s` seconds or a `wake`; 0 only looks."""
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return None at once; any thread may call it."""
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again.

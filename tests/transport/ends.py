@@ -105,9 +105,10 @@ class Quiet(Session):
     def __init__(self, inbox: Inbox, header: pb.Header | None = None, **settings: Any) -> None:
         header = header or pb.Header(sender="a")
         super().__init__(inbox, header, header.sender, TransportConfig(**settings))
+        self.sent: list[tuple[Message, tuple[memoryview, ...]]] = []
 
     def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
-        del message, parts
+        self.sent.append((message, parts))
 
     def fail(self, reason: str) -> None:
         self.finish(reason)

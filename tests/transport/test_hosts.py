@@ -13,7 +13,18 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.shards import share, split
-from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Advance, FragmentValue, GlobalFragment, Heartbeat, Hello
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    SYNCER,
+    Advance,
+    AnchorValue,
+    CutFragment,
+    FragmentValue,
+    GlobalFragment,
+    Heartbeat,
+    Hello,
+    HostBlocks,
+)
 from diloco_jax.transport import link
 from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
@@ -100,11 +111,48 @@ def test_host_that_is_not_the_leader_sends_values_only(
     ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, host = island(ends, 2)
-    with pytest.raises(ValueError, match="cannot send a Heartbeat from this side: it sends FragmentValue"):
+    with pytest.raises(
+        ValueError, match="cannot send a Heartbeat from this side: it sends FragmentValue, AnchorValue, HostBlocks"
+    ):
         host.send(Heartbeat("a", 0))
     monkeypatch.setattr(grpc_link, "HOST_TYPES", link.LEARNER_TYPES)
     host.send(Heartbeat("a", 0))
     hear_end(leader, "a Heartbeat is not expected here")
+
+
+class Cut:
+    """A version that gives every host what it stated."""
+
+    payload = b"all"
+
+    def cut(self, blocks: bytes | memoryview) -> tuple[int, bytes]:
+        return len(blocks), bytes(blocks)
+
+
+def test_each_host_gets_its_blocks_of_a_version_over_its_own_session(ends: Ends, listener: GrpcListener) -> None:
+    links, version = island(ends), GlobalFragment(1, 0, 1, 1, 7, 3)
+    greet(listener, links[0])
+    assert listener.send_version("a", version, Cut())
+    # Blocks may be stated after a version was sent.
+    stated = [np.random.default_rng(host).bytes(300_000 * host + 7) for host in range(3)]
+    for each, blocks in zip(links, stated, strict=True):
+        each.send(HostBlocks("a", 0), blocks)
+    for each, blocks in zip(links, stated, strict=True):
+        delivery = hear(each)
+        assert delivery.message == CutFragment(version, len(blocks)) and delivery.payload == blocks
+    alone = ends.meet("b")
+    assert listener.send_version("b", version, Cut())
+    assert hear(alone).payload == b"all"
+
+
+def test_the_anchor_of_all_hosts_is_one(ends: Ends, listener: GrpcListener) -> None:
+    links, whole = island(ends), np.random.default_rng(1).bytes(30_007)
+    greet(listener, links[0])
+    anchor = AnchorValue("a", 0, 0, 4, 5, 0)
+    for each, part in zip(links, parts_of(whole), strict=True):
+        each.send(anchor, part)
+    delivery = hear(listener)
+    assert delivery.message == anchor._replace(payload_bytes=len(whole)) and delivery.payload == whole
 
 
 def test_hosts_of_an_island_share_its_certificate(tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

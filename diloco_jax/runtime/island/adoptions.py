@@ -6,12 +6,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment
+from diloco_jax.core.held import Held
 from diloco_jax.core.layout import whole
 from diloco_jax.core.outer import Flat
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
@@ -23,7 +22,8 @@ from diloco_jax.training.island_state import IslandState, StagedUpdate
 if TYPE_CHECKING:
     from diloco_jax.core.arrival import Arrival
 
-Values = dict[str, np.ndarray]
+# Arrays by Slice.key; on one host of several, a HeldSlice with its blocks.
+Values = dict[str, Any]
 # A small part, so that a fragment's value never waits long behind one.
 STATE_PART_BYTES = 1 << 20
 # Arrays of a fragment that are kept for later values, beside those in use.
@@ -51,13 +51,17 @@ class ArrivedValue:
 
 
 class GlobalValues:
-    """The newest value that arrived of each fragment, adopted or not; for one thread at a time.
+    """The newest value that arrived of each fragment, adopted or not, and on a following host those before it.
 
-    The memory of a value is used again when nothing refers to the value or to one of its slices.
+    One thread reads at a time; any thread may forget. The memory of a value is used again when nothing refers to the
+    value or to one of its slices.
+
+    Args:
+        held: By fragment, the blocks that this host holds; None if it holds everything.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], down: Format) -> None:
-        layouts = [whole(fragment) for fragment in fragments]
+    def __init__(self, fragments: Sequence[Fragment], down: Format, held: Sequence[Held] | None = None) -> None:
+        layouts = [whole(fragment) for fragment in fragments] if held is None else [each.layout for each in held]
         buffers = Buffers(max(layout.size for layout in layouts), FREE_MAX)
         threads = max(1, min(THREADS_MAX, (os.cpu_count() or 1) // PROCESSORS_PER_THREAD))
         run = ThreadPoolExecutor(threads, "arrival").map if threads > 1 else map
@@ -65,30 +69,61 @@ class GlobalValues:
         with _COMPILING:
             arrival: type[Arrival] = importlib.import_module("diloco_jax.core.arrival").Arrival
             self._arrivals = [arrival(layout, down, run, buffers.take) for layout in layouts]
-        self._newest: dict[int, Flat] = {}
+        self._held = held
+        # fragment -> version -> value, in order of arrival
+        self._bases: dict[int, dict[int, Flat]] = {}
+        self._lock = threading.Lock()
 
-    def read(self, message: GlobalFragment, payload: Bytes) -> ArrivedValue:
+    def read(self, message: GlobalFragment, payload: Bytes, digest: int | None = None) -> ArrivedValue:
         """Decode the value in a message.
+
+        Args:
+            digest: That of the blocks that this host holds; None: the message's.
 
         Raises:
             ValueError: The payload is not a value of a fragment, or is damaged.
         """
-        if not 0 <= message.fragment_id < len(self._arrivals):
-            raise ValueError(f"is none of the {len(self._arrivals)} of this model")
-        arrival = self._arrivals[message.fragment_id]
+        fragment_id = message.fragment_id
+        self.check(fragment_id)
+        arrival = self._arrivals[fragment_id]
         if message.base == NO_VERSION:
-            flat, digest = arrival.whole(payload)
-        elif message.fragment_id not in self._newest:
-            raise ValueError("is a step from a value that did not arrive")
+            flat, found = arrival.whole(payload)
         else:
-            flat, digest = arrival.step(payload, self._newest[message.fragment_id])
-        if digest != message.digest:
+            with self._lock:
+                base = self._bases.get(fragment_id, {}).get(message.base)
+            if base is None:
+                raise ValueError("is a step from a value that did not arrive")
+            flat, found = arrival.step(payload, base)
+        if found != (message.digest if digest is None else digest):
             raise ValueError("arrived damaged")
-        return ArrivedValue(arrival.layout.views(flat), flat)
+        slices = arrival.layout.views(flat) if self._held is None else self._held[fragment_id].slices(flat)
+        return ArrivedValue(slices, flat)
+
+    def check(self, fragment_id: int) -> None:
+        """Raise ValueError if there is no such fragment."""
+        if not 0 <= fragment_id < len(self._arrivals):
+            raise ValueError(f"is none of the {len(self._arrivals)} of this model")
 
     def keep(self, message: GlobalFragment, arrived: ArrivedValue) -> None:
-        """Keep a value as the base of later deltas of its fragment."""
-        self._newest[message.fragment_id] = arrived.flat
+        """Keep a value as the only base of later deltas of its fragment."""
+        self.add(message, arrived)
+        self.forget_older(message)
+
+    def add(self, message: GlobalFragment, arrived: ArrivedValue) -> None:
+        """Keep a value as a base of later deltas, beside those before it: another host may not have it."""
+        with self._lock:
+            bases = self._bases.setdefault(message.fragment_id, {})
+            # It is the newest, also where a syncer that went back repeats the number.
+            bases.pop(message.version, None)
+            bases[message.version] = arrived.flat
+
+    def forget_older(self, message: GlobalFragment) -> None:
+        """Forget the values of the fragment that arrived before this one."""
+        with self._lock:
+            bases = self._bases.get(message.fragment_id, {})
+            known = [*bases]
+            for version in known[: known.index(message.version)] if message.version in bases else ():
+                del bases[version]
 
 
 class Adoptions:

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.protocol.messages import FragmentValue
-from diloco_jax.runtime.island.adoptions import ArrivedValue, GlobalValues
+from diloco_jax.protocol.messages import CutFragment, FragmentValue, GlobalFragment
+from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -34,6 +34,8 @@ from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
 
 POLL_S = 0.2
+# Incomplete values of a fragment that are kept: the leader passes on nothing of a value that it does not want.
+INCOMPLETE_MAX = 2
 # These commands may take longer than a step.
 LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)
 
@@ -60,14 +62,17 @@ class Follower:
         self._stepped_s = 0.0
         self._told_stop = False
         # The link thread's.
-        self._values = GlobalValues(self.host.fragments, self.host.run.config.wire.down)
-        # (fragment, arrival) -> value that may be adopted
-        self._arrived: dict[tuple[int, int], ArrivedValue] = {}
+        self._values = self.host.global_values()
+        # The parts of values that are not complete: from the syncer with the digest of the whole, and from the leader.
+        self._own: dict[GlobalFragment, tuple[int, Bytes]] = {}
+        self._shared: dict[GlobalFragment, Bytes] = {}
+        # The values that may be adopted, in the order of their arrival.
+        self._arrived: dict[GlobalFragment, ArrivedValue] = {}
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
         self._steps_do: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
-        self._link_does: queue.SimpleQueue[tuple[commands.HostConnect | commands.HostArrival, Bytes]] = (
+        self._link_does: queue.SimpleQueue[tuple[commands.HostConnect | commands.HostShared, Bytes]] = (
             queue.SimpleQueue()
         )
         self._received_leaves: queue.SimpleQueue[tuple[commands.HostHave, Bytes]] = queue.SimpleQueue()
@@ -129,11 +134,14 @@ class Follower:
                 host.unstage(fragment_id, local_step)
             case commands.HostSend(number, value):
                 self._send(number, value)
-            case commands.HostSupersede(fragment_id, arrival):
-                for key in [key for key in list(self._arrived) if key[0] == fragment_id and key[1] < arrival]:
-                    del self._arrived[key]
-            case commands.HostAdopt(arrival, value):
-                host.adopt(value, self._arrived[value.fragment_id, arrival])
+            case commands.HostSupersede(value):
+                _forget_older(self._arrived, value)
+                self._values.forget_older(value)
+            case commands.HostAdopt(value):
+                host.adopt(value, self._arrived[value])
+            case commands.HostSendAnchor(anchor):
+                if self._link is not None:
+                    self._payloads.anchor(self._link, anchor, host.take_anchor(anchor))
             case commands.HostStageState(name):
                 host.stage_state(name)
             case commands.HostUnstageState(name):
@@ -192,24 +200,61 @@ class Follower:
         return np.frombuffer(payload, np.dtype(leaf.dtype)).reshape(leaf.shape)
 
     def _serve_link(self) -> None:
+        """Obey the leader's commands for the link, and read the versions that the syncer sends."""
         while True:
-            command, payload = self._link_does.get()
+            link = self._link
             try:
-                match command:
-                    case commands.HostConnect(_, epoch, session):
-                        if self._link is not None:
-                            self._link.close(0.0)
-                        self._link = None
-                        self._link = self.dialler.connect(epoch, session)
-                    case commands.HostArrival(number, message):
-                        value = self._values.read(message, payload)
-                        self._values.keep(message, value)
-                        self.host.place(message.fragment_id, value)
-                        self._arrived[message.fragment_id, number] = value
-            except (TransportError, ValueError) as error:
-                self.group.send(commands.HostAnswer(command.number, str(error)))
+                command, payload = self._link_does.get(block=link is None, timeout=POLL_S)
+            except queue.Empty:
+                delivery = None if link is None else link.receive(POLL_S)
+                if delivery is not None and isinstance(delivery.message, CutFragment):
+                    self._own[delivery.message.value] = delivery.message.digest, delivery.payload
+                    self._read(delivery.message.value)
+                continue
+            if isinstance(command, commands.HostShared):
+                self._shared[command.value] = payload
+                self._read(command.value)
             else:
-                self._answer(command.number)
+                self._connect(command)
+
+    def _connect(self, command: commands.HostConnect) -> None:
+        if self._link is not None:
+            self._link.close(0.0)
+        self._link = None
+        # The rest of these values does not come any more.
+        self._own.clear()
+        self._shared.clear()
+        try:
+            self._link = self.dialler.connect(command.epoch, command.session)
+        except (TransportError, ValueError) as error:
+            self.group.send(commands.HostAnswer(command.number, str(error)))
+        else:
+            self._answer(command.number)
+
+    def _read(self, message: GlobalFragment) -> None:
+        """Read and check a value if all of its blocks have arrived, and tell the leader."""
+        fragment_id, host = message.fragment_id, self.host
+        assert host.blocks is not None, "an island of several hosts has blocks"
+        try:
+            self._values.check(fragment_id)
+            is_passed = host.blocks.is_passed(fragment_id)
+            if message not in self._own or (is_passed and message not in self._shared):
+                _keep_few(self._own if message in self._own else self._shared, fragment_id)
+                return
+            # Both parts come in order, so nothing of an earlier value of the fragment is complete later.
+            _forget_older(self._own, message)
+            _forget_older(self._shared, message)
+            (digest, own), shared = self._own.pop(message), self._shared.pop(message, b"")
+            payload = host.blocks.for_own(fragment_id, own, shared, host.format_of(message))
+            value = self._values.read(message, payload, digest)
+        except ValueError as error:
+            self._own.pop(message, None)
+            self.group.send(commands.HostHas(message, str(error)[:REASON_LENGTH_MAX]))
+            return
+        self._values.add(message, value)
+        host.place(fragment_id, value)
+        self._arrived[message] = value
+        self.group.send(commands.HostHas(message))
 
     def _receive(self) -> None:
         while self.status is None:
@@ -226,8 +271,10 @@ class Follower:
                     self._received_leaves.put((have, item.payload))
                 case commands.HostSaved() | commands.HostRead() as command:
                     self._leaves.submit(self._guarded, partial(self._on_disk, command))
-                case commands.HostConnect() | commands.HostArrival() as command:
+                case commands.HostConnect() | commands.HostShared() as command:
                     self._link_does.put((command, item.payload))
+                    if (link := self._link) is not None:
+                        link.wake()
                 case commands.HostEnd() as command:
                     self._steps_do.put(command)
                     return
@@ -246,3 +293,17 @@ class Follower:
         # An error would be lost with the thread.
         except Exception as error:
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+
+def _forget_older(values: dict[GlobalFragment, Any], message: GlobalFragment) -> None:
+    """Forget the values of a fragment that came before this one."""
+    known = list(values)
+    for other in known[: known.index(message)] if message in values else ():
+        if other.fragment_id == message.fragment_id:
+            del values[other]
+
+
+def _keep_few(values: dict[GlobalFragment, Any], fragment_id: int) -> None:
+    """Forget the oldest values of a fragment beyond INCOMPLETE_MAX."""
+    for other in [each for each in values if each.fragment_id == fragment_id][:-INCOMPLETE_MAX]:
+        del values[other]

@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
+from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
-from diloco_jax.runtime.island.adoptions import Adoptions, ArrivedValue, Values
+from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, FragmentValue, GlobalFragment, Score
+from diloco_jax.runtime.island.adoptions import Adoptions, ArrivedValue, GlobalValues, Values
+from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
@@ -24,6 +26,7 @@ from diloco_jax.training.island_state import IslandState, StagedUpdate
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport import commands
+from diloco_jax.transport.link import Payload
 
 # Values that may wait on the devices for their adoption. The islands of a run make one version for each global step,
 # and a slow island's step takes as long as a few of them.
@@ -50,6 +53,7 @@ class Host:
         compile_step: Compiles the owner's inner step; None if this process cannot.
         evaluate: Evaluates the global model; None if this process cannot.
         saves: This process's states on disk; None to save nothing.
+        blocks: The blocks of every fragment that this process holds; None if it is the island's only one.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class Host:
         compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
         saves: SavedStates | None = None,
+        blocks: IslandBlocks | None = None,
     ) -> None:
+        self.blocks = blocks
         # Fragments and states of this island leave and enter; its owner steps it.
         self.island = island
         self.run = run
@@ -93,6 +99,11 @@ class Host:
     @property
     def evaluates(self) -> bool:
         return self._evaluate is not None
+
+    def global_values(self) -> GlobalValues:
+        """Return an empty book of the values that arrive at this process."""
+        held = None if self.blocks is None else self.blocks.held
+        return GlobalValues(self.fragments, self.run.config.wire.down, held)
 
     def tell(self, command: commands.Command) -> None:
         """Send a command to the other hosts, before this host obeys it; an island of one process has none."""
@@ -146,16 +157,38 @@ class Host:
         """Mark a staged copy as used by the message's round, and return it; the caller encodes and sends it."""
         return self._adoptions.take_for_round(message.fragment_id, message.global_step, message.local_step)
 
-    def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
-        """Send an arrived global fragment to the other hosts, which read and check it; any one thread.
+    def take_anchor(self, message: AnchorValue) -> Callable[[], Payload]:
+        """Return a function that encodes this process's bytes of the value that was adopted last, for the syncer."""
+        anchor, blocks = self.anchors[message.fragment_id], self.blocks
+        if blocks is None:
+            return lambda: codec.encode(anchor, "float32")
+        return lambda: blocks.owned[message.fragment_id].host_bytes(anchor)
 
-        Returns:
-            A function that waits until all hosts have it, and raises ValueError if one of them cannot read it.
+    def format_of(self, message: GlobalFragment) -> codec.Format:
+        """Return the format of the payload of a global fragment."""
+        return "float32" if message.base == NO_VERSION else self.run.config.wire.down
+
+    def share_out(self, message: GlobalFragment, payload: Bytes) -> Bytes:
+        """Pass on what other hosts need of an arrived payload, and return what this one needs; any one thread.
+
+        Raises:
+            ValueError: The payload is damaged.
         """
-        return lambda: None
+        return payload
+
+    def wait_for_others(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
+        """Wait until all hosts have read and checked an arrived value; any one thread.
+
+        Args:
+            alive: Tells whether the link is open on which the value comes to all hosts.
+
+        Raises:
+            ValueError: A host cannot read it.
+            LinkClosed: The link is over, so the value may not come to all hosts.
+        """
 
     def supersede(self, message: GlobalFragment) -> None:
-        """Forget older versions of the arrived fragment, because they will not be adopted."""
+        """Let other hosts forget older versions of the arrived fragment, because they will not be adopted."""
 
     def place(self, fragment_id: int, value: ArrivedValue) -> None:
         """Start to copy a value that arrived to the devices; any one thread.

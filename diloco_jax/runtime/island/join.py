@@ -253,8 +253,14 @@ def die(reason: str) -> NoReturn:
     end_now(FAILED)
 
 
-def make_dialler(run: ResolvedRun, learner_id: str, incarnation: int, address: str, hosts: Hosts | None) -> Dialler:
-    """Return the connector of one process of an island to the syncer at this address."""
+def make_dialler(
+    run: ResolvedRun, learner_id: str, incarnation: int, address: str, hosts: Hosts | None, statement: bytes = b""
+) -> Dialler:
+    """Return the connector of one process of an island to the syncer at this address.
+
+    Args:
+      statement: the blocks that this process states on every link, if it is one of several.
+    """
     config = run.config
     return Dialler(
         replace(config.transport, address=address),
@@ -266,6 +272,7 @@ def make_dialler(run: ResolvedRun, learner_id: str, incarnation: int, address: s
         down=config.wire.down,
         host=LEADER if hosts is None else hosts.host,
         hosts=1 if hosts is None else hosts.count,
+        statement=statement,
     )
 
 

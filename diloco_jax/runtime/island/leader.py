@@ -11,8 +11,9 @@ from math import inf
 import numpy as np
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import ArrivedValue
+from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, SaveResult, Told
 from diloco_jax.runtime.island.join import Hosts, die
@@ -24,7 +25,7 @@ from diloco_jax.training.whole_state.staging import CopyGone, StagedState
 from diloco_jax.transport import commands
 from diloco_jax.transport.group.group import GroupItem, GroupLeader
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
-from diloco_jax.transport.link import Payload, TransportError
+from diloco_jax.transport.link import LinkClosed, Payload, TransportError
 
 POLL_S = 1.0
 # The other hosts must end within this time after the command.
@@ -83,6 +84,39 @@ class Questions:
             del self._open[number]
 
 
+class Arrivals:
+    """Which of the other hosts have read which global values."""
+
+    def __init__(self, hosts: int) -> None:
+        self._others = hosts - 1
+        self._changed = threading.Condition()
+        # Value -> host -> why it could not be read, or ""; oldest first.
+        self._told: dict[GlobalFragment, dict[int, str]] = {}
+
+    def add(self, host: int, message: GlobalFragment, reason: str) -> None:
+        with self._changed:
+            self._told.setdefault(message, {})[host] = reason
+            self._changed.notify_all()
+
+    def wait(self, message: GlobalFragment, alive: Callable[[], bool]) -> str:
+        """Wait for all other hosts, and return the first refusal, "" if there is none; LinkClosed as `Host`."""
+        with self._changed:
+            while len(self._told.get(message, ())) < self._others:
+                if not alive():
+                    raise LinkClosed("the link ended before all hosts had a value")
+                self._changed.wait(POLL_S)
+            told, known = self._told[message], [*self._told]
+            # Every host gets the values of a fragment in one order, so nothing is missing before this one.
+            for other in known[: known.index(message) + 1]:
+                if other.fragment_id == message.fragment_id:
+                    del self._told[other]
+        return next((f"host {host}: {reason}" for host, reason in sorted(told.items()) if reason), "")
+
+    def clear(self) -> None:
+        with self._changed:
+            self._told.clear()
+
+
 class LeadingHost(Host):
     """Host 0 of several: it sends the actions of `Host` to the others in order; `stop` is set when a host shall end."""
 
@@ -95,8 +129,9 @@ class LeadingHost(Host):
         hosts: Hosts,
         stop: threading.Event,
         saves: SavedStates | None = None,
+        blocks: IslandBlocks | None = None,
     ) -> None:
-        super().__init__(run, island, compile_step, evaluate, saves)
+        super().__init__(run, island, compile_step, evaluate, saves, blocks)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         self._group = hosts.group
         self._questions = Questions(hosts.group, hosts.count)
@@ -104,8 +139,7 @@ class LeadingHost(Host):
         self._ending = False
         # Counts the hosts whose connection has ended.
         self._gone = Answers(0, hosts.count)
-        # A syncer that went back repeats numbers of versions, so arrivals have separate numbers.
-        self._arrivals: dict[GlobalFragment, int] = {}
+        self._arrivals = Arrivals(hosts.count)
         # Returns a leaf of the state that is being loaded.
         self._loading: Callable[[str], np.ndarray] | None = None
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
@@ -120,6 +154,7 @@ class LeadingHost(Host):
         others.payloads()
 
     def connect(self, epoch: int, number: int) -> None:
+        self._arrivals.clear()
         if problem := self._questions.ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
@@ -133,24 +168,26 @@ class LeadingHost(Host):
             self.tell(commands.HostSend(0, message))
         return staged
 
-    def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
-        others = self._questions.ask(lambda n: commands.HostArrival(n, message), payload)
-        self._arrivals[message] = others.number
+    def take_anchor(self, message: AnchorValue) -> Callable[[], Payload]:
+        self.tell(commands.HostSendAnchor(message))
+        return super().take_anchor(message)
 
-        def wait() -> None:
-            if problem := others.problem():
-                raise ValueError(f"cannot be read by {problem}")
+    def share_out(self, message: GlobalFragment, payload: Bytes) -> Bytes:
+        assert self.blocks is not None, "an island of several hosts has blocks"
+        fragment_id, format = message.fragment_id, self.format_of(message)
+        for host, shared in self.blocks.for_others(fragment_id, payload, format).items():
+            self._group.send(commands.HostShared(message), shared, host)
+        return self.blocks.for_own(fragment_id, payload, b"", format)
 
-        return wait
+    def wait_for_others(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
+        if problem := self._arrivals.wait(message, alive):
+            raise ValueError(f"cannot be read by {problem}")
 
     def supersede(self, message: GlobalFragment) -> None:
-        arrival, fragment_id = self._arrivals[message], message.fragment_id
-        known = self._arrivals.items()
-        self._arrivals = {other: n for other, n in known if other.fragment_id != fragment_id or n >= arrival}
-        self.tell(commands.HostSupersede(fragment_id, arrival))
+        self.tell(commands.HostSupersede(message))
 
     def adopt(self, message: GlobalFragment, value: ArrivedValue) -> None:
-        self.tell(commands.HostAdopt(self._arrivals[message], message))
+        self.tell(commands.HostAdopt(message))
         super().adopt(message, value)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
@@ -238,6 +275,8 @@ class LeadingHost(Host):
                 self._gone.add(item.host, "", b"")
             case commands.HostAnswer(number, reason):
                 self._questions.on_answer(item.host, number, reason, item.payload)
+            case commands.HostHas(message, reason):
+                self._arrivals.add(item.host, message, reason)
             case commands.HostStop():
                 log.info(f"host {item.host} was asked to end, so the island leaves the run")
                 self._stop.set()

@@ -9,9 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-
-import numpy as np
+from collections.abc import Callable
 
 from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StateChunk
@@ -21,9 +19,8 @@ from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.training.island_state import StagedUpdate
 from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
-from diloco_jax.transport.link import Link, LinkClosed, Payload
+from diloco_jax.transport.link import Buffer, Link, LinkClosed, Payload
 
-Values = Mapping[str, np.ndarray]
 URGENT, BULK = 0, 1
 # Limit of waiting jobs; a peer that requests more without reading them is not served.
 JOBS_MAX = 1024
@@ -52,12 +49,14 @@ class PayloadSender:
         """Encode and send a fragment's value for a round."""
         self._add(URGENT, lambda: link.send(message, self._gradient(message, staged)))
 
-    def anchor(self, link: Link, message: AnchorValue, anchor: Values) -> None:
-        """Encode and send an anchor to a restarted syncer."""
+    def anchor(self, link: Link, message: AnchorValue, encode: Callable[[], Payload]) -> None:
+        """Encode and send an anchor, or one host's bytes of it, to a restarted syncer."""
 
         def send() -> None:
-            payload = codec.encode(anchor, "float32")
-            link.send(message._replace(payload_bytes=len(payload)), payload)
+            payload = encode()
+            pieces = [payload] if isinstance(payload, Buffer) else payload
+            size = sum(memoryview(piece).nbytes for piece in pieces)
+            link.send(message._replace(payload_bytes=size), pieces)
 
         self._add(URGENT, send)
 

@@ -16,7 +16,14 @@ from diloco_jax.core import codec
 from diloco_jax.protocol import effects
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
-from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StateChunk, SyncerMessage
+from diloco_jax.protocol.messages import (
+    AnchorValue,
+    CutFragment,
+    FragmentValue,
+    GlobalFragment,
+    StateChunk,
+    SyncerMessage,
+)
 from diloco_jax.runtime.island.adoptions import ArrivedValue, GlobalValues, ReceivedState
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -133,7 +140,7 @@ class Decisions:
             self.tape.note("sent", message.fragment_id, message.global_step, message.local_step)
             self.payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
-            self.payloads.anchor(link, message, self.host.anchors[message.fragment_id])
+            self.payloads.anchor(link, message, self.host.take_anchor(message))
         elif isinstance(message, StateChunk):
             self.payloads.part(link, message, self.host.moving_state(message.local_step, message.receiver))
         else:
@@ -222,10 +229,12 @@ class LearnerInbox:
         """Return the fragments that wait to be adopted."""
         return self._decisions.ask(lambda _: self._mailbox.fragments())
 
-    def take(self, message: SyncerMessage, payload: bytes | memoryview) -> None:
+    def take(self, message: SyncerMessage | CutFragment, payload: bytes | memoryview) -> None:
         """Handle a message that arrived; the link thread calls it."""
         if isinstance(message, GlobalFragment):
-            self._take_global(message, payload)
+            self._take_global(message, payload, message.digest)
+        elif isinstance(message, CutFragment):
+            self._take_global(message.value, payload, message.digest)
         elif isinstance(message, StateChunk) and codec.digest(payload) != message.digest:
             donor = message.learner_id
             log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is requested again")
@@ -234,16 +243,21 @@ class LearnerInbox:
             self._decisions.deliver(lambda now_s: self._mailbox.arrive(message, arrived, now_s))
             self._decisions.signals.woken.set()
 
-    def _take_global(self, message: GlobalFragment, payload: bytes | memoryview) -> None:
-        now_s = time.monotonic()
+    def _take_global(self, message: GlobalFragment, payload: bytes | memoryview, digest: int) -> None:
+        """Read a value that arrived, or this host's blocks of it, with the digest of the blocks."""
+        now_s, host = time.monotonic(), self._decisions.host
         if not self._decisions.ask(lambda machine: machine.wants(message, now_s)):
             return
         try:
-            others = self._decisions.host.arrived(message, payload)
-            value = self._heads.read(message, payload)
+            self._heads.check(message.fragment_id)
+            value = self._heads.read(message, host.share_out(message, payload), digest)
             # The step thread only dispatches the adoption, so that the devices hardly wait between two steps.
-            self._decisions.host.place(message.fragment_id, value)
-            others()
+            host.place(message.fragment_id, value)
+            host.wait_for_others(message, self._is_linked)
+        except LinkClosed as error:
+            # The syncer sends the value again on the next link.
+            log.info(f"version {message.version} of fragment {message.fragment_id} is dropped: {error}")
+            return
         except ValueError as error:
             log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
             self._decisions.ask(lambda machine: machine.on_corrupt(now_s))
@@ -251,6 +265,10 @@ class LearnerInbox:
         self._heads.keep(message, value)
         self._decisions.ask(lambda _: self._keep(message, value))
         self._decisions.signals.woken.set()
+
+    def _is_linked(self) -> bool:
+        link = self._decisions.link
+        return link is not None and link.open
 
     def _keep(self, message: GlobalFragment, value: ArrivedValue) -> None:
         self._mailbox.read(message, Mail(message, value), time.monotonic())

@@ -30,7 +30,7 @@ from diloco_jax.protocol.messages import (
     MetricsReport,
 )
 from diloco_jax.protocol.recovery import Saved
-from diloco_jax.runtime.island.adoptions import GlobalValues
+from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
@@ -47,8 +47,9 @@ from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
-from diloco_jax.settings.resolved import ResolvedRun, resolve
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.island_state import IslandState
 from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
@@ -75,9 +76,10 @@ class Joining(NamedTuple):
     pulse: Pulse
     hosts: Hosts | None = None  # several hosts
 
-    def dialler(self, run: ResolvedRun) -> Dialler:
+    def dialler(self, host: Host) -> Dialler:
         """Return the connector of this process to the syncer."""
-        return make_dialler(run, self.learner_id, self.incarnation, self.address, self.hosts)
+        statement = b"" if host.blocks is None else host.blocks.statement
+        return make_dialler(host.run, self.learner_id, self.incarnation, self.address, self.hosts, statement)
 
     def saved_states(self) -> SavedStates:
         """Return this process's states on disk; ValueError if it cannot write to checkpoints.states."""
@@ -95,15 +97,19 @@ class Joining(NamedTuple):
         stop: threading.Event,
     ) -> Host:
         """Resolve the run for the model of this island; return its host: the leader of several, or any other."""
-        run = resolve(self.config, island.shapes, island.kinds)
-        if self.hosts is None or self.hosts.host != LEADER:
-            return Host(run, island, compile_step, evaluate, self.saved_states())
-        return LeadingHost(run, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
+        run, saves = resolve(self.config, island.shapes, island.kinds), self.saved_states()
+        if self.hosts is None:
+            return Host(run, island, compile_step, evaluate, saves)
+        assert isinstance(island, ExchangedState), "several hosts share an island of JAX arrays"
+        blocks = IslandBlocks(run.fragments, island.exchange.boxes, self.hosts.host, self.hosts.count)
+        if self.hosts.host != LEADER:
+            return Host(run, island, compile_step, evaluate, saves, blocks)
+        return LeadingHost(run, island, compile_step, evaluate, self.hosts, stop, saves, blocks)
 
     def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
         """Return a host that follows the leader."""
         assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
-        return Follower(host, self.dialler(host.run), self.hosts.group, stop, on_batch, self.pulse)
+        return Follower(host, self.dialler(host), self.hosts.group, stop, on_batch, self.pulse)
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
@@ -161,8 +167,8 @@ class Joined:
         self._profiling = Profiling(joining.run_dir, joining.learner_id, joining.config)
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
-        self.inbox = LearnerInbox(decisions, GlobalValues(run.fragments, wire.down))
-        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(run))
+        self.inbox = LearnerInbox(decisions, host.global_values())
+        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(host))
         self._step_tokens = size.tokens
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last

@@ -19,6 +19,7 @@ import numpy as np
 from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
+from diloco_jax.core.outer import NOTHING
 from diloco_jax.core.passes import State, norms
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
@@ -36,6 +37,7 @@ from diloco_jax.protocol.exclusion import (
 )
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, Mark
+from diloco_jax.runtime.model.cuts import Cuts, ModelVersion
 from diloco_jax.runtime.model.model_share import Bytes
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
 from diloco_jax.settings.resolved import ResolvedRun
@@ -84,6 +86,7 @@ class GlobalModel:
         self._arithmetic = arithmetic
         self._weights: WeightScheme = weights
         self._outlier_factor = outlier_factor
+        self._cuts = Cuts([self.layout(number) for number in range(len(plan.fragments))], self.setup.down)
         self._marks: list[Mark] = []
         self._lengths: list[float] = []
         self.begin(parameters)
@@ -140,6 +143,14 @@ class GlobalModel:
     def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
         """Return the newest version's payload for learners: whole in float32, or the step from version `base`."""
         return self._arithmetic.payload(fragment_id, base)
+
+    def version(self, fragment_id: int, base: int = NO_VERSION) -> ModelVersion:
+        """Return the newest version for learners: whole in float32, or the step from version `base`."""
+        payload, capture = self.payload(fragment_id, base), self.capture()
+        # Merge shards send their parts themselves.
+        value = capture.value(fragment_id) if len(payload) else NOTHING
+        capture.release()
+        return self._cuts.version(fragment_id, payload, value, is_whole=base == NO_VERSION)
 
     @property
     def versions(self) -> list[int]:

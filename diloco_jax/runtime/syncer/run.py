@@ -28,6 +28,7 @@ from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
+from diloco_jax.runtime.model.cuts import ModelVersion
 from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.model.merge_shards import MergeShards
@@ -65,7 +66,7 @@ ADRIFT_S = 60.0
 # again does not know that the run is over.
 LATE_S = 60.0
 
-_NOTHING_SENT: tuple[Any, bytes] = (None, b"")
+_NOTHING_SENT: tuple[Any, Any] = (None, None)
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class SyncerDriver:
         self._machine = self.context.machine
         self._model = self.context.model
         self._now_s = self.context.clock.now_s
-        self._sent: tuple[Any, bytes | memoryview] = _NOTHING_SENT
+        self._sent: tuple[Any, Any] = _NOTHING_SENT
         # Learner -> time when its link broke without a goodbye.
         self._adrift: dict[str, float] = {}
         # An earlier process may have failed after the last global step.
@@ -255,18 +256,20 @@ class SyncerDriver:
         if evaluates:
             return
         if isinstance(message, messages.GlobalFragment):
-            payload = self._version(message)
-        elif not isinstance(message, messages.StateChunk):
+            self.listener.send_version(peer, message, self._version(message))
+            return
+        if not isinstance(message, messages.StateChunk):
             # Only chunks of a state are passed on with their payload.
             payload = b""
         self.listener.send(peer, message, payload)
 
-    def _version(self, message: messages.GlobalFragment) -> bytes | memoryview:
-        """Return the payload of a version; it is the same for all learners that hold the same base."""
+    def _version(self, message: messages.GlobalFragment) -> ModelVersion:
+        """Return a version to send; it is the same for all learners that hold the same base."""
         key = message.fragment_id, message.version, message.base, message.epoch
         if key != self._sent[0]:
-            self._sent = key, self._model.payload(message.fragment_id, message.base)
-        return self._sent[1]
+            self._sent = key, self._model.version(message.fragment_id, message.base)
+        version: ModelVersion = self._sent[1]
+        return version
 
 
 class SyncerRun:

@@ -27,7 +27,7 @@ from diloco_jax.runtime.syncer.context import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.greeting import Description
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
-from diloco_jax.transport.link import Delivery, Payload, Traffic, split_address
+from diloco_jax.transport.link import Delivery, Payload, Traffic, Version, split_address
 
 # A restarted syncer waits so long until the process before it has freed its ports.
 LISTEN_PATIENCE_S = 30.0
@@ -91,6 +91,10 @@ class ShardedListener:
                 self.shards.shares[shard].tell(ShardRun.send, peer, message)
             return True
         return self.control.send(peer, message, payload)
+
+    def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
+        """Queue a version, which the shards send."""
+        return self.send(peer, message, version.payload)
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions."""

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment
+from diloco_jax.core.held import Box, HeldSlice
 from diloco_jax.core.kinds import Order
 from diloco_jax.training.exchange.outgoing import (
     DeviceArrays,
@@ -38,8 +39,8 @@ from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Params
 
 AdoptMode = Literal["overwrite", "blend", "rebase"]
-# Float32 arrays by Slice.key.
-HostValues = dict[str, Float[np.ndarray, "..."]]
+# Float32 arrays by Slice.key; on one host of several, a HeldSlice with the blocks that its devices need.
+HostValues = dict[str, Any]
 # Parameters by path. Only those of a fragment are read, because reading one may cost something.
 TensorsByPath = Mapping[str, Any]
 
@@ -128,6 +129,11 @@ class PlacedValue:
     arrays: DeviceArrays
 
 
+def _float32(value: Any) -> Any:
+    """Return an array as float32; a HeldSlice has float32 already."""
+    return value if isinstance(value, HeldSlice) else value.astype(np.float32, copy=False)
+
+
 class Exchange:
     """The anchors, residuals and programs of an island's fragments.
 
@@ -201,13 +207,26 @@ class Exchange:
         with jax.transfer_guard("disallow"):
             return self._outgoing(fragment).dispatch(params, self.held[fragment.fragment_id])
 
+    def boxes(
+        self, fragment: Fragment, host_of: Callable[[jax.Device], int] = lambda device: device.process_index
+    ) -> dict[int, dict[str, list[Box]]]:
+        """Return the boxes of each slice, by key, that the devices of each host need of a value."""
+        found: dict[int, dict[str, list[Box]]] = {}
+        for window in self._windows_of(fragment).windows:
+            # Devices that hold the same part need it once.
+            held: dict[int, dict[tuple[tuple[int, int, int], ...], Box]] = {}
+            for device, box in window.value_sharding.devices_indices_map(window.shape).items():
+                bounds = tuple(each.indices(size) for each, size in zip(box, window.shape, strict=True))
+                held.setdefault(host_of(device), {})[bounds] = box
+            for host, by_bounds in held.items():
+                found.setdefault(host, {})[window.part.key] = list(by_bounds.values())
+        return found
+
     def place(self, fragment: Fragment, values: HostValues) -> PlacedValue:
         """Start to copy a value to the devices, for `adopt`; any thread. ValueError if its names or shapes differ."""
         fragment.check(values)
         windows = self._windows_of(fragment).windows
-        return PlacedValue(
-            [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
-        )
+        return PlacedValue([put_array(_float32(values[w.part.key]), w.value_sharding) for w in windows])
 
     def adopt(
         self,

@@ -6,18 +6,27 @@ one port (front.py). The module uses gRPC's synchronous API, because only its cl
 often.
 """
 
+import contextlib
 import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
 import grpc
 
-from diloco_jax.protocol.messages import SYNCER, LearnerMessage, MetricsReport, SyncerMessage
+from diloco_jax.protocol.messages import (
+    SYNCER,
+    GlobalFragment,
+    HostBlocks,
+    LearnerMessage,
+    MetricsReport,
+    SyncerMessage,
+)
 from diloco_jax.protocol.releases import PROTOCOL
 from diloco_jax.transport.endpoints.front import Front
 from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
@@ -26,6 +35,7 @@ from diloco_jax.transport.link import (
     HOST_TYPES,
     LEARNER_TYPES,
     SYNCER_TYPES,
+    TO_HOST_TYPES,
     Delivery,
     LinkClosed,
     Payload,
@@ -33,6 +43,7 @@ from diloco_jax.transport.link import (
     Traffic,
     TransportConfig,
     TransportError,
+    Version,
     check_name,
     payload_parts,
 )
@@ -64,7 +75,15 @@ class GrpcLink:
         self.shards: tuple[str, ...] = ()
         """Addresses of the syncer's further listeners, as host:port."""
 
-    def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
+    @property
+    def open(self) -> bool:
+        return self._session.open
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return None at once; any thread may call it."""
+        self._session.inbox.wake()
+
+    def send(self, message: LearnerMessage | MetricsReport | HostBlocks, payload: Payload = b"") -> None:
         allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
         parts = payload_parts(message, payload, allowed, self._session.config.payload_bytes_max)
         self._session.send(message, parts)
@@ -116,7 +135,7 @@ def connect(
     header.host, header.hosts = host, hosts if hosts > 1 else 0
     partials = Partials(0, config.resume_s) if partials is None else partials
     inbox = Inbox() if inbox is None else inbox
-    readable = () if host else SYNCER_TYPES
+    readable = TO_HOST_TYPES if host else SYNCER_TYPES
     session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, readable, name=peer)
     context = bulk_context(config, learner_id)
     streams = DialledStreams(session, own, f"/{calls.SERVICE}/{calls.OPEN}", beside=True, context=context)
@@ -184,7 +203,9 @@ class GrpcListener:
     def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
         self.config = config
         self._inbox = Inbox()
-        self._book = SessionBook(config, run_id, epoch)
+        # One thread, so that every host gets the versions in their order.
+        self._cutting = ThreadPoolExecutor(1, "diloco-cut")
+        self._book = SessionBook(config, run_id, epoch, self._later)
         self._drains = Drains(self._inbox.wake)
         # Only the driver's thread touches it.
         self._heard: dict[str, StreamSession] = {}
@@ -255,6 +276,25 @@ class GrpcListener:
             return False
         return True
 
+    def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
+        """Queue a version as `send` does; each of a learner's several hosts gets its blocks of it.
+
+        Returns:
+            False as `send` does. Hosts get their blocks later, so the end of their sessions is only a delivery.
+        """
+        session = self._heard.get(peer)
+        hosts = None if session is None else self._book.hosts_of(session)
+        if session is None or hosts is None:
+            return self.send(peer, message, version.payload)
+        hosts.send_version(message, version)
+        return session.open
+
+    def _later(self, do: Callable[[], None]) -> None:
+        """Call a function on the thread that cuts versions, unless the listener is closed."""
+        # A closed listener has no sessions that could get a version.
+        with contextlib.suppress(RuntimeError):
+            self._cutting.submit(do)
+
     def wake(self) -> None:
         """Make a waiting `receive` return None at once; any thread may call it."""
         self._inbox.wake()
@@ -291,6 +331,8 @@ class GrpcListener:
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
         sessions = self.stop_admitting()
+        # What was sent before is in the queues of the sessions then.
+        self._cutting.shutdown(wait=True)
         calls.close_server(self._server, sessions, "closed by the syncer", grace_s)
         for session in sessions:
             session.cancel()

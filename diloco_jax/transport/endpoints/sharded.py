@@ -26,6 +26,7 @@ from diloco_jax.protocol.messages import (
     FragmentValue,
     GlobalFragment,
     Hello,
+    HostBlocks,
     LearnerMessage,
     MetricsReport,
 )
@@ -50,6 +51,8 @@ class Dialler:
         host: Number of this host in its island; host 0 leads.
         hosts: Number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is
             this host's bytes of it (core/host_bytes.py), empty if the host has no value to send.
+        statement: The blocks of the fragments that this host holds, sent first on every link (runtime/model/cuts.py);
+            b"" if it is the only host.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Dialler:
         down: Format,
         host: int = 0,
         hosts: int = 1,
+        statement: bytes = b"",
     ) -> None:
         self._config = config
+        self._blocks = HostBlocks(learner_id, incarnation), statement
         names = {"run_id": run_id, "learner_id": learner_id, "incarnation": incarnation, "host": host, "hosts": hosts}
         self._dial = partial(connect, **names)  # type: ignore[arg-type]
         self._share = partial(ShardedLink, shares=shares, up=up, down=down, in_parts=hosts > 1)
@@ -75,7 +80,7 @@ class Dialler:
     def connect(self, epoch: int, number: int = 0) -> ShardedLink | GrpcLink:
         """Open a link of a learner, or of one host of an island of several, by `grpc_link.connect`.
 
-        A host that is not the leader sends FragmentValues with its own bytes, and receives only the end of the session.
+        A host that is not the leader sends values with its own bytes, and receives its blocks of every version.
         Its session ends together with the leader's. Close it after the leader's, or messages that the leader has not
         sent yet are lost.
 
@@ -86,6 +91,8 @@ class Dialler:
         inbox = Inbox()
         dial = partial(self._dial, epoch=epoch, inbox=inbox)
         control = dial(self._config, partials=self._partials[0], number=number)
+        if self._blocks[1]:
+            control.send(*self._blocks)
         if not control.shards or len(control.shards) + 1 != len(self._partials):
             # The syncer is one process, or has another config than ours: its answer to our hello says so.
             return control
@@ -123,7 +130,15 @@ class ShardedLink:
         """Return the session's number, the same at the syncer and its shards."""
         return self.control.number
 
-    def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
+    @property
+    def open(self) -> bool:
+        return self.control.open and all(link.open for link in self.links)
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return None soon."""
+        self.inbox.wake()
+
+    def send(self, message: LearnerMessage | MetricsReport | HostBlocks, payload: Payload = b"") -> None:
         if isinstance(message, FragmentValue):
             for shard in self.shares.holders(message.fragment_id):
                 self.links[shard].send(message, self._cut(message.fragment_id, shard, payload))

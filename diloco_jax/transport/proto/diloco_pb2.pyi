@@ -160,7 +160,7 @@ class Header(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_chunk", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "evaluate", "score", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_arrival", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "host_save", "host_saved", "host_read", "host_restore", "host_loader", "host_evaluate", "chunk", "data", "holdings", "check")
+    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_chunk", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "evaluate", "score", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "host_save", "host_saved", "host_read", "host_restore", "host_loader", "host_evaluate", "host_shared", "host_send_anchor", "host_has", "host_blocks", "cut_fragment", "chunk", "data", "holdings", "check")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -197,7 +197,6 @@ class Frame(_message.Message):
     HOST_STAGE_FIELD_NUMBER: _ClassVar[int]
     HOST_UNSTAGE_FIELD_NUMBER: _ClassVar[int]
     HOST_SEND_FIELD_NUMBER: _ClassVar[int]
-    HOST_ARRIVAL_FIELD_NUMBER: _ClassVar[int]
     HOST_SUPERSEDE_FIELD_NUMBER: _ClassVar[int]
     HOST_ADOPT_FIELD_NUMBER: _ClassVar[int]
     HOST_STAGE_STATE_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +214,11 @@ class Frame(_message.Message):
     HOST_RESTORE_FIELD_NUMBER: _ClassVar[int]
     HOST_LOADER_FIELD_NUMBER: _ClassVar[int]
     HOST_EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    HOST_SHARED_FIELD_NUMBER: _ClassVar[int]
+    HOST_SEND_ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    HOST_HAS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CUT_FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
@@ -255,7 +259,6 @@ class Frame(_message.Message):
     host_stage: HostStage
     host_unstage: HostUnstage
     host_send: HostSend
-    host_arrival: HostArrival
     host_supersede: HostSupersede
     host_adopt: HostAdopt
     host_stage_state: HostStageState
@@ -273,11 +276,16 @@ class Frame(_message.Message):
     host_restore: HostRestore
     host_loader: HostLoader
     host_evaluate: HostEvaluate
+    host_shared: HostShared
+    host_send_anchor: HostSendAnchor
+    host_has: HostHas
+    host_blocks: HostBlocks
+    cut_fragment: CutFragment
     chunk: Chunk
     data: bytes
     holdings: Holdings
     check: bytes
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_arrival: _Optional[_Union[HostArrival, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., host_save: _Optional[_Union[HostSave, _Mapping]] = ..., host_saved: _Optional[_Union[HostSaved, _Mapping]] = ..., host_read: _Optional[_Union[HostRead, _Mapping]] = ..., host_restore: _Optional[_Union[HostRestore, _Mapping]] = ..., host_loader: _Optional[_Union[HostLoader, _Mapping]] = ..., host_evaluate: _Optional[_Union[HostEvaluate, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., check: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., host_save: _Optional[_Union[HostSave, _Mapping]] = ..., host_saved: _Optional[_Union[HostSaved, _Mapping]] = ..., host_read: _Optional[_Union[HostRead, _Mapping]] = ..., host_restore: _Optional[_Union[HostRestore, _Mapping]] = ..., host_loader: _Optional[_Union[HostLoader, _Mapping]] = ..., host_evaluate: _Optional[_Union[HostEvaluate, _Mapping]] = ..., host_shared: _Optional[_Union[HostShared, _Mapping]] = ..., host_send_anchor: _Optional[_Union[HostSendAnchor, _Mapping]] = ..., host_has: _Optional[_Union[HostHas, _Mapping]] = ..., host_blocks: _Optional[_Union[HostBlocks, _Mapping]] = ..., cut_fragment: _Optional[_Union[CutFragment, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., check: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("payload_bytes", "offset", "crc32c", "message", "key", "resumed")
@@ -420,6 +428,14 @@ class FragmentValue(_message.Message):
     samples: int
     since: int
     def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., samples: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
+
+class HostBlocks(_message.Message):
+    __slots__ = ("learner_id", "incarnation")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class AnchorValue(_message.Message):
     __slots__ = ("learner_id", "incarnation", "fragment_id", "version", "digest", "payload_bytes")
@@ -651,6 +667,14 @@ class GlobalFragment(_message.Message):
     schedule_lead: int
     def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ..., merged_round: _Optional[int] = ..., schedule_lead: _Optional[int] = ...) -> None: ...
 
+class CutFragment(_message.Message):
+    __slots__ = ("value", "digest")
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    value: GlobalFragment
+    digest: int
+    def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ..., digest: _Optional[int] = ...) -> None: ...
+
 class Advance(_message.Message):
     __slots__ = ("global_step", "schedule_lead")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -741,29 +765,37 @@ class HostSend(_message.Message):
     value: FragmentValue
     def __init__(self, number: _Optional[int] = ..., value: _Optional[_Union[FragmentValue, _Mapping]] = ...) -> None: ...
 
-class HostArrival(_message.Message):
-    __slots__ = ("number", "value")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+class HostShared(_message.Message):
+    __slots__ = ("value",)
     VALUE_FIELD_NUMBER: _ClassVar[int]
-    number: int
     value: GlobalFragment
-    def __init__(self, number: _Optional[int] = ..., value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
+    def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
 
 class HostSupersede(_message.Message):
-    __slots__ = ("fragment_id", "arrival")
-    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
-    fragment_id: int
-    arrival: int
-    def __init__(self, fragment_id: _Optional[int] = ..., arrival: _Optional[int] = ...) -> None: ...
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: GlobalFragment
+    def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
 
 class HostAdopt(_message.Message):
-    __slots__ = ("arrival", "value")
-    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("value",)
     VALUE_FIELD_NUMBER: _ClassVar[int]
-    arrival: int
     value: GlobalFragment
-    def __init__(self, arrival: _Optional[int] = ..., value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
+    def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
+
+class HostSendAnchor(_message.Message):
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: AnchorValue
+    def __init__(self, value: _Optional[_Union[AnchorValue, _Mapping]] = ...) -> None: ...
+
+class HostHas(_message.Message):
+    __slots__ = ("value", "reason")
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    value: GlobalFragment
+    reason: str
+    def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class HostStageState(_message.Message):
     __slots__ = ("name",)

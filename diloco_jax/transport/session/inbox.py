@@ -15,10 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_jax.protocol.messages import FragmentValue, Message, StepReport
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, HostBlocks, Message, StepReport
 from diloco_jax.protocol.reports import merged_report
 from diloco_jax.transport.link import Delivery, Traffic, TransportConfig, is_bulk
 from diloco_jax.transport.proto import diloco_pb2 as pb
+
+# What each host of a learner with several sends.
+HostPart = FragmentValue | AnchorValue | HostBlocks
 
 
 @dataclass(slots=True)
@@ -90,8 +93,8 @@ class Session:
         # Before it is set the driver does not know the session, and its end is not delivered.
         self.announced = False
         self.reason = ""
-        # Receives values instead of the inbox.
-        self.on_value: Callable[[FragmentValue, bytes | memoryview], bool] | None = None
+        # Receives what a host sends for its learner, instead of the inbox.
+        self.on_host: Callable[[HostPart, bytes | memoryview], bool] | None = None
         # Called once with the reason.
         self.on_end: Callable[[str], object] | None = None
 
@@ -104,9 +107,12 @@ class Session:
         return max(1, self.header.hosts)
 
     def offer(self, message: Message, payload: bytes | memoryview) -> bool:
-        """Deliver a message of the peer as `put` does, or to `on_value`; return whether it was accepted."""
-        if self.on_value is not None and isinstance(message, FragmentValue):
-            return self.on_value(message, payload)
+        """Deliver a message of the peer as `put` does, or to `on_host`; return whether it was accepted."""
+        if self.on_host is not None and isinstance(message, HostPart):
+            return self.on_host(message, payload)
+        if isinstance(message, HostBlocks):
+            self.fail("a learner with one host has no blocks to state")
+            return False
         return self.put(message, payload)
 
     def put(self, message: Message, payload: bytes | memoryview) -> bool:
@@ -148,6 +154,10 @@ class Session:
 
     def _fits(self, size: int) -> bool:
         return not self.waiting_bytes or self.waiting_bytes + size <= self.config.payload_bytes_max
+
+    def fail(self, reason: str) -> None:
+        """End the session because of what the peer sent."""
+        raise NotImplementedError
 
     def finish(self, reason: str, *, tell: bool = True) -> bool:
         """End this side and put "disconnected" into the inbox; do nothing and return False if it was over already."""

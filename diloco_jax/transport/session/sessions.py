@@ -4,8 +4,12 @@ The sessions of a learner with several hosts end together. Each host sends the b
 devices hold (core/host_bytes.py). When the bytes of all hosts have arrived, the leader's session delivers the whole
 value, as if the leader had sent it. Incomplete values are bounded in number, and in bytes by `payload_bytes_max`; the
 oldest one makes room. All of them are dropped when the sessions end.
+
+Each host states once which blocks of the fragments it holds (core/held.py). From then on it gets its blocks of every
+version, over its own session. Versions wait until the host has stated its blocks.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,9 +19,18 @@ from concurrent.futures import Future
 from functools import partial
 
 from diloco_jax.core.host_bytes import join_host_bytes
-from diloco_jax.protocol.messages import FragmentValue
-from diloco_jax.transport.link import TransportConfig, TransportError, check_name
+from diloco_jax.protocol.messages import AnchorValue, CutFragment, FragmentValue, GlobalFragment, HostBlocks
+from diloco_jax.transport.link import (
+    TO_HOST_TYPES,
+    LinkClosed,
+    TransportConfig,
+    TransportError,
+    Version,
+    check_name,
+    payload_parts,
+)
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.inbox import HostPart
 from diloco_jax.transport.session.stream import StreamSession
 
 CLOSING = "the syncer is closing"
@@ -30,6 +43,8 @@ DRAINS_MAX = 16
 AHEAD_MS = 86_400_000
 # The listener answers before the client's own timeout ends.
 DRAIN_ANSWER_S = 3.0
+# The hosts of a learner send parts of these values.
+HostValue = FragmentValue | AnchorValue
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +57,28 @@ class Refused(TransportError):
         self.final = final
 
 
+class UnsentVersions:
+    """The versions that wait for one host of a learner: for its statement, or to be cut."""
+
+    def __init__(self, waiting_max: int) -> None:
+        self._waiting_max = waiting_max
+        self._waiting: deque[tuple[GlobalFragment, Version]] = deque()
+        # The payload of the host's HostBlocks.
+        self.blocks: bytes | memoryview | None = None
+
+    def add(self, message: GlobalFragment, version: Version) -> bool:
+        """Queue a version; False if too many wait."""
+        self._waiting.append((message, version))
+        return len(self._waiting) <= self._waiting_max
+
+    def take(self) -> tuple[GlobalFragment, Version] | None:
+        """Remove and return the oldest version; None if none waits, or the host has not stated its blocks."""
+        return self._waiting.popleft() if self._waiting and self.blocks is not None else None
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+
 class HostParts:
     """Incomplete values of one learner."""
 
@@ -49,10 +86,10 @@ class HostParts:
         self._hosts = hosts
         self._bytes_max = bytes_max
         # Value -> bytes by host, oldest value first.
-        self._values: dict[FragmentValue, dict[int, bytes | memoryview]] = {}
+        self._values: dict[HostValue, dict[int, bytes | memoryview]] = {}
         self.held_bytes = 0
 
-    def add(self, host: int, message: FragmentValue, part: bytes | memoryview) -> bool:
+    def add(self, host: int, message: HostValue, part: bytes | memoryview) -> bool:
         """Keep a part, in place of an earlier one of that host; return whether the value is complete now.
 
         Raises:
@@ -74,7 +111,7 @@ class HostParts:
             self.take(oldest)
         return len(parts) == self._hosts
 
-    def take(self, message: FragmentValue) -> list[bytes | memoryview]:
+    def take(self, message: HostValue) -> list[bytes | memoryview]:
         """Remove and return the parts of a value; none if it was dropped."""
         parts = list(self._values.pop(message, {}).values())
         self.held_bytes -= sum(map(len, parts))
@@ -86,15 +123,21 @@ class HostParts:
 
 
 class HostSessions:
-    """The sessions of all hosts of one learner, on the syncer's side. Any thread may call the methods."""
+    """The sessions of all hosts of one learner, on the syncer's side. Any thread may call the methods.
 
-    def __init__(self, leader: StreamSession) -> None:
+    Args:
+        later: Calls a function on the one thread that cuts versions.
+    """
+
+    def __init__(self, leader: StreamSession, later: Callable[[Callable[[], None]], object]) -> None:
         self.leader = leader
+        self._later = later
         self._lock = threading.Lock()
         # Held while one value is joined, so that the other values wait as parts instead of whole.
         self._joining = threading.Lock()
         self._parts = HostParts(leader.hosts, leader.config.payload_bytes_max)
         self._sessions: dict[int, StreamSession] = {}
+        self._unsent = [UnsentVersions(leader.config.queue_payloads_max) for _ in range(leader.hosts)]
         self._over = False
         self.add(leader)
 
@@ -106,7 +149,7 @@ class HostSessions:
         """Bind a session to the others: they end together, and its values are parts of the learner's values."""
         with self._lock:
             self._sessions[session.host] = session
-        session.on_value = partial(self._on_value, session.host)
+        session.on_host = partial(self._on_host, session.host)
         session.on_end = partial(self._end, session.host)
         # A session may have ended before it got its `on_end`.
         for each in (self.leader, session):
@@ -121,11 +164,60 @@ class HostSessions:
                 return
             self._over = True
             self._parts.clear()
+            for unsent in self._unsent:
+                unsent.clear()
             sessions = list(self._sessions.values())
         for session in sessions:
             session.fail(f"host {host}: {reason}" if host else reason)
 
-    def _on_value(self, host: int, message: FragmentValue, part: bytes | memoryview) -> bool:
+    def send_version(self, message: GlobalFragment, version: Version) -> None:
+        """Send every host its blocks of a version, in order; the blocks are cut on another thread."""
+        with self._lock:
+            if self._over:
+                return
+            full = [host for host, unsent in enumerate(self._unsent) if not unsent.add(message, version)]
+        if full:
+            self.leader.fail(f"{len(full)} of its hosts did not state their blocks in time, the first is {full[0]}")
+        else:
+            self._later(self._send_cuts)
+
+    def _send_cuts(self) -> None:
+        """Cut and send the versions of all hosts that have stated their blocks; on the thread that cuts."""
+        for host, unsent in enumerate(self._unsent):
+            while True:
+                with self._lock:
+                    session, item = self._sessions.get(host), unsent.take()
+                    blocks = unsent.blocks
+                if session is None or item is None or blocks is None:
+                    break
+                self._send_cut(session, *item, blocks)
+
+    def _send_cut(
+        self, session: StreamSession, message: GlobalFragment, version: Version, blocks: bytes | memoryview
+    ) -> None:
+        try:
+            digest, payload = version.cut(blocks)
+            cut, limit = CutFragment(message, digest), session.config.payload_bytes_max
+            # The end of the session is in the inbox.
+            with contextlib.suppress(LinkClosed):
+                session.send(cut, payload_parts(cut, payload, TO_HOST_TYPES, limit))
+        # An error would be lost with the thread.
+        except Exception as error:
+            session.fail(f"its host {session.host} cannot get a version: {error}")
+
+    def _on_host(self, host: int, message: HostPart, payload: bytes | memoryview) -> bool:
+        """Take what a host sends for its learner; on the thread of the host's session."""
+        if not isinstance(message, HostBlocks):
+            return self._on_value(host, message, payload)
+        with self._lock:
+            again, self._unsent[host].blocks = self._unsent[host].blocks is not None, payload
+        if again:
+            self.leader.fail(f"its host {host} stated its blocks twice")
+            return False
+        self._later(self._send_cuts)
+        return True
+
+    def _on_value(self, host: int, message: HostValue, part: bytes | memoryview) -> bool:
         """Keep a host's part, and deliver the whole value after the last one; on the thread of the host's session."""
         # Each host names only the size of its part.
         message = message._replace(payload_bytes=0)
@@ -150,10 +242,18 @@ class HostSessions:
 class SessionBook:
     """The book of a listener's sessions: who may open one, and which one is a learner's newest; any thread."""
 
-    def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
+    def __init__(
+        self,
+        config: TransportConfig,
+        run_id: str,
+        epoch: int,
+        later: Callable[[Callable[[], None]], object] = lambda do: do(),
+    ) -> None:
         self.config = config
         self.run_id = run_id
         self.epoch = epoch
+        # Calls a function on the one thread that cuts versions for hosts.
+        self._later = later
         self._lock = threading.Lock()
         self._leader_came = threading.Condition(self._lock)
         # Sessions with missing connections, by name.
@@ -220,6 +320,12 @@ class SessionBook:
                 raise
             self._replace(session)
 
+    def hosts_of(self, leader: StreamSession) -> HostSessions | None:
+        """Return the sessions of all hosts of the learner with this leader; None if it is the only one, or replaced."""
+        with self._lock:
+            found = self._hosts.get(leader.header.sender)
+            return found if found is not None and found.leader is leader else None
+
     def _is_opening(self, session: StreamSession) -> bool:
         return self._opening.get(_name(session.header)) is session
 
@@ -243,7 +349,7 @@ class SessionBook:
         self._hosts.pop(learner_id, None)
         session.announced = True
         if session.hosts > 1:
-            self._hosts[learner_id] = HostSessions(session)
+            self._hosts[learner_id] = HostSessions(session, self._later)
         self._leader_came.notify_all()
 
     def _wait_for_leader(self, session: StreamSession) -> None:

@@ -20,13 +20,16 @@ import numpy as np
 import pytest
 
 from diloco_jax.core import codec
-from diloco_jax.core.layout import value_digest
-from diloco_jax.core.outer import NOTHING
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.core.fragments import Fragment
+from diloco_jax.core.held import one_buffer
+from diloco_jax.core.host_bytes import join_host_bytes
+from diloco_jax.core.layout import value_digest, whole
+from diloco_jax.protocol.messages import AnchorValue, CutFragment, FragmentValue, GlobalFragment
 from diloco_jax.runtime.island import follower as follower_module
 from diloco_jax.runtime.island import join as hosts
 from diloco_jax.runtime.island import leader as host_leader
 from diloco_jax.runtime.island.adoptions import ArrivedValue
+from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import Hosts, join
@@ -35,6 +38,7 @@ from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
+from diloco_jax.runtime.model.cuts import Cuts
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import WRONG_INPUT
 from diloco_jax.settings.resolved import resolve
@@ -43,10 +47,12 @@ from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.commands import HostWarmUp
 from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
-from diloco_jax.transport.link import TransportConfig, TransportError
+from diloco_jax.transport.link import Delivery, LinkClosed, TransportConfig, TransportError
+from diloco_jax.transport.session.inbox import Inbox
 from tests.runtime.helpers import wait_for
 from tests.runtime.learner.test_run import CONFIG
 from tests.sockets import free_port
+from tests.transport.ends import Quiet
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -63,6 +69,43 @@ def group_of(count: int) -> tuple[GroupLeader, list[GroupMember]]:
 PULSE = Pulse(WatchdogConfig(least_s=0.0), "a loop", None)
 
 
+class Deliveries:
+    """A link of the other host whose messages the test brings."""
+
+    open = True
+
+    def __init__(self) -> None:
+        self._inbox = Inbox()
+        self._session = Quiet(self._inbox, payload_bytes_max=1 << 30)
+        self.sent: list[tuple[Any, bytes]] = []
+
+    def put(self, message: CutFragment, payload: bytes) -> None:
+        assert self._session.put(message, payload)
+
+    def receive(self, timeout_s: float) -> Delivery | None:
+        item = self._inbox.get(timeout_s)
+        return None if item is None else item[1]
+
+    def wake(self) -> None:
+        self._inbox.wake()
+
+    def send(self, message: Any, payload: Any = b"") -> None:
+        self.sent.append((message, b"".join(payload)))
+
+    def close(self, grace_s: float = 5.0) -> None:
+        pass
+
+
+def twice(island: Any) -> Any:
+    """Return a function that returns the boxes of all devices for each of two hosts."""
+
+    def boxes(fragment: Fragment) -> dict[int, Any]:
+        (mine,) = island.exchange.boxes(fragment).values()
+        return {0: mine, 1: mine}
+
+    return boxes
+
+
 class Pair:
     """Both hosts of an island, each with the whole model; they share nothing but messages."""
 
@@ -75,13 +118,19 @@ class Pair:
         self.folder = folder
         saves = [SavedStates([str(folder)], host, 2) for host in range(2)]
         run = resolve(config, loop.island.shapes, loop.island.kinds)
+        # Each has all devices of its process, so every block is on both.
+        blocks = [IslandBlocks(run.fragments, twice(self.loop.island), host, 2) for host in range(2)]
         self.leader = LeadingHost(
-            run, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
+            run, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0], blocks[0]
         )
-        self.follows = host = Host(run, loop.island, loop.warm_up, saves=saves[1])
+        self.cuts, self.blocks = Cuts([whole(each) for each in run.fragments], run.config.wire.down), blocks
+        self.heads = self.leader.global_values()
+        self.follows = host = Host(run, loop.island, loop.warm_up, saves=saves[1], blocks=blocks[1])
         joining = Joining(config, "island-0", 1, nobody, folder, PULSE, Hosts(1, 2, member, 1))
         self.follower = joining.follower(host, self.asked, loop.put_batch)
         self._steps = loop.step
+        # Without a syncer, the other host's link is this one.
+        self.link = self.follower._link = Deliveries()
         self.statuses: list[int] = []
         self.deaths = deaths
         self.thread = threading.Thread(target=self.follow, daemon=True)
@@ -104,10 +153,18 @@ class Pair:
         shapes = self.leader.fragments[0].keys_shapes
         values = {key: np.full(shape, fill, np.float32) for key, shape in shapes}
         payload = codec.encode(values, "float32")
-        message = GlobalFragment(version, 0, version, 1, value_digest(values) + damage, len(payload))
-        self.leader.arrived(message, payload)()
+        message = GlobalFragment(version, 0, version, 1, value_digest(values), len(payload))
+        flat = whole(self.leader.fragments[0]).flat(values)
+        sent = self.cuts.version(0, payload, flat, is_whole=True)
+        cuts = [sent.cut(blocks.statement) for blocks in self.blocks]
+        # The syncer sends the other host its cut, with a wrong digest if it shall be damaged.
+        self.link.put(CutFragment(message, cuts[1][0] + damage), one_buffer(cuts[1][1]))
+        own = self.leader.share_out(message, one_buffer(cuts[0][1]))
+        arrived = self.heads.read(message, own, cuts[0][0])
+        self.leader.wait_for_others(message, lambda: True)
+        self.heads.keep(message, arrived)
         self.leader.supersede(message)
-        return message, ArrivedValue(values, NOTHING)
+        return message, arrived
 
     def settle(self) -> None:
         """Wait until the follower has handled all messages."""
@@ -163,8 +220,18 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     late = pair.give(2, 0.125)
     pair.settle()
     (waiting,) = [value for value in pair.follower._arrived.values() if value.placed is not None]
-    assert 0.125 in waiting.values[next(iter(waiting.values))] and [*pair.follows._placed] == [waiting.placed]
+    assert 0.125 in np.asarray(waiting.values[next(iter(waiting.values))]) and [*pair.follows._placed] == [
+        waiting.placed
+    ]
     pair.leader.adopt(*late)
+    anchor = AnchorValue("island-0", 1, 0, 2, 0, 0)
+    parts = [b"".join(pair.leader.take_anchor(anchor)())]
+    wait_for(lambda: pair.link.sent, "the other host's bytes of the anchor", 20)
+    shapes = pair.leader.fragments[0].keys_shapes
+    parts.append(next(payload for message, payload in pair.link.sent if isinstance(message, AnchorValue)))
+    assert bytes(join_host_bytes(parts, 1 << 30)) == codec.encode(
+        {key: np.full(shape, 0.125, np.float32) for key, shape in shapes}, "float32"
+    )
     pair.leader.unstage(0, 3)
     pair.settle()
     assert pair.same() and not pair.follows._adoptions.staged and len(pair.follower._arrived) == 1
@@ -191,6 +258,9 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
 def test_a_value_counts_only_when_all_hosts_can_read_it(pair: Pair) -> None:
     with pytest.raises(ValueError, match=r"host 1: arrived damaged"):
         pair.give(0, 0.5, damage=True)
+    # What is missing on the other host does not come when the link is over.
+    with pytest.raises(LinkClosed, match="before all hosts had a value"):
+        pair.leader.wait_for_others(GlobalFragment(9, 0, 9, 1, 0, 0), lambda: False)
     with pytest.raises(TransportError, match=r"host 1: .*all hosts of the island try again"):
         pair.leader.connect(0, 5)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from diloco_jax.core.host_bytes import pack_host_bytes, runs_of_box
-from diloco_jax.protocol.messages import FragmentValue, Heartbeat
+from diloco_jax.protocol.messages import CutFragment, FragmentValue, GlobalFragment, Heartbeat, HostBlocks
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import sessions
@@ -197,6 +197,11 @@ def part(start: int, data: bytes) -> bytes:
     return b"".join(pack_host_bytes(runs_of_box(start, (len(data),), (slice(None),), 1), [data]))
 
 
+def at_once(do: Callable[[], None]) -> None:
+    """Cut versions on the thread that sends them."""
+    do()
+
+
 def separate(hosts: int, payload_bytes_max: int = 100) -> list[Quiet]:
     """Return the sessions of all hosts; the driver knows the session of the leader."""
     inbox = Inbox()
@@ -208,7 +213,7 @@ def separate(hosts: int, payload_bytes_max: int = 100) -> list[Quiet]:
 
 def learner(hosts: int = 3, payload_bytes_max: int = 1000) -> list[Quiet]:
     sessions = separate(hosts, payload_bytes_max)
-    joined = HostSessions(sessions[0])
+    joined = HostSessions(sessions[0], at_once)
     for session in sessions[1:]:
         joined.add(session)
     return sessions
@@ -240,7 +245,7 @@ def test_sessions_end_together_and_are_heard_of_once(ending: int) -> None:
 @pytest.mark.parametrize(("ended", "reason"), [(1, "host 1: it broke"), (0, "it broke")])
 def test_session_that_ended_before_one_was_added_ends_the_other(ended: int, reason: str) -> None:
     sessions = separate(2)
-    joined = HostSessions(sessions[0])
+    joined = HostSessions(sessions[0], at_once)
     sessions[ended].fail("it broke")
     joined.add(sessions[1])
     assert not sessions[1 - ended].open and sessions[1 - ended].reason == reason
@@ -296,7 +301,7 @@ def test_driver_that_does_not_read_holds_up_the_host_that_brings_the_last_part()
 
 def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> None:
     leader, *others = learner(3, payload_bytes_max=300)
-    parts = leader.on_value.func.__self__._parts  # type: ignore[union-attr]
+    parts = leader.on_host.func.__self__._parts  # type: ignore[union-attr]
     # The inbox has room for the first value.
     for number, busy, held_bytes in ((1, 0, 0), (2, 1, 0), (3, 1, 210)):
         threads = [threading.Thread(target=bring, args=(each, number), daemon=True) for each in (leader, *others)]
@@ -313,3 +318,72 @@ def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> N
 def bring(session: Quiet, number: int) -> None:
     size = 30 if number == 3 else 60
     session.offer(of(number), part(size * session.host, bytes(size)))
+
+
+class Letters:
+    """A version whose cut for a host is what the host stated, repeated; nothing else is known."""
+
+    payload = b"whole"
+
+    def __init__(self, number: int) -> None:
+        self.message = GlobalFragment(number, 0, number, 1, number, 5)
+
+    def cut(self, blocks: bytes | memoryview) -> tuple[int, bytes]:
+        if blocks == b"?":
+            raise ValueError("'?' is not a block")
+        return len(blocks), bytes(blocks) * self.message.version
+
+
+def received(session: Quiet) -> list[tuple[int, int, bytes]]:
+    """The version, digest and payload of each cut that was sent."""
+    assert all(isinstance(message, CutFragment) for message, _ in session.sent)
+    return [(message.value.version, message.digest, b"".join(parts)) for message, parts in session.sent]  # type: ignore[union-attr]
+
+
+def hosts_of(leader: Quiet) -> HostSessions:
+    found: HostSessions = leader.on_host.func.__self__  # type: ignore[union-attr]
+    return found
+
+
+def test_every_host_gets_its_cut_of_each_version_in_order_once_it_has_stated_its_blocks() -> None:
+    leader, *others = learner(3)
+    joined, versions = hosts_of(leader), [Letters(number) for number in (1, 2, 3)]
+    joined.send_version(versions[0].message, versions[0])
+    leader.offer(HostBlocks("a", 0), b"x")
+    assert received(leader) == [(1, 1, b"x")] and not received(others[0])
+    joined.send_version(versions[1].message, versions[1])
+    others[0].offer(HostBlocks("a", 0), b"yz")
+    joined.send_version(versions[2].message, versions[2])
+    assert received(leader) == [(1, 1, b"x"), (2, 1, b"xx"), (3, 1, b"xxx")]
+    assert received(others[0]) == [(1, 2, b"yz"), (2, 2, b"yzyz"), (3, 2, b"yzyzyz")]
+    assert not received(others[1]), "it has not stated its blocks"
+    assert leader.inbox.get(0) is None
+
+
+def test_a_host_that_states_no_blocks_of_the_model_ends_the_sessions_with_the_reason() -> None:
+    leader, follower = learner(2)
+    follower.offer(HostBlocks("a", 0), b"?")
+    assert leader.open
+    version = Letters(1)
+    hosts_of(leader).send_version(version.message, version)
+    assert not leader.open and "its host 1 cannot get a version: '?' is not a block" in leader.reason
+
+
+def test_a_host_states_its_blocks_once_and_only_where_there_are_several() -> None:
+    leader, follower = learner(2)
+    follower.offer(HostBlocks("a", 0), b"x")
+    assert not follower.offer(HostBlocks("a", 0), b"x")
+    assert not leader.open and "its host 1 stated its blocks twice" in leader.reason
+    alone = Quiet(Inbox(), pb.Header(sender="a"))
+    assert not alone.offer(HostBlocks("a", 0), b"x") and not alone.open
+    assert alone.reason == "a learner with one host has no blocks to state"
+
+
+def test_versions_that_wait_for_a_statement_are_bounded() -> None:
+    leader, _ = learner(2)
+    limit = leader.config.queue_payloads_max
+    for number in range(limit + 1):
+        assert leader.open
+        version = Letters(number)
+        hosts_of(leader).send_version(version.message, version)
+    assert not leader.open and "2 of its hosts did not state their blocks in time" in leader.reason
