@@ -19,7 +19,6 @@ import numpy as np
 from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
-from diloco_jax.core.outer import NOTHING
 from diloco_jax.core.passes import State, norms
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
@@ -36,9 +35,8 @@ from diloco_jax.protocol.exclusion import (
     usual_elsewhere,
 )
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, Mark
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Bytes, Capture, Mark
 from diloco_jax.runtime.model.cuts import Cuts, ModelVersion
-from diloco_jax.runtime.model.model_share import Bytes
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
 from diloco_jax.settings.resolved import ResolvedRun
 
@@ -86,7 +84,7 @@ class GlobalModel:
         self._arithmetic = arithmetic
         self._weights: WeightScheme = weights
         self._outlier_factor = outlier_factor
-        self._cuts = Cuts([self.layout(number) for number in range(len(plan.fragments))], self.setup.down)
+        self._cuts = Cuts(self.setup.layouts, self.setup.down)
         self._marks: list[Mark] = []
         self._lengths: list[float] = []
         self.begin(parameters)
@@ -130,7 +128,7 @@ class GlobalModel:
 
     def layout(self, fragment_id: int) -> Layout:
         """Return the layout of a fragment in flat arrays and payloads."""
-        return self.setup.shares.wholes[fragment_id]
+        return self.setup.layouts[fragment_id]
 
     def delta_bytes(self, fragment_id: int) -> int:
         """Return the size of an encoded step in bytes; 0 if whole values travel."""
@@ -146,10 +144,7 @@ class GlobalModel:
 
     def version(self, fragment_id: int, base: int = NO_VERSION) -> ModelVersion:
         """Return the newest version for learners: whole in float32, or the step from version `base`."""
-        payload, capture = self.payload(fragment_id, base), self.capture()
-        # Merge shards send their parts themselves.
-        value = capture.value(fragment_id) if len(payload) else NOTHING
-        capture.release()
+        payload, value = self.payload(fragment_id, base), self.capture().value(fragment_id)
         return self._cuts.version(fragment_id, payload, value, is_whole=base == NO_VERSION)
 
     @property
