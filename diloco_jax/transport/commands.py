@@ -87,6 +87,12 @@ class HostShared(NamedTuple):
     value: GlobalFragment
 
 
+class HostHandled(NamedTuple):
+    """Notice that the leader has handled so many versions of this link; hosts read only a few versions ahead of it."""
+
+    count: int
+
+
 class HostSupersede(NamedTuple):
     """Notice that all hosts have this value: the fragment's values that arrived before it are not needed."""
 
@@ -212,10 +218,11 @@ class HostStop(NamedTuple):
 
 OfStart: TypeAlias = HostMeet | HostVerdict | HostWarmUp | HostConnect
 OfSteps: TypeAlias = HostPutBatch | HostStep | HostEvaluate
-OfFragments: TypeAlias = HostStage | HostUnstage | HostSend | HostShared | HostSupersede | HostAdopt | HostSendAnchor
+OfFragments: TypeAlias = HostStage | HostUnstage | HostSend | HostAdopt | HostSendAnchor
+OfVersions: TypeAlias = HostShared | HostHandled | HostSupersede
 OfMoments: TypeAlias = HostStageState | HostUnstageState | HostLeaf | HostLoadState | HostHave
 OfSavedStates: TypeAlias = HostSave | HostSaved | HostRead | HostRestore | HostLoader
-Command: TypeAlias = OfStart | OfSteps | OfFragments | OfMoments | OfSavedStates | HostEnd
+Command: TypeAlias = OfStart | OfSteps | OfFragments | OfVersions | OfMoments | OfSavedStates | HostEnd
 Reply: TypeAlias = HostVerdict | HostAnswer | HostHas | HostWant | HostStop
 COMMANDS: tuple[type, ...] = get_args(Command)
 REPLIES: tuple[type, ...] = get_args(Reply)

@@ -36,9 +36,13 @@ from diloco_jax.transport.link import Link, Payload, TransportError
 POLL_S = 0.2
 # Incomplete values of a fragment that are kept: the leader passes on nothing of a value that it does not want.
 INCOMPLETE_MAX = 2
+# A host reads at most so many versions ahead of the leader.
+AHEAD_MAX = 4
 # These commands may take longer than a step.
 LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)
 
+# Commands for the thread that has the link.
+OfLink = commands.HostConnect | commands.HostShared | commands.HostHandled
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -72,9 +76,9 @@ class Follower:
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
         self._steps_do: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
-        self._link_does: queue.SimpleQueue[tuple[commands.HostConnect | commands.HostShared, Bytes]] = (
-            queue.SimpleQueue()
-        )
+        self._link_does: queue.SimpleQueue[tuple[OfLink, Bytes]] = queue.SimpleQueue()
+        # Versions of the present link that arrived here, and that the leader has handled.
+        self._taken, self._handled = 0, 0
         self._received_leaves: queue.SimpleQueue[tuple[commands.HostHave, Bytes]] = queue.SimpleQueue()
         self._in_thread("group", self._receive)
         self._in_thread("link", self._serve_link)
@@ -203,19 +207,25 @@ class Follower:
         """Obey the leader's commands for the link, and read the versions that the syncer sends."""
         while True:
             link = self._link
+            # What the leader has not handled takes memory.
+            reads = link is not None and self._taken < self._handled + AHEAD_MAX
             try:
-                command, payload = self._link_does.get(block=link is None, timeout=POLL_S)
+                command, payload = self._link_does.get(block=not reads, timeout=POLL_S)
             except queue.Empty:
-                delivery = None if link is None else link.receive(POLL_S)
+                delivery = link.receive(POLL_S) if link is not None and reads else None
                 if delivery is not None and isinstance(delivery.message, CutFragment):
+                    self._taken += 1
                     self._own[delivery.message.value] = delivery.message.digest, delivery.payload
                     self._read(delivery.message.value)
                 continue
-            if isinstance(command, commands.HostShared):
-                self._shared[command.value] = payload
-                self._read(command.value)
-            else:
-                self._connect(command)
+            match command:
+                case commands.HostShared(message):
+                    self._shared[message] = payload
+                    self._read(message)
+                case commands.HostHandled(count):
+                    self._handled = count
+                case commands.HostConnect():
+                    self._connect(command)
 
     def _connect(self, command: commands.HostConnect) -> None:
         if self._link is not None:
@@ -224,6 +234,7 @@ class Follower:
         # The rest of these values does not come any more.
         self._own.clear()
         self._shared.clear()
+        self._taken, self._handled = 0, 0
         try:
             self._link = self.dialler.connect(command.epoch, command.session)
         except (TransportError, ValueError) as error:
@@ -271,7 +282,7 @@ class Follower:
                     self._received_leaves.put((have, item.payload))
                 case commands.HostSaved() | commands.HostRead() as command:
                     self._leaves.submit(self._guarded, partial(self._on_disk, command))
-                case commands.HostConnect() | commands.HostShared() as command:
+                case commands.HostConnect() | commands.HostShared() | commands.HostHandled() as command:
                     self._link_does.put((command, item.payload))
                     if (link := self._link) is not None:
                         link.wake()

@@ -187,6 +187,9 @@ class Host:
             LinkClosed: The link is over, so the value may not come to all hosts.
         """
 
+    def handled(self) -> None:
+        """Let other hosts read on: an arrived version was read, or is not wanted."""
+
     def supersede(self, message: GlobalFragment) -> None:
         """Let other hosts forget older versions of the arrived fragment, because they will not be adopted."""
 

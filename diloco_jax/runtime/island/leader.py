@@ -140,6 +140,8 @@ class LeadingHost(Host):
         # Counts the hosts whose connection has ended.
         self._gone = Answers(0, hosts.count)
         self._arrivals = Arrivals(hosts.count)
+        # Versions of the present link that were handled.
+        self._handled = 0
         # Returns a leaf of the state that is being loaded.
         self._loading: Callable[[str], np.ndarray] | None = None
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
@@ -155,6 +157,7 @@ class LeadingHost(Host):
 
     def connect(self, epoch: int, number: int) -> None:
         self._arrivals.clear()
+        self._handled = 0
         if problem := self._questions.ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
@@ -182,6 +185,10 @@ class LeadingHost(Host):
     def wait_for_others(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
         if problem := self._arrivals.wait(message, alive):
             raise ValueError(f"cannot be read by {problem}")
+
+    def handled(self) -> None:
+        self._handled += 1
+        self.tell(commands.HostHandled(self._handled))
 
     def supersede(self, message: GlobalFragment) -> None:
         self.tell(commands.HostSupersede(message))

@@ -235,6 +235,7 @@ class LearnerInbox:
             self._take_global(message, payload, message.digest)
         elif isinstance(message, CutFragment):
             self._take_global(message.value, payload, message.digest)
+            self._decisions.host.handled()
         elif isinstance(message, StateChunk) and codec.digest(payload) != message.digest:
             donor = message.learner_id
             log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is requested again")

@@ -31,6 +31,7 @@ from diloco_jax.runtime.island import leader as host_leader
 from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.follower import AHEAD_MAX
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import Hosts, join
 from diloco_jax.runtime.island.leader import LeadingHost
@@ -163,6 +164,7 @@ class Pair:
         arrived = self.heads.read(message, own, cuts[0][0])
         self.leader.wait_for_others(message, lambda: True)
         self.heads.keep(message, arrived)
+        self.leader.handled()
         self.leader.supersede(message)
         return message, arrived
 
@@ -263,6 +265,21 @@ def test_a_value_counts_only_when_all_hosts_can_read_it(pair: Pair) -> None:
         pair.leader.wait_for_others(GlobalFragment(9, 0, 9, 1, 0, 0), lambda: False)
     with pytest.raises(TransportError, match=r"host 1: .*all hosts of the island try again"):
         pair.leader.connect(0, 5)
+
+
+def test_a_follower_reads_only_a_few_versions_ahead_of_the_leader(pair: Pair) -> None:
+    pair.leader.warm_up()
+    flat = np.zeros(whole(pair.leader.fragments[0]).size, np.float32)
+    messages = [GlobalFragment(version, 0, version, 1, 0, 0) for version in range(AHEAD_MAX + 3)]
+    for message in messages:
+        pair.link.put(CutFragment(message, pair.blocks[1].held[0].digest(flat)), b"")
+        pair.leader.share_out(message, flat.tobytes())
+    wait_for(lambda: len(pair.follower._arrived) == AHEAD_MAX, "the versions that may be read", 20)
+    for message in messages[:2]:
+        pair.leader.wait_for_others(message, lambda: True)
+        pair.leader.handled()
+    wait_for(lambda: len(pair.follower._arrived) == AHEAD_MAX + 2, "two more", 20)
+    assert [*pair.follower._arrived] == messages[:-1]
 
 
 def test_a_state_of_another_model_is_refused_before_any_host_begins(pair: Pair) -> None:
