@@ -21,7 +21,7 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
     "editor and shell": (first.schema, first.completion),
 }  # fmt: skip
 # Processes of a run start each other with these commands.
-HIDDEN = (runs.chaos_learner, runs.merge_shard, runs.compile_ahead)
+HIDDEN = (runs.chaos_learner, runs.compile_ahead)
 COMMANDS = (*(each for group in GROUPS.values() for each in group), *HIDDEN)
 EXAMPLES = (
     "diloco train quickstart                     train a small model on this machine",

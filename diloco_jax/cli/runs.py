@@ -420,24 +420,6 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _merge_shard_options(parser: Parser) -> None:
-    parser.add_argument("config")
-    parser.add_argument("--shard", type=int, required=True)
-    parser.add_argument("--connection", type=int, required=True)
-
-
-@command("merge-shard", options=_merge_shard_options)
-def merge_shard(arguments: argparse.Namespace) -> int:
-    from multiprocessing.connection import Connection
-
-    _begin_log()
-    from diloco_jax.runtime.model.shard_process import ShardRun
-    from diloco_jax.settings.text import load
-
-    ShardRun(load(arguments.config), arguments.shard, Connection(arguments.connection)).run()
-    return 0
-
-
 def _begin_log() -> None:
     # A library may have added a handler when it was imported. `force` replaces it.
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)

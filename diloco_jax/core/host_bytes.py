@@ -8,13 +8,13 @@ A part with no bytes, not even a head, means that the host cannot send its value
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Int64
-
-from diloco_jax.core.shards import Buffer, append_range, split
 
 # The most entries of one part, and of all parts of one payload.
 RUNS_MAX = 65_536
@@ -24,6 +24,7 @@ _ENTRY_BYTES = 32
 # With this limit of addresses, sums over all entries stay within int64.
 _ADDRESS_MAX = 1 << 46
 
+Buffer = bytes | bytearray | memoryview
 HostBytes = Buffer | Sequence[Buffer]
 
 
@@ -104,49 +105,6 @@ def pack_host_bytes(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
         raise ValueError(f"the data of a part have {size} bytes, but its runs {runs.num_bytes}; both must agree")
     head = np.int64(len(runs.table)).astype("<i8").tobytes() + runs.table.astype("<i8").tobytes()
     return [head, *buffers]
-
-
-def cut_host_bytes(part: HostBytes, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-    """Return the bytes of a part that are within ranges of the payload, as a part; an empty part stays empty.
-
-    Args:
-      ranges: bytes start..stop-1 of the whole payload, without overlap; the new part's payload is these, in this order.
-
-    Raises:
-      ValueError: the part cannot be read, or has more than RUNS_MAX entries after cutting.
-    """
-    pieces = _pieces(part)
-    if not pieces:
-        return []
-    runs, head_bytes = _read(pieces, _ADDRESS_MAX)
-    start, size, stride, count = runs.table.T
-    data = head_bytes + np.cumsum(size * count) - size * count
-    tables, spans, offset = [], list[tuple[int, int]](), 0
-    for low, high in ranges:
-        # The first row that reaches into the range, and the row after the last one that does.
-        first = np.maximum((low - start - size) // stride + 1, 0)
-        last = np.minimum(-((start - high) // stride), count)
-        hit = last > first
-        rows, row, step = (last - first)[hit], start[hit] + first[hit] * stride[hit], stride[hit]
-        each = size[hit]
-        # `lead` is the bytes of the first row before the range; `tail` those of the last row behind the range.
-        lead = np.maximum(low - row, 0)
-        tail = np.maximum(row + (rows - 1) * step + each - high, 0)
-        single, begun, ended = rows == 1, (lead > 0) & (rows > 1), (tail > 0) & (rows > 1)
-        table = np.empty((len(rows), 3, 4), np.int64)
-        table[:, 0] = np.stack([row + lead, each - lead, each, begun], 1)
-        whole = np.where(single, each - lead - tail, each)
-        table[:, 1] = np.stack([row + begun * step + single * lead, whole, step, rows - begun - ended], 1)
-        table[:, 2] = np.stack([row + (rows - 1) * step, each - tail, each, ended], 1)
-        table[:, :, 0] += offset - low
-        tables.append(table.reshape(-1, 4)[table.reshape(-1, 4)[:, 3] > 0])
-        begins = data[hit] + first[hit] * each + lead
-        ends = data[hit] + last[hit] * each - tail
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            append_range(spans, begin, end)
-        offset += high - low
-    cut = concat(*(_runs(table) for table in tables))
-    return pack_host_bytes(cut, split(pieces, spans))
 
 
 def join_host_bytes(parts: Sequence[HostBytes], size_max: int) -> memoryview:
@@ -238,7 +196,13 @@ def _read(pieces: Sequence[memoryview], size_max: int) -> tuple[Runs, int]:
 
 
 def _bytes(pieces: Sequence[memoryview], start: int, stop: int) -> bytes:
-    return b"".join(split(pieces, [(start, stop)]))
+    """Return the bytes start..stop-1 of the pieces together."""
+    ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
+    views, at = [], bisect_right(ends, start) - 1
+    while start < stop:
+        views.append(pieces[at][start - ends[at] : stop - ends[at]])
+        start, at = ends[at + 1], at + 1
+    return b"".join(views)
 
 
 def _check_cover(table: Int64[np.ndarray, "n 4"], size: int) -> None:

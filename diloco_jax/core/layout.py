@@ -1,9 +1,9 @@
 """Layouts: where each piece of a fragment is stored, in a flat array and in a payload.
 
-A piece is a range of one slice's elements; without merge shards it is the whole slice. A shard's layout has the pieces
-of its share. The pieces follow each other in a flat float32 array, in ascending order of (key, start); that array is
-also the float32 payload. Work is divided into leaves of at most 2^18 elements of one piece. The pieces of a cut slice
-start at multiples of a leaf, so leaves, blocks and digests do not depend on the number of shards.
+A piece is a range of one slice's elements, in a whole fragment the whole slice. The pieces follow each other in a flat
+float32 array, in ascending order of (key, start); that array is also the float32 payload. Work is divided into leaves
+of at most 2^18 elements of one piece. Pieces of a cut slice start at multiples of a leaf, so cutting changes no leaf,
+no block and no digest.
 """
 
 import math

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Float32, Float64
 
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.kinds import Kind, matches
 
 Method = Literal["rda", "average"]
@@ -129,10 +130,20 @@ def coefficients(
 class Rule(NamedTuple):
     """The method for one slice, and the size of the units that have separate coefficients."""
 
-    # Merge shards may cut only slices with "average" (shards.py); the other method needs whole units.
     method: Method
     # The number of consecutive elements that share their coefficients.
     unit: int
+
+
+def merge_rules(plan: FragmentPlan, config: MergeConfig) -> tuple[dict[str, Rule], ...]:
+    """Return for each fragment the rule for merging each of its slices, by key."""
+    found = []
+    for fragment in plan.fragments:
+        paths = {each.key: each.path for each in fragment.slices}
+        found.append(
+            {key: merge_rule(paths[key], shape, plan.kinds[paths[key]], config) for key, shape in fragment.keys_shapes}
+        )
+    return tuple(found)
 
 
 def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfig) -> Rule:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ class OuterConfig:
     High: old rounds dominate."""
     module: str = ""
     """Your own function as package.module:Name, which returns an optax.GradientTransformation that includes its rate;
-    it replaces the settings before this one. Each fragment has a state; each merge shard updates its tensors alone."""
+    it replaces the settings before this one. Each fragment has a state."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that function."""
 
@@ -52,11 +52,6 @@ class OuterConfig:
             raise ValueError(f"outer learning_rate is {self.learning_rate}; it must be finite and above 0")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"outer momentum is {self.momentum}; it must be at least 0 and below 1")
-
-    @property
-    def elementwise(self) -> bool:
-        """Return `Outer.elementwise` of the optimizer, without making it."""
-        return not self.module and self.optimizer != "adam"
 
 
 @runtime_checkable
@@ -101,10 +96,6 @@ class Moves(NamedTuple):
 class Outer(Protocol):
     """The interface of an outer optimizer, shaped like optax's transformations."""
 
-    # True if every element is treated alike and the state is flat arrays with one element for each parameter. Then
-    # merge shards may cut tensors anywhere.
-    elementwise: ClassVar[bool]
-
     def init(self, params: Views) -> OuterState:
         """Return the state before the first update."""
 
@@ -125,7 +116,6 @@ class Nesterov:
     trace <- g + momentum trace;   params <- params - rate (g + momentum trace)
     """
 
-    elementwise: ClassVar[bool] = True
     rate: float
     momentum: float
 
@@ -146,10 +136,7 @@ class Optax:
     """Any optax gradient transformation, computed on the host's CPU.
 
     Results are bit-identical between runs on one kind of machine; on another kind the compiler may fuse multiply-adds.
-    Only a transformation that treats every element alike gives the same result with every number of merge shards.
     """
-
-    elementwise: ClassVar[bool] = False
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = tx

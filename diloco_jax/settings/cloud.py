@@ -78,7 +78,7 @@ class CloudConfig:
     """Size in GB of the boot disk of TPU hosts, where an island saves its state; for gke and gce. Every host pays for
     it."""
     port: int = 50051
-    """Port where the syncer listens; merge shards listen on the ports after it."""
+    """Port where the syncer listens."""
     source_ranges: tuple[str, ...] = ("10.0.0.0/8",)
     """Address ranges that may reach the syncer."""
     external: bool = False

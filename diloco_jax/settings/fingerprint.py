@@ -32,7 +32,8 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
         GLOBAL_STEPS: config.limits.told,
         "protocol": config.protocol.words,
         "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
-        "shards": _shares(config),
+        # Learners of the release before name their merge shards here.
+        "shards": "none",
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(_told(config.optimizer), sort_keys=True),
         "data": json.dumps(data, sort_keys=True),
@@ -51,11 +52,3 @@ def _told(section: Any) -> dict[str, Any]:
         for each in fields(section)
     }
     return {name: value for name, value in asdict(section).items() if getattr(section, name) != usual[name]}
-
-
-def _shares(config: RunConfig) -> str:
-    """Name the settings that determine which part of a payload each shard gets."""
-    if config.syncer.shards < 2:
-        return "none"
-    merge, outer = config.merge, config.outer.module or config.outer.optimizer
-    return f"{config.syncer.shards}, {merge.method} but for {', '.join(merge.average_paths)}, {outer}"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from diloco_jax.core.codec import Format, encoded_size
 from diloco_jax.core.fragments import Fragment, FragmentPlan, Shape
 from diloco_jax.core.kinds import Kind, members
-from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.turns import deal
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.run import RunConfig
@@ -45,11 +44,6 @@ class ResolvedRun:
     def payload_bytes(self, format: Format) -> tuple[int, ...]:
         """Return the size of each fragment on the wire in this format, by fragment_id."""
         return tuple(encoded_size(fragment.shapes, format) for fragment in self.fragments)
-
-    def shares(self) -> Shares:
-        """Return the division of the model among the run's merge shards."""
-        config = self.config
-        return share(self.plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
 
     def fingerprint(self, corpus: str, base: str = "") -> tuple[tuple[str, str], ...]:
         """List what a learner and the syncer must agree on.

@@ -24,7 +24,6 @@ from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig, split_address
 
-SHARDS_MAX = 64
 # The limit holds for every count below `train`.
 TOKENS_MAX = 10**18
 # A folder gets this name, and a number may follow it there.
@@ -35,7 +34,7 @@ OUTLETS_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncerConfig:
-    """The syncer's process: restarts, merge threads and shards, and what it serves."""
+    """The syncer's process: restarts, merge threads, and what it serves."""
 
     restarts_max: int = 20
     """How often a local run restarts a syncer that failed. The count restarts after ten minutes without a failure. 0:
@@ -44,13 +43,7 @@ class SyncerConfig:
     """Seconds between a failure of the syncer and its next start. The delay grows while the syncer fails soon after
     each start."""
     merge_threads: int = 0
-    """Threads that all merges share, also those of merge shards; 0: one per core. High: merges take cores from islands
-    on the same machine."""
-    shards: int = 0
-    """Processes on the syncer's host that share the model and its merges, at most 64; 0 or 1: the syncer merges alone.
-    Learners exchange each shard's part with that shard directly. Decisions and values do not depend on this number.
-    Shards listen on the ports after that of transport.address. Low: one process holds the whole model and carries all
-    traffic. High: each process takes extra memory."""
+    """Threads that all merges share; 0: one per core. High: merges take cores from islands on the same machine."""
     parameters_max: int = 2_000_000_000
     """The most parameters of a model that a first learner may bring (model.module: own). Larger models are refused.
     High: a mistaken or hostile learner can take more of the syncer's memory."""
@@ -71,8 +64,6 @@ class SyncerConfig:
             raise ValueError(f"syncer.merge_threads is {self.merge_threads}; use 1 to 256, or 0 for one per core")
         if self.parameters_max < 1:
             raise ValueError(f"syncer.parameters_max is {self.parameters_max}; it must be at least 1")
-        if not 0 <= self.shards <= SHARDS_MAX:
-            raise ValueError(f"syncer.shards is {self.shards}; use 0 (the syncer merges itself) to {SHARDS_MAX}")
         for name in ("metrics", "page"):
             if address := getattr(self, name):
                 split_address(address, f"syncer.{name}")

@@ -34,6 +34,8 @@ WRITTEN_BY = "# diloco-jax"
 BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0}
 # Old names of settings, which this release still accepts.
 RENAMED: Mapping[str, str] = {"protocol.lease_s": "protocol.silence_s"}
+# Settings without an effect, which this release still accepts, and why they are gone.
+REMOVED: Mapping[str, str] = {"syncer.shards": "the syncer is one process, and merges to the same values"}
 # Pydantic's words for the type of a value, and the words of this project.
 PLAINER = {
     "Input should be": "it must be",
@@ -78,12 +80,12 @@ def read_settings(path: Path, *, warn: bool = False) -> Mapping[str, Any]:
     """Read the values of a config file with today's names, and with the values that a run of its release used.
 
     Args:
-        warn: whether to log a warning for each old name, once per file.
+        warn: whether to log a warning for each old or removed name, once per file.
 
     Raises:
         ValueError: the file is missing or not a YAML mapping, or has both names of a setting.
     """
-    values = with_new_names(read_values(path), str(path), warn=warn)
+    values = with_new_names(_without_removed(read_values(path), str(path), warn=warn), str(path), warn=warn)
     return _as_it_was(values) if _first_line(path).startswith(WRITTEN_BY) else values
 
 
@@ -95,6 +97,25 @@ def _first_line(path: Path) -> str:
 def _warn_of_old_name(source: str, old: str, new: str) -> None:
     """Log that a setting has an old name, once for each source."""
     log.warning(f"{source}: {old} is now {new}; the next release does not accept the old name")
+
+
+@functools.cache
+def _warn_of_removed(source: str, name: str) -> None:
+    """Log that a setting has no effect, once for each source."""
+    log.warning(f"{source}: {name} has no effect: {REMOVED[name]}; delete it, the next release does not accept it")
+
+
+def _without_removed(values: Mapping[str, Any], source: str, *, warn: bool = False) -> Mapping[str, Any]:
+    """Leave out the settings in `REMOVED`."""
+    for name in REMOVED:
+        section, _, key = name.partition(".")
+        here = values.get(section)
+        if isinstance(here, Mapping) and key in here:
+            # A run's folder of the release before lists every setting.
+            if warn and here[key] not in (None, 0, 1):
+                _warn_of_removed(source, name)
+            values = {**values, section: {each: value for each, value in here.items() if each != key}}
+    return values
 
 
 def with_new_names(values: Mapping[str, Any], source: str, *, warn: bool = False) -> Mapping[str, Any]:
@@ -165,6 +186,9 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
         while not equals and left and not left[0].startswith("--"):
             given.append(left.pop(0))
         dotted = word.removeprefix("--").replace("-", "_")
+        if dotted in REMOVED:
+            _warn_of_removed("command line", dotted)
+            continue
         if dotted in RENAMED:
             log.warning(f"--{dotted} is now --{RENAMED[dotted]}; the next release does not accept the old name")
         *sections, name = RENAMED.get(dotted, word.removeprefix("--")).split(".")
@@ -214,7 +238,7 @@ def _value(word: str, given: list[str], hint: Any) -> Any:
 
 def parse(values: Mapping[str, Any], source: str) -> RunConfig:
     """Check plain values and build the RunConfig; `source` names their origin in errors."""
-    values = with_new_names(values, source)
+    values = with_new_names(_without_removed(values, source), source)
     unknown = _first_unknown_key(RunConfig, values, "")
     if unknown:
         raise ValueError(f"{source}: {unknown}")

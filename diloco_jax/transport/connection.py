@@ -39,17 +39,32 @@ class Connection:
 
     def send(self, parts: Sequence[memoryview]) -> None:
         """Send all bytes of the views; OSError if the connection is lost. A peer that does not read makes it wait."""
+        if self.encrypted:
+            for part in parts:
+                self._send_encrypted(part)
+            return
         left = [part for part in parts if part.nbytes]
         while left:
             try:
-                with self._turn:
-                    sent = self._stream.send(left[0]) if self.encrypted else self._stream.sendmsg(left[:BUFFERS_MAX])
-            except (BlockingIOError, ssl.SSLWantWriteError):
+                sent = self._stream.sendmsg(left[:BUFFERS_MAX])
+            except BlockingIOError:
+                self._wait(select.POLLOUT)
+            else:
+                left = _behind(left, sent)
+
+    def _send_encrypted(self, part: memoryview) -> None:
+        # OpenSSL takes one record of 16 KiB per call, so this loop runs often under the interpreter's lock.
+        stream, turn = self._stream, self._turn
+        while part.nbytes:
+            try:
+                with turn:
+                    sent = stream.send(part)
+            except ssl.SSLWantWriteError:
                 self._wait(select.POLLOUT)
             except ssl.SSLWantReadError:
                 self._wait(select.POLLIN)
             else:
-                left = _behind(left, sent)
+                part = part[sent:]
 
     def fill(self, view: memoryview, until_s: float | None = None) -> None:
         """Fill the view with the peer's next bytes.
@@ -62,10 +77,11 @@ class Connection:
             OSError: The connection is lost, or the peer was silent for too long.
         """
         self.arrived = 0
+        stream, turn = self._stream, self._turn
         while view.nbytes:
             try:
-                with self._turn:
-                    size = self._stream.recv_into(view)
+                with turn:
+                    size = stream.recv_into(view)
             except (BlockingIOError, ssl.SSLWantReadError):
                 self._wait(select.POLLIN, self._silence_s if until_s is None else until_s - time.monotonic())
             except ssl.SSLWantWriteError:

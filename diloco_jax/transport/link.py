@@ -71,7 +71,6 @@ class Delivery(NamedTuple):
     message: Message | None = None
     payload: bytes | memoryview = b""
     reason: str = ""
-    # A learner's sessions with a syncer and its merge shards share this number.
     session: int = 0
 
 

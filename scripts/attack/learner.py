@@ -22,8 +22,8 @@ from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.model.layout_text import read_layout
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.text import parse_text
+from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.endpoints.greeting import ask_description
-from diloco_jax.transport.endpoints.sharded import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportConfig, TransportError
 
 PATIENCE_S = 60.0
@@ -64,9 +64,6 @@ class Way(NamedTuple):
             run_id=config.name,
             learner_id=name,
             incarnation=incarnation,
-            shares=self.run.shares(),
-            up=config.wire.up,
-            down=config.wire.down,
         )
 
 

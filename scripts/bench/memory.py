@@ -43,7 +43,7 @@ from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.needs import kinds_of, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
-from diloco_jax.transport.endpoints.sharded import Dialler
+from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.link import Delivery, Link, TransportError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,6 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=1.2e9)
     parser.add_argument("--fragments", type=int, default=24, help="fragments and tensors")
     parser.add_argument("--learners", type=int, default=4)
-    parser.add_argument("--shards", type=int, default=0, help="merge shards; their memory is not counted")
     parser.add_argument("--step-s", type=float, default=0.2, help="seconds of a learner's step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # Four learners in this process read whole values at once.
@@ -223,7 +222,6 @@ class Bench:
             },
             "protocol": {"sync_every": count, "num_fragments": count, "overlap_steps": 2, "quorum": 1}
             | {"snapshot_every": 2 * count, "recover_from_peers": False, "silence_s": 120.0, "pull_timeout_s": 120.0},
-            "syncer": {"shards": arguments.shards},
             "outer": {"learning_rate": 0.7, "momentum": 0.9},
             "trackers": [],
         }
@@ -239,16 +237,14 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Run the syncer, kill it, run it again until the end, and return the result."""
-        config, wire, checkpoints = self._config, self._config.wire, self._run_dir / CHECKPOINTS
+        config, checkpoints = self._config, self._run_dir / CHECKPOINTS
         first = self._start()
         self._until(first, lambda: (self._run_dir / ADDRESS_FILE).exists())
         address = (self._run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
-        transport, shares = replace(config.transport, address=address), self._resolved.shares()
+        transport = replace(config.transport, address=address)
         stubs = []
         for name in config.islands.names:
-            dialler = Dialler(
-                transport, run_id=config.name, learner_id=name, incarnation=1, shares=shares, up=wire.up, down=wire.down
-            )
+            dialler = Dialler(transport, run_id=config.name, learner_id=name, incarnation=1)
             stubs.append(Stub(name, config, self._agreed, self._world, dialler, self._arguments.step_s))
             stubs[-1].start()
         count = self._arguments.fragments

@@ -36,8 +36,8 @@ from diloco_jax.core.layout import Layout, Piece, make_layout
 from diloco_jax.core.merge import Rule
 from diloco_jax.core.outer import Nesterov
 from diloco_jax.core.passes import Merger, Values
+from diloco_jax.runtime.model.arithmetic import FREE_MAX
 from diloco_jax.runtime.model.buffers import Buffers
-from diloco_jax.runtime.model.model_share import FREE_MAX
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = ("torch==2.13.0", "tsugi-mend==0.1.5")

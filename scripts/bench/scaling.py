@@ -1,11 +1,9 @@
-"""Measure the cost of more learners and of more merge shards for the syncer.
+"""Measure the cost of more learners for the syncer.
 
-Each case is a syncer without its machine (listener, merge, outer step, encoded delta, with 1, 2 or 4 shards) and a
-process of stub learners, which answer each request over loopback with the same int4 values. All cases run at once and
-are measured in turn, so that each run compares them under equal conditions; ratios are taken within a run. CPU time is
-that of the syncer's processes without learners.
-
-With fewer cores than processes more shards cannot be faster; then the additional CPU time is the result.
+Each case is a syncer without its machine (listener, merge, outer step, encoded delta) and a process of stub learners,
+which answer each request over loopback with the same int4 values. All cases run at once and are measured in turn, so
+that each run compares them under equal conditions; ratios are taken within a run. CPU time is that of the syncer's
+process without learners.
 
 With --control the bench measures the loop of a real syncer instead, with a tiny model, a quorum of one, no grace
 window, and stub learners that share another process and make a step each second. Cases run one after another, in turn
@@ -35,29 +33,18 @@ from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, PullRequest
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
+from diloco_jax.runtime.model.arithmetic import Arithmetic, make_setup
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model
-from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.model.model_share import make_setup
-from diloco_jax.runtime.syncer.context import Results
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, control_of, open_listener
+from diloco_jax.runtime.syncer.listening import Life, open_listener
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig, SyncerConfig
-from diloco_jax.settings.text import dump
+from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.endpoints.greeting import Description
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
-from diloco_jax.transport.endpoints.sharded import Dialler
 
 FRAGMENTS = 2
 WAIT_S = 30.0
 FINGERPRINT = (("run", "scaling"),)
-
-
-class Case(NamedTuple):
-    """Numbers of shards and learners of a syncer."""
-
-    shards: int
-    learners: int
 
 
 class Measured(NamedTuple):
@@ -70,10 +57,7 @@ class Measured(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--learners", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of learners with one shard"
-    )
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of shards with four learners")
+    parser.add_argument("--learners", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of learners")
     parser.add_argument("--elements", type=int, default=4 << 20, help="elements of one fragment")
     parser.add_argument("--rounds", type=int, default=10, help="rounds in each measurement of a run")
     parser.add_argument("--runs", type=int, default=7)
@@ -84,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.control:
         return show(control_results(arguments), arguments)
-    cases = sorted({*(Case(1, learners) for learners in arguments.learners), *(Case(s, 4) for s in arguments.shards)})
+    cases = sorted(set(arguments.learners))
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(cases, Path(folder), arguments)
     return show(results(cases, measured, arguments), arguments)
@@ -98,19 +82,19 @@ def show(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
             sys.stdout.write("{name}: {value:.4g} {unit} ({low:.4g} to {high:.4g}, {runs} runs)\n".format(**result))
 
 
-def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> dict[Case, list[Measured]]:
-    """Measure all cases in turn for each run."""
+def measure(cases: list[int], folder: Path, arguments: argparse.Namespace) -> dict[int, list[Measured]]:
+    """Measure all numbers of learners in turn for each run."""
     processes = multiprocessing.get_context("forkserver")
     # All processes share these imports.
-    processes.set_forkserver_preload([GlobalModel.__module__, ShardedListener.__module__])
-    pipes: dict[Case, Connection] = {}
+    processes.set_forkserver_preload([GlobalModel.__module__, open_listener.__module__])
+    pipes: dict[int, Connection] = {}
     for case in cases:
         ours, theirs = processes.Pipe()
         processes.Process(target=serve, args=(case, folder, arguments.elements, theirs)).start()
         address = ours.recv()
         processes.Process(target=learn, args=(case, address, arguments.elements), daemon=True).start()
         pipes[case] = ours
-    measured: dict[Case, list[Measured]] = {case: [] for case in cases}
+    measured: dict[int, list[Measured]] = {case: [] for case in cases}
     # The first run warms up.
     for run in range(-1, arguments.runs):
         for case in cases if run % 2 else cases[::-1]:
@@ -144,33 +128,27 @@ def control_results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def results(
-    cases: list[Case], measured: Mapping[Case, list[Measured]], arguments: argparse.Namespace
+    cases: list[int], measured: Mapping[int, list[Measured]], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return one object per case and quantity."""
     payload_bytes = payload_of(arguments.elements).nbytes
-    first = {1: Case(1, min(arguments.learners)), 2: Case(1, 4)}
-    found = []
-    for case in cases:
-        merged = payload_bytes * case.learners * arguments.rounds
-        common = {"shards": case.shards, "learners": case.learners, "payload_bytes": payload_bytes}
-        label = f"{case.shards}_shards_{case.learners}_learners"
-        rows = measured[case]
+    other, found = cases[0], []
+    for learners in cases:
+        merged = payload_bytes * learners * arguments.rounds
+        common = {"learners": learners, "payload_bytes": payload_bytes}
+        label, rows = f"{learners}_learners", measured[learners]
         found.append(row(f"merged_rate_{label}", "B/s", [merged / each.wall_s for each in rows], common))
         cpu = [each.cpu_s / merged * 1e6 for each in rows]
         found.append(row(f"syncer_cpu_per_merged_mb_{label}", "s/MB", cpu, common))
         found.append(row(f"syncer_rss_{label}", "B", [float(each.rss_bytes) for each in rows], common))
-        other = first[1] if case.shards == 1 else first[2]
-        if case != other and other in measured:
-            base = payload_bytes * other.learners * arguments.rounds
-            pairs = zip(rows, measured[other], strict=True)
-            ratios = [(mine.cpu_s / merged) / (theirs.cpu_s / base) for mine, theirs in pairs]
-            against = f"{other.shards}_shards_{other.learners}_learners"
-            found.append(row(f"syncer_cpu_per_merged_mb_{label}_vs_{against}", "ratio", ratios, common))
-        if case.shards == 1 and case != other:
-            more = case.learners - other.learners
-            pairs = zip(rows, measured[other], strict=True)
-            growth = [(mine.rss_bytes - theirs.rss_bytes) / more for mine, theirs in pairs]
-            found.append(row(f"syncer_rss_per_learner_above_{other.learners}_{label}", "B", growth, common))
+        if learners == other:
+            continue
+        base = payload_bytes * other * arguments.rounds
+        pairs = list(zip(rows, measured[other], strict=True))
+        ratios = [(mine.cpu_s / merged) / (theirs.cpu_s / base) for mine, theirs in pairs]
+        found.append(row(f"syncer_cpu_per_merged_mb_{label}_vs_{other}_learners", "ratio", ratios, common))
+        growth = [(mine.rss_bytes - theirs.rss_bytes) / (learners - other) for mine, theirs in pairs]
+        found.append(row(f"syncer_rss_per_learner_above_{other}_{label}", "B", growth, common))
     return found
 
 
@@ -195,47 +173,35 @@ def payload_of(elements: int, fragment_id: int = 0) -> np.ndarray:
     return np.frombuffer(codec.encode(values, "int4"), np.uint8)
 
 
-def config_of(case: Case) -> RunConfig:
+def config_of() -> RunConfig:
     base = RunConfig(protocol=ProtocolConfig(sync_every=FRAGMENTS, num_fragments=FRAGMENTS), name="scaling")
     transport = replace(base.transport, stripes=1)
-    return replace(base, syncer=SyncerConfig(shards=case.shards, merge_threads=1), transport=transport)
+    return replace(base, syncer=SyncerConfig(merge_threads=1), transport=transport)
 
 
-def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
+def serve(learners: int, folder: Path, elements: int, pipe: Connection) -> None:
     """Run a syncer in this process that makes as many rounds as the pipe requests, until it requests 0."""
-    config, plan = config_of(case), plan_of(elements)
-    run = ResolvedRun(config, plan)
-    path = folder / f"{case.shards}-{case.learners}" / "config.yaml"
-    path.parent.mkdir()
-    path.write_text(dump(config), encoding="utf-8")
-    setup, events, shards = make_setup(run), Results(), None
-    if setup.shares.count > 1:
-        shards = MergeShards(setup, run, path, 1, events.put, lambda error: os._exit(1))
-    arithmetic = Arithmetic(setup, shards.shares) if shards else local_arithmetic(setup)
+    config, plan = config_of(), plan_of(elements)
+    run, own = ResolvedRun(config, plan), folder / str(learners)
+    own.mkdir()
     zeros = ((path, np.zeros(shape, np.float32)) for path, shape in plan.shapes.items())
-    model = make_model(run, zeros, arithmetic)
-    life = Life("fresh", 1, threading.Event(), FINGERPRINT, Description("", ""))
-    listener = open_listener(config, path.parent, life, shards, events)
-    pids = [os.getpid()]
-    if shards is not None:
-        pids += [share.process.pid for share in shards.shares]
-    pipe.send(control_of(listener).address)
-    names = [f"stub-{number}" for number in range(case.learners)]
+    model = make_model(run, zeros, Arithmetic(make_setup(run)))
+    listener = open_listener(config, own, Life("fresh", 1, threading.Event(), FINGERPRINT, Description("", "")))
+    pipe.send(listener.address)
+    names = [f"stub-{number}" for number in range(learners)]
     receive(listener, Hello, len(names))
     step = 0
     while rounds := pipe.recv():
-        began_s, cpu_s = time.perf_counter(), sum(map(cpu_of, pids))
+        began_s, cpu_s = time.perf_counter(), cpu_of(os.getpid())
         for _ in range(rounds):
             step += 1
             play(step, names, model, listener)
         wall_s = time.perf_counter() - began_s
-        pipe.send((wall_s, sum(map(cpu_of, pids)) - cpu_s, sum(map(rss_of, pids))))
+        pipe.send((wall_s, cpu_of(os.getpid()) - cpu_s, rss_of(os.getpid())))
     listener.close(0.0)
-    if shards is not None:
-        shards.end()
 
 
-def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener | ShardedListener) -> None:
+def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener) -> None:
     """Make one round."""
     fragment_id = step % FRAGMENTS
     base = model.versions[fragment_id]
@@ -251,7 +217,7 @@ def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener
         listener.send(name, message, model.payload(fragment_id, base))
 
 
-def receive(listener: GrpcListener | ShardedListener, kind: type, count: int) -> dict[str, Any]:
+def receive(listener: GrpcListener, kind: type, count: int) -> dict[str, Any]:
     """Receive messages of a class from `count` learners, and return their payloads."""
     found: dict[str, Any] = {}
     until_s = time.monotonic() + WAIT_S
@@ -269,12 +235,11 @@ def rss_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def learn(case: Case, address: str, elements: int) -> None:
+def learn(learners: int, address: str, elements: int) -> None:
     """Run stub learners in threads of this process; they answer every pull at once with the same bytes."""
     payloads = [payload_of(elements, fragment_id).data for fragment_id in range(FRAGMENTS)]
     threads = [
-        threading.Thread(target=answer, args=(case, f"stub-{number}", address, elements, payloads))
-        for number in range(case.learners)
+        threading.Thread(target=answer, args=(f"stub-{number}", address, payloads)) for number in range(learners)
     ]
     for thread in threads:
         thread.start()
@@ -282,14 +247,9 @@ def learn(case: Case, address: str, elements: int) -> None:
         thread.join()
 
 
-def answer(case: Case, name: str, address: str, elements: int, payloads: list[memoryview]) -> None:
-    config = config_of(case)
-    shares = ResolvedRun(config, plan_of(elements)).shares()
-    transport = replace(config.transport, address=address)
-    wire = config.wire
-    dialler = Dialler(
-        transport, run_id="scaling", learner_id=name, incarnation=1, shares=shares, up=wire.up, down=wire.down
-    )
+def answer(name: str, address: str, payloads: list[memoryview]) -> None:
+    transport = replace(config_of().transport, address=address)
+    dialler = Dialler(transport, run_id="scaling", learner_id=name, incarnation=1)
     link = dialler.connect(0)
     link.send(Hello(name, 1, FINGERPRINT, (-1,) * FRAGMENTS, (0,) * FRAGMENTS, 0, 1, 0))
     while True:

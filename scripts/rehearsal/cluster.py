@@ -1,7 +1,7 @@
 """The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays between regions.
 
 Like JobSets on a cluster, the supervisor of local runs restarts ended processes with the commands of `diloco launch`.
-Each island dials a separate address, which has a relay for the syncer's port and one for each merge shard's port.
+Each island dials a separate address, which has a relay for the syncer's port.
 """
 
 import contextlib
@@ -57,10 +57,9 @@ class Cluster(LocalRun):
         # The number of wanted moves of the syncer to another host.
         self.moves = 0
         super().__init__(config, root / "run", say, stop)
-        first = int(free_address().rpartition(":")[2])
-        self._ports = range(first, first + config.syncer.shards + 1)
+        self._port = int(free_address().rpartition(":")[2])
         names = enumerate(config.islands.names)
-        self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, lambda: self._host) for i, name in names}
+        self.relays = {name: Ways(f"127.0.1.{i + 1}", [self._port], lambda: self._host) for i, name in names}
 
     def _mount_at(self, number: int) -> None:
         """Move the volume to another host, and let root/run lead there."""
@@ -73,7 +72,7 @@ class Cluster(LocalRun):
     def _start_syncer(self, options: Any = ()) -> Child:
         if self.moves > self._moved:
             self._mount_at(self.moves)
-        arguments = [*common.syncer_words(), "--transport.address", f"{self._host}:{self._ports[0]}", *options]
+        arguments = [*common.syncer_words(), "--transport.address", f"{self._host}:{self._port}", *options]
         return Child(SYNCER, [self._launch(SYNCER, arguments)])
 
     def _start_island(self, name: str, address: str) -> Child:

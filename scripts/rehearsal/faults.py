@@ -17,7 +17,7 @@ from diloco_jax.tools.launch.common import region_of
 from rehearsal.cluster import Cluster
 from rehearsal.services import VALID_S, Renewer
 
-# A deck of 20 cards by kind; kinds of `diloco chaos` keep their names. After a kind that starts with "kill" the target
+# A deck of 19 cards by kind; kinds of `diloco chaos` keep their names. After a kind that starts with "kill" the target
 # returns as another process.
 CARDS = {
     # No message gets to or from the islands of a region.
@@ -31,8 +31,6 @@ CARDS = {
     # The volume of the syncer is full.
     "full-volume": 1,
     "kill-syncer": 1,
-    # A merge shard gets SIGKILL.
-    "kill-shard": 1,
     "stop-syncer": 1,
     "kill": 2,
     # The last host of an island gets SIGKILL.
@@ -45,7 +43,7 @@ CARDS = {
     "slow-link": 1,
     "corrupt": 1,
 }
-AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-syncer", "kill-shard", "stop-syncer"}
+AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-syncer", "stop-syncer"}
 REGION_S, FULL_S = 120.0, 20.0
 # Faults start in this share of the run, because twice the slowest recovery (200 s here) must be left after each.
 LAST = 0.7
@@ -98,11 +96,6 @@ class Calamity(Saboteur):
             case "kill-to-move-syncer":
                 self.cluster.moves += 1
                 os.kill(pids[0], signal.SIGKILL)
-            case "kill-shard":
-                children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text(encoding="ascii").split()
-                for child in children[-1:]:
-                    os.kill(int(child), signal.SIGKILL)
-                return bool(children)
             case "kill-host":
                 os.kill(pids[-1], signal.SIGKILL)
             case "kill-politely":

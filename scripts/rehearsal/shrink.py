@@ -15,7 +15,7 @@ from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.transport.trust.certificates import settings
 
 AXES = ("data", "fsdp", "expert", "tensor")
-ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX, SEQ_LEN, BATCH_PER_DEVICE = 4, 2, 2, 2, 64, 2
+ISLANDS_MAX, HOSTS_MAX, STRIPES_MAX, SEQ_LEN, BATCH_PER_DEVICE = 4, 2, 2, 64, 2
 # A model of these sizes has fewer than 2 million parameters.
 SIZES_MAX = {
     "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
@@ -43,7 +43,7 @@ def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
             config.islands, count=len(names), topology="", mesh=MeshConfig(data=-1), each=each, batch_size=0, zone="",
             standby=False, restarts_max=config.cloud.restarts_max,
         ),
-        syncer=replace(config.syncer, shards=SHARDS, restarts_max=config.cloud.restarts_max),
+        syncer=replace(config.syncer, restarts_max=config.cloud.restarts_max),
         train=replace(
             config.train, steps=steps, tokens=0, batch_size=sum(island.batch_size or 0 for island in each.values()),
             seq_len=SEQ_LEN, eval_every=0, final_eval_batches=8,

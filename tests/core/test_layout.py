@@ -15,7 +15,6 @@ from diloco_jax.core.host_bytes import (
     RUNS_MAX,
     Runs,
     concat,
-    cut_host_bytes,
     join_host_bytes,
     pack_host_bytes,
     runs_of_box,
@@ -170,17 +169,6 @@ def test_parts_join_to_the_payload_in_any_order(boxes: list[Box], data: st.DataO
     assert join_host_bytes(found, len(whole)) == whole
 
 
-@given(dealt_boxes(), st.lists(st.integers(0, 400), max_size=6), st.integers(1, 3))
-def test_cut_parts_join_to_the_ranges(boxes: list[Box], edges: list[int], shards: int) -> None:
-    runs, whole = dealt(boxes)
-    inner = sorted({0, len(whole), *(edge % (len(whole) + 1) for edge in edges)})
-    ranges = list(itertools.pairwise(inner))
-    for shard in range(shards):
-        own = ranges[shard::shards]
-        cut = [cut_host_bytes([part_of(each, whole)[:11], part_of(each, whole)[11:]], own) for each in runs]
-        assert join_host_bytes(cut, LIMIT) == b"".join(whole[start:stop] for start, stop in own)
-
-
 @given(dealt_boxes(), st.integers(0, 2), st.integers(-1, 1), st.data())
 def test_changed_head_is_refused_or_joins_to_other_places(
     boxes: list[Box], column: int, change: int, data: st.DataObject
@@ -217,17 +205,14 @@ def test_rows_of_a_table_are_one_entry() -> None:
 def test_data_is_not_copied() -> None:
     data = np.arange(64, dtype=np.uint8)
     part = pack_host_bytes(runs_of_box(0, (2, 64), (slice(0, 1), slice(None)), 1), [data.data])
-    cut = cut_host_bytes(part, [(8, 16), (32, 40)])
-    data[10], data[33] = 200, 201
-    assert bytes(cut[1])[2] == 200 and bytes(cut[2])[1] == 201
+    data[10] = 200
+    assert bytes(part[1])[10] == 200
 
 
 def test_empty_part_makes_the_whole_empty_and_a_host_without_bytes_does_not() -> None:
     whole, nothing = part_of(runs_of_box(0, (3,), (slice(None),), 1), b"abc"), entries()
     assert join_host_bytes([whole, nothing], 3) == b"abc"
     assert join_host_bytes([whole, b""], 3) == join_host_bytes([[], whole], 3) == b""
-    assert cut_host_bytes(b"", [(0, 3)]) == []
-    assert b"".join(cut_host_bytes(nothing, [(0, 3)])) == nothing
     assert join_host_bytes([nothing, nothing], 3) == b""
 
 

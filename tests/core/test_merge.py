@@ -13,10 +13,9 @@ from diloco_jax.core.codec import Format, decode
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.core.layout import LEAF
-from diloco_jax.core.merge import MergeConfig, Rule, coefficients, merge_rule, token_weights
+from diloco_jax.core.merge import MergeConfig, Rule, coefficients, merge_rule, merge_rules, token_weights
 from diloco_jax.core.outer import Nesterov, Optax, Outer
 from diloco_jax.core.passes import Merger, Values, norms, squares_of
-from diloco_jax.core.shards import share
 from tests.core.merging import FORMATS, layout_of, make_merger, payload_of, round_of, rules_of
 
 elements = st.floats(-100, 100, width=32).map(lambda x: 0.0 if abs(x) < 1e-3 else x)
@@ -287,11 +286,11 @@ def test_an_optax_transformation_sees_the_mean_of_units() -> None:
 def test_a_piece_has_a_unit_for_each_tensor_of_which_it_has_elements() -> None:
     shapes = {"experts": (4, 3, 5, 7), "kernel": (5, 7), "scales": (4, 7), "table": (9, 7)}
     kinds = {"experts": Kind("matrix", 2), "scales": Kind("vector", 1), "table": Kind("table")}
-    rules = share(plan_fragments(shapes, 1, kinds=kinds), MergeConfig(average_paths=()), 1).rules[0]
+    (rules,) = merge_rules(plan_fragments(shapes, 1, kinds=kinds), MergeConfig(average_paths=()))
     assert rules["experts"] == Rule("rda", 35)
     assert rules["kernel"] == Rule("rda", 35)
     assert rules["scales"] == Rule("average", 28) and rules["table"] == Rule("average", 63)
-    cut = share(plan_fragments(shapes, 5, kinds=kinds), MergeConfig(), 2).rules
+    cut = merge_rules(plan_fragments(shapes, 5, kinds=kinds), MergeConfig())
     units = {key.split("[")[0]: rule.unit for rules in cut for key, rule in rules.items() if rule.method == "rda"}
     assert units == {"experts": 35, "kernel": 35}
 

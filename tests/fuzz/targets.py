@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
-from diloco_jax.core.host_bytes import cut_host_bytes, join_host_bytes
+from diloco_jax.core.host_bytes import join_host_bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -30,7 +30,6 @@ from diloco_jax.transport.link import (
     Delivery,
     TransportConfig,
     check_name,
-    split_address,
 )
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -291,12 +290,6 @@ def run_holdings(data: bytes) -> None:
             assert ranges is None or missing + ranges.filled == each.payload_bytes
 
 
-def run_shards(data: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        shards = calls.read_shards(data.decode("latin-1"), "host:1")
-        assert len(shards) <= calls.SHARDS_MAX and all(split_address(shard)[0] for shard in shards)
-
-
 def run_token(data: bytes) -> None:
     gate = Gate(encrypted=False, token=TOKEN)
     for sent in (data, data.decode("latin-1")):
@@ -385,7 +378,7 @@ COMMANDS = (
 
 
 def run_parts(data: bytes) -> None:
-    """Parts of a payload: each byte of the data once in the whole, or refused; a part that is cut stays within it."""
+    """Parts of a payload: each byte of the data once in the whole, or refused."""
     parts = list(unframed(data))
     with contextlib.suppress(ValueError):
         whole = join_host_bytes(parts, PAYLOAD_BYTES_MAX)
@@ -393,10 +386,6 @@ def run_parts(data: bytes) -> None:
         data_bytes = b"".join(part[head:] for part, head in zip(parts, heads, strict=True))
         assert all(parts) or not whole
         assert not all(parts) or sorted(whole) == sorted(data_bytes)
-    for part in parts:
-        with contextlib.suppress(ValueError):
-            cut = cut_host_bytes(part, [(0, 10), (20, 50)])
-            assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
 
 
 def run_tape(data: bytes) -> None:
@@ -446,7 +435,6 @@ TARGETS = {
     "message": Target(BODIES, run_message),
     "metadata": Target((HEADER.SerializeToString(), HOST_HEADER.SerializeToString(), b""), run_metadata),
     "holdings": Target((HOLDINGS.SerializeToString(), b""), run_holdings),
-    "shards": Target((b"a:1,:2,[::1]:3", b""), run_shards),
     "token": Target((TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
     "identity": Target(
         (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),

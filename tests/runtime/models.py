@@ -9,13 +9,12 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, Slice, plan_fragments
-from diloco_jax.core.merge import MergeConfig
+from diloco_jax.core.layout import whole
+from diloco_jax.core.merge import MergeConfig, merge_rules
 from diloco_jax.core.outer import OuterConfig
-from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Contribution, Merge
-from diloco_jax.runtime.model.arithmetic import local_arithmetic
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Setup, outer_of
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
-from diloco_jax.runtime.model.model_share import Setup, outer_of
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
 OWN = "docs.examples.own_outer:decayed"  # outer.module
@@ -24,13 +23,11 @@ LEAFY = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 4
 LEAFY_PLAN: FragmentPlan = plan_fragments(LEAFY, 2)
 
 
-def make_model(
-    outer: OuterConfig | None = None, wire_down: codec.Format = "float32", shards: int = 1, **merge: float
-) -> GlobalModel:
+def make_model(outer: OuterConfig | None = None, wire_down: codec.Format = "float32", **merge: float) -> GlobalModel:
     """The model with its initial values."""
     plan, settings = plan_fragments(SHAPES, FRAGMENTS), MergeConfig(**merge)  # type: ignore[arg-type]
     how = outer or OuterConfig(learning_rate=0.7, momentum=0.9)
-    return model_of(plan, drawn(SHAPES), how, settings, down=wire_down, shards=shards)
+    return model_of(plan, drawn(SHAPES), how, settings, down=wire_down)
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
@@ -47,14 +44,13 @@ def model_of(
     *,
     up: codec.Format = "float32",
     down: codec.Format = "float32",
-    shards: int = 1,
     anchor_history: int = 2,
 ) -> GlobalModel:
     """A model in this process."""
     merge, how = merge or MergeConfig(), outer_of(outer, plan)
-    setup = Setup(share(plan, merge, shards, cut=how.elementwise), how, up, down, anchor_history)
+    layouts = tuple(map(whole, plan.fragments))
+    arithmetic = Arithmetic(Setup(layouts, merge_rules(plan, merge), how, up, down, anchor_history))
     factor = merge.outlier_factor
-    arithmetic = local_arithmetic(setup)
     return GlobalModel(plan, parameters.items(), arithmetic, weights="tokens2_per_step", outlier_factor=factor)
 
 

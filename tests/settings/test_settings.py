@@ -292,6 +292,19 @@ def test_the_old_name_of_a_setting_is_accepted_with_a_warning(tmp_path: Path, ca
         load(path)
 
 
+def test_a_removed_setting_has_no_effect_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "sharded.yaml"
+    path.write_text("syncer: {shards: 11, merge_threads: 3}\n", encoding="utf-8")
+    assert load(path) == parse({"syncer": {"merge_threads": 3}}, "test")
+    assert f"{path}: syncer.shards has no effect" in caplog.text
+    caplog.clear()
+    assert load(path, ["--syncer.shards", "2", "--syncer.merge_threads", "4"]).syncer.merge_threads == 4
+    assert "command line: syncer.shards has no effect" in caplog.text
+    caplog.clear()
+    path.write_text("syncer: {shards: 0}\n", encoding="utf-8")
+    assert load(path) == RunConfig() and not caplog.text, "a folder of the release before lists all settings"
+
+
 def test_text_for_islands_of_the_release_before_has_old_names(caplog: pytest.LogCaptureFixture) -> None:
     config = parse({"protocol": {"silence_s": 21.0}}, "test")
     text = dump_chosen(config)

@@ -16,10 +16,10 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import encode
 from diloco_jax.core.fragments import FragmentConfig, put, take
 from diloco_jax.core.kinds import Kind
-from diloco_jax.core.merge import MergeConfig, Method
+from diloco_jax.core.layout import whole
+from diloco_jax.core.merge import MergeConfig, Method, merge_rules
 from diloco_jax.core.outer import OuterConfig, make_outer
 from diloco_jax.core.passes import Merger, Values
-from diloco_jax.core.shards import share
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.models.config import ModelConfig
@@ -235,9 +235,10 @@ def test_a_stack_is_updated_as_its_layers_are(module: str, name: OptimizerName) 
 def merged(blueprint: Blueprint, values: list[Arrays], method: Method, num_fragments: int) -> Arrays:
     """Return the global values after a round; the learners sent all of these values but the first."""
     plan = FragmentConfig(split_axis=-1).plan(blueprint.shapes, blueprint.kinds, num_fragments)
-    shares = share(plan, MergeConfig(method=method), 1)
+    how = merge_rules(plan, MergeConfig(method=method))
     theta, weights = values[0], np.full(LEARNERS, 1 / LEARNERS)
-    for fragment, layout, rules in zip(plan.fragments, shares.wholes, shares.rules, strict=True):
+    for fragment, rules in zip(plan.fragments, how, strict=True):
+        layout = whole(fragment)
         merger = Merger(layout, [rules[p.key] for p in layout.pieces], make_outer(OuterConfig()), "float32", "float32")
         sent = [np.frombuffer(encode(take(value, fragment), "float32"), np.uint8) for value in values[1:]]
         update = Values(sent, [None] * LEARNERS)
@@ -283,7 +284,7 @@ def test_what_decays_is_what_is_merged_by_direction(name: OptimizerName) -> None
     decaying = {path for path, update in updates.items() if np.abs(np.asarray(update)).max() > 0}
     assert decaying == {"conv", "head", "router"}
     plan = FragmentConfig().plan({path: tuple(value.shape) for path, value in params.items()}, kinds, 1)
-    assert {key for key, rule in share(plan, MergeConfig(), 1).rules[0].items() if rule.method == "rda"} == decaying
+    assert {key for key, rule in merge_rules(plan, MergeConfig())[0].items() if rule.method == "rda"} == decaying
 
 
 class Unnamed(Decoder):

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,9 +34,9 @@ class Ends:
         self._close.append(made.close)  # type: ignore[attr-defined]
         return made
 
-    def listen(self, *, epoch: int = 1, shards: Sequence[str] = (), **changes: Any) -> GrpcListener:
+    def listen(self, *, epoch: int = 1, **changes: Any) -> GrpcListener:
         """Open a listener; `changes` are those of its settings."""
-        made = grpc_link.listen(replace(CONFIG, **changes), run_id="run", epoch=epoch, shards=shards)
+        made = grpc_link.listen(replace(CONFIG, **changes), run_id="run", epoch=epoch)
         self.listener = self.keep(made)
         return made
 

@@ -9,13 +9,12 @@ from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import wire
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
-from diloco_jax.transport.link import Delivery, LinkClosed, Rejected, TransportError
+from diloco_jax.transport.link import LinkClosed, Rejected, TransportError
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls, dialled
-from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.stream import Outbox, Outgoing, Pieces, StreamSession
-from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, greet, hear, hear_end, value
+from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, hear, hear_end, value
 
 pytestmark = pytest.mark.net
 
@@ -209,35 +208,3 @@ def test_learner_that_says_what_it_cannot_hold_is_refused(
     monkeypatch.setattr(dialled, "holdings_metadata", lambda _: ((calls.HOLDINGS_KEY, wrong),))
     with pytest.raises(Rejected, match=reason):
         ends.connect()
-
-
-def test_learner_is_told_of_shards(ends: Ends) -> None:
-    ends.listen(shards=("other:5", ":7"))
-    assert ends.connect().shards == ("other:5", "127.0.0.1:7")
-
-
-@pytest.mark.parametrize("shards", [("host",), ("host:1,",), ("a:1",) * 65, ("h" * 200 + ":1",) * 64, ("a b:1",)])
-def test_shards_that_cannot_be_are_refused_on_both_sides(
-    ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch, shards: tuple[str, ...]
-) -> None:
-    with pytest.raises(ValueError, match=r"write host:port|use at most 64"):
-        ends.listen(shards=shards)
-    if len(",".join(shards)) < calls.SHARDS_BYTES_MAX:
-        monkeypatch.setattr(listener, "_shards", ",".join(shards))
-        with pytest.raises(TransportError, match="the syncer names unusable shards"):
-            ends.connect()
-
-
-def test_links_that_share_an_inbox_are_told_apart(ends: Ends) -> None:
-    listeners, inbox = [ends.listen(), ends.listen()], Inbox()
-    links = [
-        ends.connect(to=each.address, inbox=inbox, peer=f"shard-{number}") for number, each in enumerate(listeners)
-    ]
-    for number, (link, each) in enumerate(zip(links, listeners, strict=True)):
-        greet(each, link)
-        message = GlobalFragment(1, number, 1, 3, 1, 0)
-        assert each.send("a", message, b"xyz")
-        assert hear(links[0])._replace(session=0) == Delivery("message", f"shard-{number}", message, b"xyz")
-    listeners[1].close(1.0)
-    assert hear_end(links[0]).peer == "shard-1"
-    assert inbox.get(0) is None

@@ -28,7 +28,7 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.transport import commands
-from diloco_jax.transport.endpoints.sharded import Dialler
+from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError

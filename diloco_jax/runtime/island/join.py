@@ -25,7 +25,7 @@ from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.commands import HostMeet, HostVerdict
-from diloco_jax.transport.endpoints.sharded import Dialler
+from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import check_free, split_address
 
@@ -261,9 +261,6 @@ def make_dialler(run: ResolvedRun, learner_id: str, incarnation: int, address: s
         run_id=config.name,
         learner_id=learner_id,
         incarnation=incarnation,
-        shares=run.shares(),
-        up=config.wire.up,
-        down=config.wire.down,
         host=LEADER if hosts is None else hosts.host,
         hosts=1 if hosts is None else hosts.count,
     )

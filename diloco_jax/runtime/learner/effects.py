@@ -22,7 +22,7 @@ from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
-from diloco_jax.transport.endpoints.sharded import Dialler
+from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)

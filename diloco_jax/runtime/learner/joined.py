@@ -50,7 +50,7 @@ from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.island_state import IslandState
-from diloco_jax.transport.endpoints.sharded import Dialler
+from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
 from diloco_jax.transport.trust.security import Denied

@@ -13,8 +13,8 @@ import numpy as np
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import check, look, need_proxy
+from diloco_jax.runtime.model.arithmetic import make_setup
 from diloco_jax.runtime.model.evaluation import Scorer
-from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import OF_TOKENS, RunConfig

@@ -1,1 +1,1 @@
-"""The syncer's values: the global model, its arithmetic, and merge shards."""
+"""The syncer's values: the global model and its arithmetic."""

@@ -35,8 +35,7 @@ from diloco_jax.protocol.exclusion import (
     usual_elsewhere,
 )
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, Mark
-from diloco_jax.runtime.model.model_share import Bytes
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Bytes, Capture, Mark
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
 from diloco_jax.settings.resolved import ResolvedRun
 
@@ -127,7 +126,7 @@ class GlobalModel:
 
     def layout(self, fragment_id: int) -> Layout:
         """Return the layout of a fragment in flat arrays and payloads."""
-        return self.setup.shares.wholes[fragment_id]
+        return self.setup.layouts[fragment_id]
 
     def delta_bytes(self, fragment_id: int) -> int:
         """Return the size of an encoded step in bytes; 0 if whole values travel."""

@@ -102,7 +102,7 @@ class Merges:
 
     def __post_init__(self) -> None:
         self.pulse.rest()
-        # Round -> learner -> outer gradient, or the shards' names of it.
+        # Round -> learner -> outer gradient.
         self._values: dict[int, dict[str, Any]] = {}
         self._thread = ThreadPoolExecutor(1, "merge")
 

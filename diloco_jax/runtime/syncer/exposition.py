@@ -32,7 +32,7 @@ from diloco_jax.runtime.figures.table import Series
 from diloco_jax.runtime.records.status import EVALUATING
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.host_alarms import expiries, newest_snapshot
-from diloco_jax.runtime.syncer.sharded_listener import patiently
+from diloco_jax.runtime.syncer.listening import patiently
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.session.calls import cannot_listen

@@ -27,13 +27,11 @@ from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.figures.table import with_figures
-from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
+from diloco_jax.runtime.model.arithmetic import Arithmetic, make_setup
 from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.layout_text import layout_of
-from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run
-from diloco_jax.runtime.records.files import CONFIG_FILE, ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -43,11 +41,12 @@ from diloco_jax.runtime.syncer.context import Merges, Results, RunClock, SyncerC
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
-from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Listener, control_of, open_listener
+from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, Life, open_listener
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import Delivery
 
 # The evaluator reads data, which a syncer does not need when islands bring the model.
@@ -75,7 +74,7 @@ class SyncerDriver:
     """The loop around a started machine and an open listener."""
 
     context: SyncerContext
-    listener: Listener
+    listener: GrpcListener
     # Results of other threads.
     results: Results
     merges: Merges
@@ -92,8 +91,8 @@ class SyncerDriver:
         self._adrift: dict[str, float] = {}
         # An earlier process may have failed after the last global step.
         self._finished = self._machine.over
-        control_of(self.listener).on_drain = self._drain
-        self.results.wake_with(control_of(self.listener).wake)
+        self.listener.on_drain = self._drain
+        self.results.wake_with(self.listener.wake)
 
     def serve(self, requests: list[effects.Effect]) -> None:
         """Execute the effects of the machine's first input, then serve until the last global step or until stopped.
@@ -299,14 +298,8 @@ class SyncerRun:
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
-        self._results, self._events = Results(), Results()
-        threads = config.syncer.merge_threads or os.cpu_count() or 1
-        setup = make_setup(resolved)
-        self._shards = None
-        if setup.shares.count > 1:
-            path, death = run_dir / CONFIG_FILE, self._results.put
-            self._shards = MergeShards(setup, resolved, path, threads, self._events.put, death)
-        arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
+        self._results = Results()
+        arithmetic = Arithmetic(make_setup(resolved), config.syncer.merge_threads or os.cpu_count() or 1)
         self._initial = model.initial_parameters
         # The listener that took the model answers islands until this process listens itself.
         self._free_port = model.close_desk if isinstance(model, OfferedModel) else lambda: None
@@ -360,7 +353,7 @@ class SyncerRun:
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             life = Life(mode, machine.epoch, stop, self._fingerprint, self._description, numbers.number_of)
             self._free_port()
-            listener = open_listener(config, run_dir, life, self._shards, self._events)
+            listener = open_listener(config, run_dir, life)
             watch.listens(listener)
             driver = SyncerDriver(context, listener, self._results, merges, writer, watch)
             driver.serve(requests)
@@ -385,8 +378,6 @@ class SyncerRun:
         summary = self._conclude(watch, writer, tape, ended_s)
         writer.close()
         tape.close()
-        if self._shards is not None:
-            self._shards.end()
         return summary
 
     def _conclude(self, watch: Watch, writer: SnapshotWriter, tape: TapeFile, ended_s: float) -> dict[str, Any]:

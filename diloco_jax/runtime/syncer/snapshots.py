@@ -159,8 +159,6 @@ class SnapshotWriter:
         # Why the newest attempt failed; "" if it did not.
         self.condition = ""
         self.failures = 0
-        # The error of a lost merge shard.
-        self._lost: ConnectionError | None = None
         # Seconds that the newest snapshot took.
         self.took_s: float | None = None
         # Where the line of the newest snapshot ends on the tape, and the head in it.
@@ -206,12 +204,6 @@ class SnapshotWriter:
             path = write_snapshot(
                 self._folder, config.name, self._context.model, capture, snapshot, keep, self._count_piece
             )
-        except ConnectionError as error:
-            # A merge shard is lost, and its part of the snapshot with it.
-            self._lost, self.failures = error, self.failures + 1
-            self.condition = f"the snapshot of global step {snapshot.global_step} cannot be written: {error}"
-            log.warning(self.condition)
-            return
         except Exception as error:
             # Orbax and TensorStore raise various errors for a disk that cannot be written.
             reason = " ".join(str(error).split())[:300]
@@ -258,9 +250,6 @@ class SnapshotWriter:
 
         Args:
             tell: reports that the run is alive; called during the wait.
-
-        Raises:
-            ConnectionError: a merge shard is lost and the run was not stopped.
         """
         if self._context.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
@@ -268,15 +257,12 @@ class SnapshotWriter:
         self.wait(tell)
         try:
             self._write_now(tell)
-            while self.condition and self._lost is None and not self._context.stop.wait(RETRY_S):
+            while self.condition and not self._context.stop.wait(RETRY_S):
                 tell()
                 self._write_now(tell)
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
-        if self._lost is not None and not self._context.stop.is_set():
-            # Only another process with new merge shards can write this snapshot.
-            raise self._lost
         self.saved = not self.condition
 
     def _write_now(self, tell: Callable[[], None]) -> None:

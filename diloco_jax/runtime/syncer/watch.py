@@ -33,8 +33,8 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
-from diloco_jax.runtime.syncer.sharded_listener import Listener, control_of
 from diloco_jax.runtime.trackers.outlets import Outlets
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.endpoints.probe import versions
 
 # Metrics of islands that are summed for all islands together; the others are averaged.
@@ -83,7 +83,7 @@ class Watch:
         # Tokens of the run when this process last asked for an evaluation.
         self.asked_tokens: int | None = None
         self._book = AlarmBook(self.earlier.episodes)
-        self._listener: Listener | None = None
+        self._listener: GrpcListener | None = None
         # Newest metrics of each island.
         self._metrics: dict[str, Mapping[str, float]] = {}
         # Process number of each island that runs on this machine.
@@ -102,7 +102,7 @@ class Watch:
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
 
-    def listens(self, listener: Listener) -> None:
+    def listens(self, listener: GrpcListener) -> None:
         """Answer requests at this listener from now on, and count its traffic."""
         self._listener = listener
         self.pulse.ready(True)
@@ -250,7 +250,7 @@ class Watch:
         # With line breaks, json takes ten times as long.
         text = json.dumps(finite(status), allow_nan=False)
         if self._listener is not None:
-            control_of(self._listener).status_json = text
+            self._listener.status_json = text
         self.exposed.tell(status, now_s)
         try:
             replace_text(context.run_dir / STATUS_FILE, text + "\n")

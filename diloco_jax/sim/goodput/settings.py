@@ -34,12 +34,12 @@ class Assumptions:
     syncer_cores: int = setting(16, "cores of the syncer's host", "assumed")
     syncer_ms_per_mb: float = setting(2.43, "processor time per megabyte that learners send, int4", MEASURED)
     merge_ns: float = setting(0.7, "processor time of a merge per parameter and learner, int4", MEASURED)
-    shard_mb_per_s: float = setting(314.0, "megabytes that one merging process takes in per second", MEASURED)
+    syncer_gb_per_s: float = setting(4.6, "gigabytes per second, each way, that a syncer with TLS can carry", MEASURED)
     price_per_chip_hour: float = setting(0.0, "of one chip", "yours")
     price_per_egress_gb: float = setting(0.0, "of 1e9 bytes that leave a site", "yours")
 
     def __post_init__(self) -> None:
-        positive = ("link_gbit_per_s", "tcp_window_mb", "mtbi_years", "syncer_cores", "shard_mb_per_s")
+        positive = ("link_gbit_per_s", "tcp_window_mb", "mtbi_years", "syncer_cores", "syncer_gb_per_s")
         for name in self.__slots__:
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"

@@ -29,8 +29,6 @@ CONNECTION_BYTES = 16 << 20
 DISK_COPIES = 1
 # Arrays of a fragment beside the newest values: the one that is being decoded, and the free ones.
 HOST_COPIES = 1 + FREE_MAX
-# Each merge shard takes this beside its share; measured in docs/log.md, 2026-11-21.
-SHARD_PROCESS_BYTES = 350e6
 
 
 class Hbm(NamedTuple):
@@ -97,8 +95,6 @@ class SyncerMemory(NamedTuple):
     fragment_on_disk: float
     # Learners' payloads that arrive or wait for their merge.
     payloads: float
-    # Merge shards beside their shares of all this.
-    shard_processes: float
 
 
 def num_parameters(blueprint: Blueprint) -> int:
@@ -155,9 +151,9 @@ def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, em
 
 
 def syncer_memory(run: ResolvedRun) -> SyncerMemory:
-    """Return the memory of the syncer's host, including its merge shards."""
+    """Return the memory of the syncer's host."""
     config = run.config
-    protocol, shards = config.protocol, config.syncer.shards
+    protocol = config.protocol
     model = 4.0 * sum(fragment.num_elements for fragment in run.fragments)
     largest = 4.0 * max(fragment.num_elements for fragment in run.fragments)
     rounds, older = config.wire.down != "float32", protocol.anchor_history - 1
@@ -174,7 +170,6 @@ def syncer_memory(run: ResolvedRun) -> SyncerMemory:
         fragment_in_merge=(arrays + min(older, 1)) * largest,
         fragment_on_disk=DISK_COPIES * largest,
         payloads=payloads,
-        shard_processes=shards * SHARD_PROCESS_BYTES if shards > 1 else 0.0,
     )
 
 

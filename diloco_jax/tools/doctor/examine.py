@@ -4,8 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,38 +118,32 @@ def describe(checks: Sequence[Check]) -> str:
 
 
 @contextmanager
-def listening(config: RunConfig) -> Iterator[list[str]]:
-    """Listen on the addresses of the syncer and its shards, and answer doctors without admitting learners.
+def listening(config: RunConfig) -> Iterator[str]:
+    """Listen on the syncer's address, and answer doctors without admitting learners.
 
     Yields:
-      The addresses.
+      The address.
 
     Raises:
-      ValueError: the config has no port, or a port cannot be opened.
+      ValueError: the config has no port, or the port cannot be opened.
     """
-    written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
-    if not port:
+    if not split_address(config.transport.address)[1]:
         raise ValueError(
             f"transport.address is {config.transport.address}; --listen needs a port: add "
             "--transport.address 0.0.0.0:50051"
         )
-    shards = range(1, config.syncer.shards + 1) if config.syncer.shards > 1 else range(0)
     settings = host.part_of(config).settings
-    with ExitStack() as stack:
-        found = []
-        for offset in (0, *shards):
-            transport = replace(config.transport, address=f"{written}:{port + offset}")
-            told = [f":{port + each}" for each in shards] if not offset else []
-            listener = listen(transport, run_id=config.name, shards=told)
-            stack.callback(listener.close, 0.0)
-            listener.stop_admitting()
-            listener.desk.settings = settings
-            found.append(listener.address)
-        yield found
+    listener = listen(config.transport, run_id=config.name)
+    try:
+        listener.stop_admitting()
+        listener.desk.settings = settings
+        yield listener.address
+    finally:
+        listener.close(0.0)
 
 
 def serve(config: RunConfig, stop: threading.Event, say: Callable[[str], None]) -> None:
-    """Answer doctors until `stop` is set; `say` gets a line when all ports are open. Raises as `listening`."""
-    with listening(config) as addresses:
-        say(f"answering `diloco doctor` at {', '.join(addresses)} until Ctrl-C; no learner is admitted")
+    """Answer doctors until `stop` is set; `say` gets a line when the port is open. Raises as `listening`."""
+    with listening(config) as address:
+        say(f"answering `diloco doctor` at {address} until Ctrl-C; no learner is admitted")
         stop.wait()

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from diloco_jax.runtime.local import check_input, machine
 from diloco_jax.runtime.local.machine import chip_of, count_of
+from diloco_jax.runtime.model.arithmetic import make_setup
 from diloco_jax.runtime.model.evaluation import Scorer
-from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.figures import size

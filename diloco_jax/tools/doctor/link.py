@@ -69,7 +69,6 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
         return checks
     checks += check_settings(part.settings, greeting.settings)
     checks += [check_clock(greeting), check_versions(versions(), greeting.versions)]
-    checks += [_check_shard(address) for address in greeting.shards]
     return checks + check_throughput(config, side, greeting, part.links, seconds)
 
 
@@ -169,14 +168,6 @@ def _check_bind(address: str, setting: str) -> Check:
         return of_error("listen", error)
     found = f"nothing listens on {setting} {address} yet, and the syncer can"
     return Check("listen", "ok", f"{found}; with `diloco doctor CONFIG --listen` islands can test it")
-
-
-def _check_shard(address: str) -> Check:
-    try:
-        socket.create_connection(split_address(address), REACH_TIMEOUT_S).close()
-    except OSError as error:
-        return _unreachable("merge shard", address, error)
-    return Check("merge shard", "ok", f"TCP port {split_address(address)[1]} answers")
 
 
 def _unanswered(config: RunConfig, error: Exception) -> Check:

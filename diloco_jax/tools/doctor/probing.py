@@ -11,9 +11,9 @@ import grpc
 
 from diloco_jax.protocol.texts import clean_all
 from diloco_jax.transport.endpoints.probe import HANG_S, PROBE, SECONDS_MAX, noise
-from diloco_jax.transport.link import TransportConfig, TransportError
+from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session.calls import SERVICE, failure, open_channel, read_shards
+from diloco_jax.transport.session.calls import SERVICE, failure, open_channel
 from diloco_jax.transport.trust.security import credentials
 
 PINGS = 8
@@ -30,8 +30,6 @@ class Greeting(NamedTuple):
     settings: Mapping[str, str]
     # The number of connected learners.
     sessions: int
-    # host:port of each merge shard.
-    shards: tuple[str, ...]
     # The shortest of several round trips.
     rtt_s: float
     # The syncer's clock minus this machine's clock.
@@ -74,12 +72,8 @@ def greet(config: TransportConfig, name: str) -> Greeting:
                     best = min(best, (rtt_s, reply.unix_s - before_s - rtt_s / 2))
         except (grpc.RpcError, StopIteration) as error:
             raise failure(config, error, name) from None
-    try:
-        shards = read_shards(reply.shards, config.address)
-    except ValueError as error:
-        raise TransportError(f"the syncer at {config.address} names unusable shards: {error}") from None
     run_id, versions, settings = clean_all([reply.run_id, dict(reply.versions), dict(reply.settings)])
-    return Greeting(run_id, versions, settings, reply.sessions, shards, *best)
+    return Greeting(run_id, versions, settings, reply.sessions, *best)
 
 
 def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:

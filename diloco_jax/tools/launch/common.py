@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco_jax.settings.cloud import PORT_MAX, CloudConfig
+from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.transport.link import split_address
@@ -96,11 +96,6 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
     check_label("name", config.name)
     check_label("cloud.namespace", config.cloud.namespace)
     check_label("cloud.cluster", config.cloud.cluster)
-    if ports(config)[-1] > PORT_MAX:
-        raise ValueError(
-            f"cloud.port is {config.cloud.port}, and {config.syncer.shards} merge shards take the ports after it, but "
-            f"{PORT_MAX} is the last port; lower cloud.port or syncer.shards"
-        )
     slices = []
     for name in config.islands.names:
         island = config.island(name)
@@ -156,29 +151,17 @@ def syncer_name(config: RunConfig) -> str:
     return f"{config.name}-syncer"
 
 
-def ports(config: RunConfig) -> range:
-    """Return the ports of the syncer and its merge shards."""
-    shards = config.syncer.shards if config.syncer.shards > 1 else 0
-    return range(config.cloud.port, config.cloud.port + shards + 1)
-
-
 def metrics_port(config: RunConfig) -> int | None:
     """Return the port that Prometheus scrapes, None if there is none; ValueError if a collector could not reach it."""
     if not config.syncer.metrics:
         return None
     port = split_address(config.syncer.metrics)[1]
-    if is_loopback(config.syncer.metrics) or not port or port in ports(config):
+    if is_loopback(config.syncer.metrics) or not port or port == config.cloud.port:
         raise ValueError(
             f"syncer.metrics is {config.syncer.metrics}, which the cluster's collector cannot reach; write "
-            f"0.0.0.0:PORT with a port other than {port_range(config)}, such as 0.0.0.0:9464"
+            f"0.0.0.0:PORT with a port other than {config.cloud.port}, such as 0.0.0.0:9464"
         )
     return port
-
-
-def port_range(config: RunConfig) -> str:
-    """Return the ports as text, such as 50051 or 50051-50055."""
-    first, *_, last = [*ports(config)] * 2
-    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def environment(config: RunConfig, name: str) -> dict[str, str]:

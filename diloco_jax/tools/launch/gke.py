@@ -106,7 +106,7 @@ def syncer_manifest(config: RunConfig, needs: Needs) -> str:
         **everywhere(config),
         arguments=common.syncer_words(),
         environment={"DILOCO_CACHE": f"{common.VOLUME}/cache", "DILOCO_LOG": "json"},
-        ports=list(common.ports(config)),
+        port=config.cloud.port,
         metrics_port=common.metrics_port(config),
         request=memory(machine.request_bytes),
         limit=memory(machine.limit_bytes),

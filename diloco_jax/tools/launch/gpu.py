@@ -109,7 +109,7 @@ def sky(config: RunConfig, needs: Needs) -> Plan:
             **everywhere,
             cpus=CPUS,
             memory_gib=_gib(syncer_bytes(needs)),
-            ports=list(common.ports(config)),
+            port=config.cloud.port,
             certificates=common.certificate_files("syncer"),
         )
     }

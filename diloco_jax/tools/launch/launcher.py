@@ -108,7 +108,6 @@ class Launcher(NamedTuple):
             create=create,
             config=common.CONFIG_PATH,
             port=cloud.port,
-            ports=common.port_range(config),
             ranges=cloud.source_ranges,
         )
 

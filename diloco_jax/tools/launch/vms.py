@@ -1,7 +1,7 @@
 """Virtual machines for the syncer and for islands: managed instance groups of Compute Engine, or the Cloud TPU API.
 
 A machine runs a boot script when it starts. The script fetches everything that the container needs and starts it. Its
-inputs are in the machine's metadata: diloco-image, -arguments, -secret, -config, -ports (syncer), -hosts and
+inputs are in the machine's metadata: diloco-image, -arguments, -secret, -config, -port (syncer), -hosts and
 -environment (island). The metadata has no secrets; certificates come from Secret Manager, which the machine's account
 can read.
 """
@@ -83,7 +83,7 @@ def syncer_script(config: RunConfig) -> str:
         certificates=common.certificate_files("syncer"),
         external=cloud.external,
         private=cloud.private,
-        ports=common.port_range(config),
+        port=cloud.port,
         source_ranges=cloud.source_ranges,
         machine=cloud.syncer_machine_type,
         disk=DISK,

@@ -13,7 +13,7 @@ from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.plan.case import Case, changed
-from diloco_jax.tools.plan.forecast import FORMATS, recovery, syncer_load, wait
+from diloco_jax.tools.plan.forecast import FORMATS, recovery, wait
 from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
 from diloco_jax.transport.link import STRIPES_MAX
 
@@ -42,8 +42,8 @@ class ScheduleChoice(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Return the planned rate over the payload rate of the link."""
-        return self.rounds.planned_gbit_per_s / self.rate
+        """Return the planned rate over the payload rate of the link, or the syncer's load if that is more."""
+        return max(self.rounds.planned_gbit_per_s / self.rate, self.case.syncer_busy)
 
     @property
     def fits(self) -> bool:
@@ -269,22 +269,15 @@ def _rate(choice: ScheduleChoice) -> list[Advice]:
 
 
 def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
-    """Advise on payloads, the syncer's load and recoveries, but only if a setting must change."""
+    """Advise on payloads and recoveries, but only if a setting must change."""
     there = changed(choice.case, transport={"stripes": stripes})
     config, round_s = there.config, choice.rounds.round_s(choice.rate)
     found: list[Advice] = []
-    load = syncer_load(there)
-    if load["shards"] > max(1, config.syncer.shards):
-        why = (
-            f"learners send {load['mb_per_s_in']:.3g} MB/s, and one process merged "
-            f"{there.given.shard_mb_per_s:g} MB/s in our measurements"
-        )
-        found.append(_entry("syncer.shards", load["shards"], config.syncer.shards, why))
     if round_s > config.protocol.pull_timeout_s:
         wait = float(math.ceil(2 * round_s))
         why = f"a round takes {round_s:.3g} s, and after this time it continues without late learners"
         found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
-    whole = 4 * max(each.num_elements for each in there.run.fragments) / max(1, config.syncer.shards)
+    whole = 4 * max(each.num_elements for each in there.run.fragments)
     if whole > config.transport.payload_bytes_max:
         most = 1 << math.ceil(math.log2(whole))
         why = f"a joining learner gets whole fragments in float32, and the largest has {size(whole)}"

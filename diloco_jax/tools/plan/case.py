@@ -22,6 +22,8 @@ from diloco_jax.training.flops import model_flops
 PAYLOAD_SHARE = 0.92
 # Share of a window per round trip that one connection moves in practice; docs/benchmarks.md.
 WINDOW_SHARE = 2 / 3
+# Bits of a byte.
+BITS = 8
 # Inner step for unknown chips, from the paper's Table 13.
 ASSUMED_STEP_S = 1.0
 
@@ -91,9 +93,18 @@ class Case:
         return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
     def usable_gbit_per_s(self, stripes: int | None = None) -> float:
-        """Return a learner's payload rate over its share of the link, with `stripes` or the config's connections."""
+        """Return a learner's payload rate over its share of the link, with `stripes` or the config's connections.
+
+        It is at most its part of what the syncer's process moves when all learners send at once, in one direction.
+        """
         stripes = stripes or self.config.transport.stripes
-        return min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
+        link = min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
+        return min(link, 2 * self.given.syncer_gb_per_s * BITS / self.learners)
+
+    @property
+    def syncer_busy(self) -> float:
+        """Return the mean traffic of all rounds over what the syncer's process can carry."""
+        return self.learners * self.rounds().planned_gbit_per_s / BITS / self.given.syncer_gb_per_s
 
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
         """Describe one learner's rounds, in the given formats or the config's."""

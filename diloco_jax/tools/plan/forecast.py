@@ -10,7 +10,6 @@ from typing import Any
 
 from diloco_jax.core.codec import Format
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.settings.run import SHARDS_MAX
 from diloco_jax.sim.goodput.bandwidth import (
     GBIT,
     UTILISATIONS,
@@ -98,7 +97,7 @@ def link_state(case: Case) -> dict[str, Any]:
         "learners_per_site": case.per_site,
         "payload_gbit_per_s_per_learner": rate,
         "planned_gbit_per_s_per_learner": rounds.planned_gbit_per_s,
-        "utilisation": rounds.utilisation(rate),
+        "utilisation": min(rounds.utilisation(rate), 1 / case.syncer_busy),
         "round_s": rounds.round_s(rate),
         "overlap_s": config.protocol.overlap_steps * case.step_s,
         "merge_s": rounds.merge_s,
@@ -126,21 +125,18 @@ def wait(case: Case, rounds: Rounds, rate: float) -> dict[str, float]:
 
 
 def syncer_load(case: Case) -> dict[str, Any]:
-    """Return processor time, traffic and merge shards of the syncer."""
+    """Return processor time and traffic of the syncer, and the share of what its process can carry."""
     given, rounds = case.given, case.rounds()
     rounds_per_s = rounds.num_fragments / rounds.sync_every / case.step_s
-    in_mb_per_s = case.learners * rounds.planned_gbit_per_s * GBIT / 1e6
     up_mean = rounds.up_total_bytes / rounds.num_fragments
     cpu_s = given.syncer_ms_per_mb * 1e-3 * case.learners * up_mean / 1e6
-    shards = min(SHARDS_MAX, math.ceil(in_mb_per_s / given.shard_mb_per_s))
     return {
         "cpu_s_per_round": cpu_s,
         "rounds_per_s": rounds_per_s,
         "cores": cpu_s * rounds_per_s,
         "merge_s": rounds.merge_s,
         "gbit_per_s_each_way": case.learners * rounds.planned_gbit_per_s,
-        "mb_per_s_in": in_mb_per_s,
-        "shards": shards if shards > 1 else 0,
+        "busy": case.syncer_busy,
     }
 
 

@@ -119,11 +119,11 @@ def _latency(rows: list[Row]) -> list[str]:
 
 
 def _syncer(load: Row) -> list[str]:
-    merging = f"{load['shards']} merge shards" if load["shards"] else "no merge shards needed"
     return [
         f"syncer        {load['cpu_s_per_round']:.3g} processor seconds per round, {load['rounds_per_s']:.3g} rounds "
-        f"per second: {load['cores']:.2g} cores; {merging}",
-        f"              {load['gbit_per_s_each_way']:.3g} Gbit/s each way for all learners together",
+        f"per second: {load['cores']:.2g} cores",
+        f"              {load['gbit_per_s_each_way']:.3g} Gbit/s each way for all learners together, "
+        f"{load['busy']:.0%} of what one process can carry",
     ]
 
 

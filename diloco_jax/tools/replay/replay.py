@@ -22,10 +22,9 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments
-from diloco_jax.runtime.model.arithmetic import Capture, local_arithmetic
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, make_setup
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import make_model
-from diloco_jax.runtime.model.model_share import make_setup
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import write_json
@@ -67,7 +66,7 @@ class Replay:
         if compare and (different := script.differences(ours, told)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
         self._moving = MovingLayout(self.trainer.island.state_layout, config.wire.states)
-        arithmetic = local_arithmetic(make_setup(resolved))
+        arithmetic = Arithmetic(make_setup(resolved))
         self.model = make_model(resolved, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
         # The first difference between the run and its repetition.

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -61,8 +61,6 @@ class GrpcLink:
         self._session = session
         self._streams = streams
         self.number = session.header.session
-        self.shards: tuple[str, ...] = ()
-        """Addresses of the syncer's further listeners, as host:port."""
 
     def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
@@ -85,8 +83,6 @@ def connect(
     learner_id: str,
     incarnation: int,
     partials: Partials | None = None,
-    inbox: Inbox | None = None,
-    peer: str = SYNCER,
     number: int = 0,
     host: int = 0,
     hosts: int = 1,
@@ -97,8 +93,6 @@ def connect(
         epoch: Newest epoch of the syncer that we know; a syncer of an earlier epoch refuses. 0 if none is known.
         partials: Incomplete payloads of earlier sessions of this process with this syncer; this session continues
             them, and adds its own at its end. None: payloads that are cut are sent again.
-        inbox: Inbox for deliveries, if several links share one; it receives the deliveries of all.
-        peer: Name of the other side in deliveries.
         number: Number of the session; 0 for a new one, which is larger than all before it.
         host: Number of this host among the learner's hosts; hosts other than 0 need the number of the leader's session.
 
@@ -115,21 +109,14 @@ def connect(
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
     header.host, header.hosts = host, hosts if hosts > 1 else 0
     partials = Partials(0, config.resume_s) if partials is None else partials
-    inbox = Inbox() if inbox is None else inbox
     readable = () if host else SYNCER_TYPES
-    session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, readable, name=peer)
+    session = StreamSession(Inbox(), header, learner_id, SYNCER, config, partials, readable)
     context = bulk_context(config, learner_id)
     streams = DialledStreams(session, own, f"/{calls.SERVICE}/{calls.OPEN}", beside=True, context=context)
     link = GrpcLink(session, streams)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
-        try:
-            told = dict(streams.first.initial_metadata())
-            link.shards = calls.read_shards(told.get(calls.SHARDS_KEY, ""), config.address)
-            return link
-        except ValueError as error:
-            session.fail(f"the syncer names unusable shards: {error}")
-            trouble = session.reason
+        return link
     answered, reason = not session.open and not trouble, session.reason
     session.fail("not connected")
     session.cancel()
@@ -181,7 +168,7 @@ class GrpcListener:
         greeter: Service that describes the run to users' training loops.
     """
 
-    def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
+    def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
         self.config = config
         self._inbox = Inbox()
         self._book = SessionBook(config, run_id, epoch)
@@ -190,13 +177,12 @@ class GrpcListener:
         self._heard: dict[str, StreamSession] = {}
         self.on_drain: Callable[[str], str] | None = None
         calls.keep_freed_memory()
-        self._shards = calls.pack_shards(shards)
         # (learner, host) -> (incarnation, incomplete payloads of its sessions)
         self._partials: dict[tuple[str, int], tuple[int, Partials]] = {}
         self.status_json = "{}"
         own = credentials(config, SYNCER)
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
-        self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
+        self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected)
         self.greeter = DescriptionDesk(self._gate)
         self._contexts = BulkContexts(config, SYNCER)
         self._lock = threading.Lock()
@@ -309,8 +295,7 @@ class GrpcListener:
             session, lane, ticket = self._open_lane(context)
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
-        shards = ((calls.SHARDS_KEY, self._shards),) if self._shards else ()
-        context.send_initial_metadata(((calls.TICKET_KEY, ticket), *shards))
+        context.send_initial_metadata(((calls.TICKET_KEY, ticket),))
         session.mark_ready(lane)
         if session.wait_ready(self.config.connect_timeout_s):
             with calls.refusing(context):
@@ -385,14 +370,10 @@ class GrpcListener:
         return known[1]
 
 
-def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, shards: Sequence[str] = ()) -> GrpcListener:
+def listen(config: TransportConfig, *, run_id: str, epoch: int = 0) -> GrpcListener:
     """Listen on `config.address`.
 
-    Args:
-        shards: host:port of further listeners, sent to every learner; ":port" means the host that it dialled.
-
     Raises:
-        ValueError: The port is in use, the address is not loopback and plaintext was not allowed, or a shard is not
-            an address.
+        ValueError: The port is in use, or the address is not loopback and plaintext was not allowed.
     """
-    return GrpcListener(config, run_id, epoch, shards)
+    return GrpcListener(config, run_id, epoch)

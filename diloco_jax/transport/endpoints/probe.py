@@ -73,7 +73,6 @@ class ProbeDesk:
     run_id: str
     gate: Gate
     sessions: Callable[[], int]
-    shards: str
     settings: Mapping[str, str] = field(default_factory=dict)  # shared by learners
     _lock: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
     _measurement: _Measurement | None = field(default=None, init=False)
@@ -112,7 +111,6 @@ class ProbeDesk:
             run_id=self.run_id,
             versions=versions(),
             sessions=self.sessions(),
-            shards=self.shards,
             settings=self.settings,
         )
 

@@ -100,7 +100,7 @@ class ProbeRequest(_message.Message):
     def __init__(self, kind: _Optional[_Union[ProbeKind, str]] = ..., probe: _Optional[int] = ..., seconds: _Optional[float] = ..., noise: _Optional[bytes] = ...) -> None: ...
 
 class ProbeReply(_message.Message):
-    __slots__ = ("unix_s", "run_id", "versions", "sessions", "shards", "received_bytes", "received_s", "noise", "settings")
+    __slots__ = ("unix_s", "run_id", "versions", "sessions", "received_bytes", "received_s", "noise", "settings")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -119,7 +119,6 @@ class ProbeReply(_message.Message):
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_S_FIELD_NUMBER: _ClassVar[int]
     NOISE_FIELD_NUMBER: _ClassVar[int]
@@ -128,12 +127,11 @@ class ProbeReply(_message.Message):
     run_id: str
     versions: _containers.ScalarMap[str, str]
     sessions: int
-    shards: str
     received_bytes: int
     received_s: float
     noise: bytes
     settings: _containers.ScalarMap[str, str]
-    def __init__(self, unix_s: _Optional[float] = ..., run_id: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., sessions: _Optional[int] = ..., shards: _Optional[str] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ..., noise: _Optional[bytes] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, unix_s: _Optional[float] = ..., run_id: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., sessions: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ..., noise: _Optional[bytes] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Header(_message.Message):
     __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane", "stripe", "stripes", "host", "hosts")

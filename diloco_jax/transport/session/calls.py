@@ -25,7 +25,6 @@ from diloco_jax.transport.link import (
     TransportError,
     check_free,
     check_name,
-    split_address,
 )
 from diloco_jax.transport.partials import HOLDINGS_BYTES_MAX, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -40,10 +39,7 @@ ISLAND_SERVICE, FOLLOW = "diloco.v1.Island", "Follow"
 HEADER_KEY = "diloco-header-bin"
 HEADER_BYTES_MAX = 1024
 HOLDINGS_KEY = "diloco-holdings-bin"
-SHARDS_KEY = "diloco-shards"
 TICKET_KEY = "diloco-ticket-bin"
-SHARDS_MAX = 64
-SHARDS_BYTES_MAX = 8 << 10
 # A connection has this long from its start until TLS is up and HTTP/2 has greeted; gRPC's default is 120.
 GREETING_S = 20.0
 # A connection may be open this long without a call; a learner's connection always has one.
@@ -272,31 +268,6 @@ def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
         return PeerHoldings(pb.Holdings.FromString(raw))
     except (DecodeError, ValueError) as error:
         raise Refused(f"the call's {HOLDINGS_KEY} metadata are unusable: {error}") from None
-
-
-def pack_shards(shards: Sequence[str]) -> str:
-    """Join the addresses of further listeners; ValueError if there are too many, or one is not an address."""
-    for shard in shards:
-        split_address(f"host{shard}" if shard.startswith(":") else shard)
-    packed = ",".join(shards)
-    if len(shards) > SHARDS_MAX or len(packed) > SHARDS_BYTES_MAX or not packed.isascii() or " " in packed:
-        raise ValueError(
-            f"{len(shards)} addresses of shards with {len(packed)} characters: use at most {SHARDS_MAX} and "
-            f"{SHARDS_BYTES_MAX}, in ASCII"
-        )
-    return packed
-
-
-def read_shards(packed: str, dialled: str) -> tuple[str, ...]:
-    """Split the addresses of further listeners; an address without a host gets the host that was dialled.
-
-    Raises:
-        ValueError: There are too many, or one is not an address.
-    """
-    shards = packed.split(",") if packed else []
-    pack_shards(shards)
-    host = dialled.rpartition(":")[0]
-    return tuple(host + shard if shard.startswith(":") else shard for shard in shards)
 
 
 def read_drain_request(raw: bytes) -> str:

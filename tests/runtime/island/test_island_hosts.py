@@ -95,10 +95,6 @@ def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) 
     assert refused.returncode == 2 and "hosts" in refused.stderr
 
 
-def test_merge_shards_get_their_parts_from_every_host(tmp_path: Path) -> None:
-    shared(tmp_path, train={"steps": 20, "eval_every": 0}, syncer={"shards": 2})
-
-
 @pytest.mark.parametrize(
     ("host", "how", "words"),
     [

@@ -16,11 +16,11 @@ from tests.runtime.models import model_of
 Arrays = dict[str, np.ndarray]
 
 
-def make_model(parameters: Mapping[str, np.ndarray], fragments: int, shards: int = 1) -> GlobalModel:
+def make_model(parameters: Mapping[str, np.ndarray], fragments: int) -> GlobalModel:
     """A model whose versions are the learners' average: outer SGD with rate 1, float32 both ways."""
     plan = plan_fragments({path: value.shape for path, value in parameters.items()}, fragments)
     average, plain = MergeConfig(method="average"), OuterConfig(learning_rate=1.0, momentum=0.0)
-    return model_of(plan, parameters, plain, average, shards=shards, anchor_history=4)
+    return model_of(plan, parameters, plain, average, anchor_history=4)
 
 
 class Sent(NamedTuple):

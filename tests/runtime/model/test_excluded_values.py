@@ -85,10 +85,9 @@ def test_a_fragment_that_begins_at_zero_has_the_models_length() -> None:
     assert lasting(model, number, [24 * 0.9e-3 * math.sqrt(SIZE) * 0.1 / math.sqrt(2)]) == [False]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_late_learner_answers_for_its_own_steps(shards: int) -> None:
+def test_a_late_learner_answers_for_its_own_steps() -> None:
     """Others went far since the version that it holds; it made one step."""
-    model = make_model({KERNEL: np.full((8, 8), 0.1, np.float32)}, 1, shards)
+    model = make_model({KERNEL: np.full((8, 8), 0.1, np.float32)}, 1)
     number = settle(model, 0.024)
     for step in range(number, number + 2):
         merge(model, step, 0, {"a": sent(model, 2.0)})

@@ -13,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, FragmentConfig, FragmentPlan, put, take
 from diloco_jax.core.kinds import Kind
-from diloco_jax.core.merge import MergeConfig
+from diloco_jax.core.layout import whole
+from diloco_jax.core.merge import MergeConfig, merge_rules
 from diloco_jax.core.outer import Nesterov
 from diloco_jax.core.passes import Merger, Values
-from diloco_jax.core.shards import share
 from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.own_loop.introduce import _whole
 from diloco_jax.runtime.own_loop.trees import LoopState
@@ -87,8 +87,7 @@ class Loop:
 
 
 def merged(plan: FragmentPlan, fragment: Fragment, value: Arrays, payloads: list[bytes], format: Format) -> Arrays:
-    shares = share(plan, MergeConfig(), 1)
-    layout, rules = shares.wholes[fragment.fragment_id], shares.rules[fragment.fragment_id]
+    layout, rules = whole(fragment), merge_rules(plan, MergeConfig())[fragment.fragment_id]
     merger = Merger(layout, [rules[p.key] for p in layout.pieces], Nesterov(1.0, 0.0), format, "float32")
     values = Values([np.frombuffer(payload, np.uint8) for payload in payloads], [None] * len(payloads))
     state = merger.first(layout.flat(take(value, fragment)))

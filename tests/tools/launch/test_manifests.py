@@ -25,7 +25,6 @@ KUBERNETES = "1.32"
 VARIANTS = (
     (),
     ("--cloud.capacity", "spot", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
-    ("--syncer.shards", "3"),
     ("--syncer.metrics", "0.0.0.0:9464"),
 )
 
@@ -202,8 +201,8 @@ def test_containers_read_a_config_that_protects_every_connection() -> None:
     config = parse(yaml.safe_load(texts.pop()), "config.yaml")
     assert config.transport.encrypted and not config.transport.allow_plaintext
     assert config.transport.address == "0.0.0.0:50051"
-    (service,) = of_kind("Service", "--syncer.shards", "3")
-    assert [each["port"] for each in service["spec"]["ports"]] == [50051, 50052, 50053, 50054]
+    (service,) = of_kind("Service")
+    assert [each["port"] for each in service["spec"]["ports"]] == [50051]
     named = [getattr(config.transport, name) for name in ("tls_ca", "token_file", "tls_certificate", "tls_key")]
     assert named == [f"{common.CERTIFICATES_PATH}/{name}" for name in common.certificate_files("{name}")]
 

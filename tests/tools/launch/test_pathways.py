@@ -36,7 +36,7 @@ def pods(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return head["template"]["spec"]["template"]["spec"], worker["template"]["spec"]["template"]["spec"]
 
 
-@pytest.mark.parametrize("overrides", [(), SPOT, ("--syncer.shards", "3"), ("--syncer.metrics", "0.0.0.0:9464")])
+@pytest.mark.parametrize("overrides", [(), SPOT, ("--syncer.metrics", "0.0.0.0:9464")])
 def test_kubernetes_takes_everything(overrides: tuple[str, ...]) -> None:
     assert problems(jobset(*overrides)) == []
     core = [each for each in manifests(*overrides) if each["kind"] not in ("JobSet", "PodMonitoring")]

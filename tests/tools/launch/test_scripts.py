@@ -111,15 +111,6 @@ def test_wrong_verb_says_which_there_are(stage: Stage) -> None:
     assert result.returncode == 2 and "create" in result.stderr
 
 
-def test_merge_shards_get_their_ports(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, plan("gce", "--syncer.shards", "4"))
-    stage.run("./create.sh")
-    rule = next(words for words in stage.calls if words[2:5] == ["firewall-rules", "create", "small-syncer"])
-    assert "tcp:50051-50055" in rule
-    machine = next(words for words in stage.calls if words[2:4] == ["instances", "create"])
-    assert any(word.endswith("diloco-ports=50051:50055") for word in machine)
-
-
 VARIANTS = (
     (),
     ("--cloud.capacity", "spot", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),

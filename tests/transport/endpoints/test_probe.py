@@ -25,16 +25,16 @@ pytestmark = pytest.mark.net
 
 @pytest.fixture
 def listener(ends: Ends) -> GrpcListener:
-    return ends.listen(shards=[":7001", ":7002"])
+    return ends.listen()
 
 
 def config_of(listener: GrpcListener, **changes: Any) -> TransportConfig:
     return replace(TransportConfig(address=listener.address, connect_timeout_s=WAIT_S, stripes=2), **changes)
 
 
-def test_greeting_says_run_versions_shards_and_time(listener: GrpcListener) -> None:
+def test_greeting_says_run_versions_and_time(listener: GrpcListener) -> None:
     greeting = greet(config_of(listener), "island-0")
-    assert (greeting.run_id, greeting.sessions, greeting.shards) == ("run", 0, ("127.0.0.1:7001", "127.0.0.1:7002"))
+    assert (greeting.run_id, greeting.sessions) == ("run", 0)
     assert greeting.versions == probe.versions() and greeting.versions["python"]
     assert 0 < greeting.rtt_s < WAIT_S and greeting.skew_error_s == greeting.rtt_s / 2
     # Both sides read the same clock.

@@ -1,0 +1,71 @@
+"""How a process of the syncer starts to listen, and what it announces to learners."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from diloco_jax.runtime.records.files import ADDRESS_FILE
+from diloco_jax.runtime.syncer.begin import FAILOVER
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.endpoints.greeting import Description
+from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
+from diloco_jax.transport.link import split_address
+
+# A restarted syncer waits so long until the process before it has freed its ports.
+LISTEN_PATIENCE_S = 30.0
+LISTEN_RETRY_S = 0.5
+
+ResultT = TypeVar("ResultT")
+
+log = logging.getLogger(__name__)
+
+
+class Life(NamedTuple):
+    """One process of the syncer: how it starts, and what it announces."""
+
+    mode: str
+    epoch: int
+    stop: threading.Event
+    # Learners must agree on it.
+    fingerprint: tuple[tuple[str, str], ...]
+    # A loop of a user asks for this before it joins.
+    description: Description
+    # The number of each island that asks for it, by name.
+    number_of: Callable[[str], int] = lambda _: 0
+
+
+def open_listener(config: RunConfig, run_dir: Path, life: Life) -> GrpcListener:
+    """Open the syncer's listener, after a failover at the old address, where learners look for it.
+
+    ValueError if the address is in use or not allowed.
+    """
+    transport, file = config.transport, run_dir / ADDRESS_FILE
+    # Learners know the address of a process before this one.
+    known = life.mode == FAILOVER or config.model.own
+    if known and file.exists() and split_address(transport.address)[1] == 0:
+        transport = replace(transport, address=file.read_text(encoding="utf-8"))
+    patience_s = LISTEN_PATIENCE_S if known else 0.0
+    listener = patiently(lambda: listen(transport, run_id=config.name, epoch=life.epoch), patience_s, life.stop)
+    # An unchanged file is not written again, since the disk may be full.
+    if not file.exists() or file.read_text(encoding="utf-8") != listener.address:
+        file.write_text(listener.address, encoding="utf-8")
+    log.info(f"listening at {listener.address}")
+    listener.desk.settings = dict(life.fingerprint)
+    listener.greeter.description, listener.greeter.number_of = life.description, life.number_of
+    return listener
+
+
+def patiently(begin: Callable[[], ResultT], patience_s: float, stop: threading.Event) -> ResultT:
+    """Call `begin` until an earlier process has freed its port; return the result. ValueError after `patience_s`."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return begin()
+        except ValueError as error:
+            if time.monotonic() >= until_s or stop.wait(LISTEN_RETRY_S):
+                raise
+            log.info(f"waiting for the port of the process before: {error}")

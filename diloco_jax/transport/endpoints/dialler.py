@@ -1,0 +1,37 @@
+"""What a learner keeps between two sessions with its syncer: its names, and payloads that a lost link cut."""
+
+from functools import partial
+
+from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect
+from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.partials import Partials
+
+
+class Dialler:
+    """Connector of a learner to its syncer; it keeps the incomplete payloads of sessions that were cut.
+
+    Args:
+        host: Number of this host in its island; host 0 leads.
+        hosts: Number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is
+            this host's bytes of it (core/host_bytes.py), empty if the host has no value to send.
+    """
+
+    def __init__(
+        self, config: TransportConfig, *, run_id: str, learner_id: str, incarnation: int, host: int = 0, hosts: int = 1
+    ) -> None:
+        names = {"run_id": run_id, "learner_id": learner_id, "incarnation": incarnation, "host": host, "hosts": hosts}
+        partials = Partials(config.payload_bytes_max, config.resume_s)
+        self._dial = partial(connect, config, partials=partials, **names)  # type: ignore[arg-type]
+
+    def connect(self, epoch: int, number: int = 0) -> GrpcLink:
+        """Open a link of a learner, or of one host of an island of several, by `grpc_link.connect`.
+
+        A host that is not the leader sends FragmentValues with its own bytes, and receives only the end of the session.
+        Its session ends together with the leader's. Close it after the leader's, or messages that the leader has not
+        sent yet are lost.
+
+        Args:
+            epoch: Newest epoch of the syncer that we know; the leader's, for a host that is not the leader.
+            number: Number of the leader's link, for a host that is not the leader.
+        """
+        return self._dial(epoch=epoch, number=number)
