@@ -1,4 +1,4 @@
-"""The recipe of docs/public-models.md with a small model: two sources of text, a public model in, four islands, out again."""
+"""The recipe of docs/public-models.md with a small model: two texts, a public model in, four islands, out again."""
 
 import json
 import os
