@@ -67,6 +67,12 @@ def test_every_page_is_once_in_the_manual_or_in_the_records() -> None:
     assert not {*manual} & {*records}
 
 
+def test_every_page_of_the_manual_links_to_the_glossary() -> None:
+    manual = {*listed_in(ROOT / "docs" / "index.md")} - {"glossary", "notebook"}
+    texts = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in manual}
+    assert not [name for name, text in texts.items() if "glossary.md)" not in text]
+
+
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# The life of X, again\n\n[a](page.md#the-life-of-x-again) [b](#the-life) ![c](picture.svg)\n")
