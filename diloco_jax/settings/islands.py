@@ -64,7 +64,8 @@ class IslandsConfig:
     """The islands of the run; `each` has the differences of single islands."""
 
     count: int = 4
-    """M: number of islands. High: more samples per second, and a somewhat higher loss after the same tokens."""
+    """M: number of islands. More islands train more samples per second; the loss after the same tokens is somewhat
+    higher."""
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
     GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
@@ -78,9 +79,9 @@ class IslandsConfig:
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
     """Layout of an island's devices."""
     batch_size: int = 0
-    """Sequences in one inner step of an island; islands may differ. 0: an equal share of train.batch_size. Low: steps
-    are short and noisy, and the island has less weight in a merge. High: a step takes more memory, and the same tokens
-    give fewer updates."""
+    """Sequences in one inner step of an island; islands may differ. 0: an equal share of train.batch_size. Set it if
+    islands differ in memory or speed, or join and leave often. A larger batch takes more memory, and gives the island
+    more weight in a merge."""
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch."""
     controller: Controller = "processes"
@@ -92,8 +93,7 @@ class IslandsConfig:
     and JAX_PLATFORMS=proxy."""
     slice_wait_s: float = 86400.0
     """Seconds that an island waits for its slice after Pathways took it away; the wait does not count for restarts_max.
-    After that the island is given up. Low: a slice that returns late stays unused. High: a run that lost too many
-    slices waits for long."""
+    After that the island is given up. Raise it if slices may return later than this."""
     profiles: str = ""
     """Folder for the results of `diloco profile` on Pathways, whose profiler writes to Cloud Storage only, such as
     gs://bucket/profiles."""

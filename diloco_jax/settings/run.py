@@ -43,10 +43,12 @@ class SyncerConfig:
     """Seconds between a failure of the syncer and its next start. The delay grows while the syncer fails soon after
     each start."""
     merge_threads: int = 0
-    """Threads that all merges share; 0: one per core. High: merges take cores from islands on the same machine."""
+    """Threads that all merges share; 0: one per core. Lower it if merges take cores from islands on the same
+    machine."""
     parameters_max: int = 2_000_000_000
     """The most parameters of a model that a first learner may bring (model.module: own). Larger models are refused.
-    High: a mistaken or hostile learner can take more of the syncer's memory."""
+    Raise it for a larger model of that kind; a mistaken or hostile learner can then take more of the syncer's
+    memory."""
     metrics: str = ""
     """host:port where Prometheus scrapes the run's metrics (docs/metrics.md), without encryption and without a
     password; 0.0.0.0 lets scrapers on other machines connect. Port 0 lets the system choose a port, which the log
@@ -74,8 +76,8 @@ class CheckpointsConfig:
     """Snapshots of the run on disk; how often they are taken is protocol.snapshot_every."""
 
     keep: int = 3
-    """Snapshots of the whole run that are kept, at least 1. Low: with 1, a damaged snapshot cannot be replaced by an
-    older one. High: snapshots fill the disk."""
+    """Snapshots of the whole run that are kept, at least 1. Lower it if snapshots fill the disk; with 1, a damaged
+    snapshot cannot be replaced by an older one."""
     states: str = ""
     """A second folder for the state that each host of an island saves, beside the run's folder: a path or a URL that
     fsspec can write, such as gs://bucket/folder. An island restores its optimizer's moments from it when its disk is
@@ -100,20 +102,20 @@ class TrainConfig:
     the tokens need so that absent islands have time to return."""
     batch_size: int = 32
     """Sequences per global step over all islands together. Each island takes an equal share unless islands.batch_size
-    is set. Low: gradients are noisy. High: a step takes more memory, and the same tokens give fewer updates."""
+    is set. Raise it if gradients are noisy; a step then takes more memory, and the same tokens give fewer updates."""
     seq_len: int = 128
-    """Tokens per sequence that are predicted. Low: the model learns no long context. High: a step takes more memory and
-    time."""
+    """Tokens per sequence that are predicted. Raise it for longer context; a step then takes more memory and time."""
     eval_every: int = 0
-    """Global steps between two evaluations of the global model; 0: only at the end. Low: evaluations take time from
-    training."""
+    """Global steps between two evaluations of the global model; 0: only at the end. Set it to see the loss during the
+    run; each evaluation takes time from one island's training."""
     eval_batches: int = 16
-    """Batches per evaluation during the run. Low: the loss is noisy. High: the evaluating island is away from its steps
-    for longer."""
+    """Batches per evaluation during the run. Raise it if the evaluation loss is noisy; the evaluating island is then
+    away from its steps for longer."""
     final_eval_batches: int = 64
-    """Batches of the evaluation at the end and of `diloco eval`. Low: the result is noisy."""
+    """Batches of the evaluation at the end and of `diloco eval`. Raise it if you compare results, because few batches
+    give a noisy loss."""
     eval_batch_size: int = 16
-    """Sequences per batch of an evaluation. Low: the evaluation is slow. High: it takes more memory."""
+    """Sequences per batch of an evaluation. Lower it if an evaluation needs too much memory."""
     settle_batches: int = 300
     """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange. So
     many training batches pass through the global model before an evaluation, without an update, so that this state fits
@@ -142,12 +144,12 @@ class EvaluationConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the class."""
     timeout_s: float = 600.0
-    """Seconds for one call of the module. The run continues without its numbers after that. High: a module that hangs
-    is noticed late."""
+    """Seconds for one call of the module. The run continues without its numbers after that. Raise it if your module
+    needs longer."""
     wait_s: float = 900.0
     """Seconds for an island to evaluate the global model, compiling included. Then another island is asked; at the end
-    of a run, the syncer also waits so long for an island to return. The timeout_s of a module is added. Low: two
-    islands may evaluate the same model. High: results of a lost island come late."""
+    of a run, the syncer also waits so long for an island to return. The timeout_s of a module is added. Raise it if an
+    evaluation needs longer, because two islands may otherwise evaluate the same model."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
@@ -165,8 +167,8 @@ class AdoptConfig:
     """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: local
     = global + (local now - local sent), which keeps what the island learned while the fragment travelled."""
     alpha: float = 0.5
-    """Share of the local value that blend keeps, in [0, 1). 0 is overwrite. High: the global value has little
-    effect."""
+    """Share of the local value that blend keeps, in [0, 1). 0 is overwrite. With a large alpha the global value has
+    little effect."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:
@@ -195,16 +197,16 @@ class WatchdogConfig:
     least_s: float = 300.0
     """Seconds that a step of an island, or a turn of the syncer's loop, may always take. A process ends if a step takes
     longer than this and longer than median_factor times the median of the last steps; its log then shows the stacks of
-    all threads. Time while the whole process is suspended does not count. 0: nothing is ever ended. Low: a process that
-    is only slow is ended. High: a hang is noticed late."""
+    all threads. Time while the whole process is suspended does not count. 0: nothing is ever ended. Raise it if the
+    watchdog ends a process that is only slow."""
     median_factor: float = 10.0
-    """Multiple of the median step time that a step may take, at least 1; see least_s. High: only start_s bounds a
-    step."""
+    """Multiple of the median step time that a step may take, at least 1; see least_s. Raise it if the length of steps
+    varies more than this."""
     start_s: float = 1800.0
     """Seconds for phases that may take long: everything before the first step (compiling included), loading a whole
     state, an evaluation, a merge (which may wait for a snapshot), the end of a process, and whatever your own loop does
-    between two steps. It is also the upper bound of every other limit. Low: a process that still compiles is ended.
-    High: a hang during the start is noticed late."""
+    between two steps. It is also the upper bound of every other limit. Raise it if the watchdog ends a process that
+    still compiles."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.least_s <= self.start_s and self.start_s < inf):
