@@ -20,6 +20,7 @@ from diloco_jax.protocol.messages import (
     AnchorValue,
     FragmentValue,
     GlobalFragment,
+    Hello,
     LearnerMessage,
     Message,
     MetricsReport,
@@ -36,6 +37,10 @@ BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, Stat
 LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport)
 # A learner's hosts send these types, except for its leader.
 HOST_TYPES: tuple[type, ...] = (FragmentValue,)
+# A subscriber can only request the model.
+SUBSCRIBER_TYPES: tuple[type, ...] = (Hello,)
+# The name of a subscriber in deliveries starts with this text, which no learner's name contains.
+SUBSCRIBER = "subscriber/"
 SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)

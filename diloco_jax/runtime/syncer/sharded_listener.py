@@ -191,8 +191,12 @@ def open_listener(
     if known and file.exists() and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
+    # Only the shards have the values that subscribers request.
+    most = 0 if others else config.syncer.subscribers_max
     listener = patiently(
-        lambda: listen(transport, run_id=config.name, epoch=life.epoch, shards=others), patience_s, life.stop
+        lambda: listen(transport, run_id=config.name, epoch=life.epoch, shards=others, subscribers_max=most),
+        patience_s,
+        life.stop,
     )
     # An unchanged file is not written again, since the disk may be full.
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:

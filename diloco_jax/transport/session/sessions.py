@@ -148,10 +148,25 @@ class HostSessions:
 
 
 class SessionBook:
-    """The book of a listener's sessions: who may open one, and which one is a learner's newest; any thread."""
+    """The book of a listener's sessions: who may open one, and which one is a learner's newest; any thread.
 
-    def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
+    Args:
+        known_max: The most learners that are known.
+        full: The refusal of one more learner, while all that are known have an open session.
+    """
+
+    def __init__(
+        self,
+        config: TransportConfig,
+        run_id: str,
+        epoch: int,
+        *,
+        known_max: int = KNOWN_MAX,
+        full: str = f"{KNOWN_MAX} learners are connected, this syncer takes no more",
+    ) -> None:
         self.config = config
+        self._known_max = known_max
+        self._full = full
         self.run_id = run_id
         self.epoch = epoch
         self._lock = threading.Lock()
@@ -213,7 +228,7 @@ class SessionBook:
                 if header.host:
                     self._add_host(session)
                     return
-                if header.sender not in self._newest and len(self._newest) >= KNOWN_MAX:
+                if header.sender not in self._newest and len(self._newest) >= self._known_max:
                     self._forget_one()
             except Refused as error:
                 session.fail(str(error))
@@ -315,7 +330,7 @@ class SessionBook:
         """Forget the learner that connected the longest time ago, among those without an open session."""
         gone = next((name for name, session in self._newest.items() if not session.open), None)
         if gone is None:
-            raise Refused(f"{KNOWN_MAX} learners are connected, this syncer takes no more", final=False)
+            raise Refused(self._full, final=False)
         del self._newest[gone]
         self._hosts.pop(gone, None)
 
