@@ -135,7 +135,7 @@ def test_rounds_and_the_end_are_told_once() -> None:
 
 def test_no_answer_while_learners_may_bring_newer_values() -> None:
     syncer = trained(3)
-    # The syncer returns with the initial value of fragment 1, of which learner a has a newer one.
+    # The syncer returns with the initial value of fragment 1, and learner a has a newer one.
     syncer.on_restart([0, 0, 2, 3], [0, 0, digest(2, 2), digest(3, 3)], 10.0)
     assert syncer.restoring
     found = subscribers(syncer)

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from diloco_jax.protocol import messages as m
 from diloco_jax.transport.endpoints import grpc_link
+from diloco_jax.transport.endpoints.greeting import Description, ask_description
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import LEARNER_TYPES, SUBSCRIBER, TransportError
+from diloco_jax.transport.trust import certificates
 from tests.transport.ends import CONFIG, Ends, greet, hear, hear_end, hear_message
 
 pytestmark = pytest.mark.net
@@ -80,3 +83,33 @@ def test_a_slow_subscriber_is_cut_when_its_queue_is_full(ends: Ends) -> None:
     assert not all(listener.send(f"{SUBSCRIBER}s", m.Advance(1)) for _ in range(100_000))
     assert hear_end(listener, "queue").peer == f"{SUBSCRIBER}s"
     assert listener.send("a", m.Advance(1)) and hear_message(learner) == m.Advance(1)
+
+
+def test_a_stranger_gets_nothing(ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_link, "PATIENCE_S", 0.1)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    certificates.make(ours, ["s"])
+    certificates.make(theirs, ["s"])
+    config = replace(CONFIG, **certificates.settings(ours))
+    listener = ends.listener = ends.keep(grpc_link.listen(config, run_id="run", epoch=1, subscribers_max=2))
+    listener.greeter.description = Description("the config", "the layout")
+    (tmp_path / "token").write_text("not the run's token")
+    strangers = {
+        "no certificate": CONFIG,
+        "another authority": replace(CONFIG, **certificates.settings(theirs)),
+        "another token": replace(config, token_file=str(tmp_path / "token")),
+    }
+    for stranger in strangers.values():
+        there = replace(stranger, address=listener.address, connect_timeout_s=5.0)
+        for attempt in (
+            lambda there=there: grpc_link.connect(there, run_id="run", learner_id="s", incarnation=0, subscribes=True),
+            lambda there=there: ask_description(there, "s"),
+        ):
+            with pytest.raises(TransportError):
+                attempt()
+    assert listener.receive(0) is None, "the driver must not see a stranger"
+    known = replace(config, address=listener.address)
+    assert ask_description(known, "s").layout == "the layout"
+    link = ends.keep(grpc_link.connect(known, run_id="run", learner_id="s", incarnation=0, subscribes=True))
+    link.send(HELLO)
+    assert hear(listener).message == HELLO

@@ -17,13 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_jax.protocol import bounds
-from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.messages import RUN_COMPLETE, Advance, GlobalFragment, Hello, Refuse, Stop, Welcome
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 from diloco_jax.protocol.syncer.machine import Syncer
 
 # The entry of a fingerprint that a subscriber and the syncer must share.
 MODEL_LAYOUT = "model layout"
+
+Answer = Advance | GlobalFragment | Refuse | Stop | Welcome
+# Each with the name of its subscriber.
+Answers = list[tuple[str, Answer]]
 
 
 @dataclass(slots=True)
@@ -60,11 +63,11 @@ class Subscribers:
         """Return whether a subscriber is connected."""
         return bool(self._known)
 
-    def on_hello(self, hello: Hello) -> list[Send]:
+    def on_hello(self, hello: Hello) -> Answers:
         """Take a request; the answer may come from this call, or from a later `proceed`."""
         if refusal := self._refusal(hello):
             self._known.pop(hello.learner_id, None)
-            return [Send(hello.learner_id, Refuse(refusal))]
+            return [(hello.learner_id, Refuse(refusal))]
         subscriber = self._known.setdefault(hello.learner_id, Subscriber())
         subscriber.asked, subscriber.versions = hello, hello.versions
         return self.proceed()
@@ -73,12 +76,12 @@ class Subscribers:
         """Forget a subscriber whose connection ended."""
         self._known.pop(name, None)
 
-    def proceed(self) -> list[Send]:
+    def proceed(self) -> Answers:
         """Answer requests, and tell of closed rounds and of the end. Call it whenever the machine has changed."""
         # Until then learners may bring newer values than the driver holds.
         if not self._known or self.syncer.restoring:
             return []
-        return [Send(name, message) for name, each in self._known.items() for message in self._messages(each)]
+        return [(name, message) for name, each in self._known.items() for message in self._messages(each)]
 
     def state(self) -> list[dict[str, Any]]:
         """Return one row per subscriber for the status of the run: its name, and the newest values that it lacked."""
@@ -99,8 +102,8 @@ class Subscribers:
             return f"{hello.learner_id} expects another model than that of the run: start it again"
         return ""
 
-    def _messages(self, subscriber: Subscriber) -> list[Advance | GlobalFragment | Stop | Welcome]:
-        progress, down, found = self.syncer.progress, self.syncer.downstream, list[Any]()
+    def _messages(self, subscriber: Subscriber) -> list[Answer]:
+        progress, down, found = self.syncer.progress, self.syncer.downstream, list[Answer]()
         if (hello := subscriber.asked) is not None:
             subscriber.asked, subscriber.global_step = None, progress.global_step
             if missing := down.missing(hello):

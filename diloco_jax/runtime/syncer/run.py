@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.protocol import effects, messages
 from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.subscribers import MODEL_LAYOUT, Subscribers
+from diloco_jax.protocol.syncer.subscribers import MODEL_LAYOUT, Answers, Subscribers
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
@@ -208,10 +208,11 @@ class SyncerDriver:
         elif hello.learner_id == name:
             self._serve_subscribers(self.subscribers.on_hello(hello))
 
-    def _serve_subscribers(self, answers: list[effects.Send]) -> None:
+    def _serve_subscribers(self, answers: Answers) -> None:
         for name, message in answers:
-            whole = isinstance(message, messages.GlobalFragment)
-            payload = self._model.payload(message.fragment_id) if whole else b""
+            payload: bytes | memoryview = b""
+            if isinstance(message, messages.GlobalFragment):
+                payload = self._model.payload(message.fragment_id)
             control_of(self.listener).send(f"{SUBSCRIBER}{name}", message, payload)
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
