@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -59,6 +58,8 @@ def _follow_options(parser: Parser) -> None:
 )
 def follow(arguments: argparse.Namespace) -> int:
     """Receive the global model until the run is complete, and write it every N rounds."""
+    import tempfile
+
     from diloco_jax.runtime.records.log_lines import show_lines
     from diloco_jax.runtime.records.signals import stop_on_signals
     from diloco_jax.runtime.subscriber.subscription import Subscription, default_name, find_run

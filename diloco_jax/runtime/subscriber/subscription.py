@@ -155,9 +155,14 @@ class Subscription:
             self._connect()
             while (received := self._receive()) is not None:
                 message, payload = received
-                if (exact := self._take(message, payload)) is not None and (model := self._model(exact)) is not None:
+                exact = self._take(message, payload)
+                last = self._over and isinstance(message, Welcome)
+                if last:
+                    # The syncer of a complete run waits for its subscribers.
+                    self.close()
+                if exact is not None and (model := self._model(exact)) is not None:
                     yield model
-                if self._over and isinstance(message, Welcome):
+                if last:
                     self.complete = True
                     return
                 if not self._asked and (self._over or self._came or self._clock >= self._due):

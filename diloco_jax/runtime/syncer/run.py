@@ -60,6 +60,8 @@ STATUS_EVERY_S = 0.5
 BACKLOG_MAX = 10_000
 # Learners have so long to receive Stop and answer.
 FAREWELL_S = 5.0
+# Subscribers have so long at the end of a complete run to receive the last values.
+SUBSCRIBERS_S = 30.0
 # A learner whose link broke within this time may reconnect. Only this process can tell it that the run is over.
 ADRIFT_S = 60.0
 # A syncer without a supervisor waits this long at the end for learners whose link broke: a process that starts them
@@ -141,9 +143,12 @@ class SyncerDriver:
             )
             lately_s = -inf
         ends_s = self._now_s() + (late_s if late else FAREWELL_S)
-        while self._now_s() < ends_s and not (late and self.context.stop.is_set()):
+        subscribers_until_s = self._now_s() + SUBSCRIBERS_S if self._machine.finished else 0.0
+        while not (late and self.context.stop.is_set()):
             adrift = any(lost_s > lately_s for lost_s in self._adrift.values())
-            if not (lingers or adrift or self._machine.membership.connected() or self.subscribers):
+            learners = lingers or adrift or bool(self._machine.membership.connected())
+            waits = self.subscribers and self._now_s() < subscribers_until_s and not self.context.stop.is_set()
+            if not waits and not (learners and self._now_s() < ends_s):
                 return
             self._take(0.1)
 

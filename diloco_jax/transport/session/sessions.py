@@ -162,11 +162,11 @@ class SessionBook:
         epoch: int,
         *,
         known_max: int = KNOWN_MAX,
-        full: str = f"{KNOWN_MAX} learners are connected, this syncer takes no more",
+        full: str = "",
     ) -> None:
         self.config = config
         self._known_max = known_max
-        self._full = full
+        self._full = full or f"{known_max} learners are connected, this syncer takes no more"
         self.run_id = run_id
         self.epoch = epoch
         self._lock = threading.Lock()
