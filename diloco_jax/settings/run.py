@@ -24,6 +24,7 @@ from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig, split_address
 
+SUBSCRIBERS_MAX = 256
 # The limit holds for every count below `train`.
 TOKENS_MAX = 10**18
 # A folder gets this name, and a number may follow it there.
@@ -56,6 +57,9 @@ class SyncerConfig:
     page: str = ""
     """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: no page is
     served."""
+    subscribers_max: int = 16
+    """The most processes of `diloco follow` that the syncer serves at a time (docs/follow.md); 0 for none. Low: later
+    ones are refused. High: they share the syncer's link and memory, a whole fragment each."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
@@ -66,6 +70,8 @@ class SyncerConfig:
             raise ValueError(f"syncer.merge_threads is {self.merge_threads}; use 1 to 256, or 0 for one per core")
         if self.parameters_max < 1:
             raise ValueError(f"syncer.parameters_max is {self.parameters_max}; it must be at least 1")
+        if not 0 <= self.subscribers_max <= SUBSCRIBERS_MAX:
+            raise ValueError(f"syncer.subscribers_max is {self.subscribers_max}; use 0 (none) to {SUBSCRIBERS_MAX}")
         for name in ("metrics", "page"):
             if address := getattr(self, name):
                 split_address(address, f"syncer.{name}")

@@ -21,6 +21,7 @@ from diloco_jax.protocol.messages import (
     CutFragment,
     FragmentValue,
     GlobalFragment,
+    Hello,
     HostBlocks,
     LearnerMessage,
     Message,
@@ -41,6 +42,10 @@ LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport, Hos
 # A learner's hosts send and receive these types, except for its leader.
 HOST_TYPES: tuple[type, ...] = (FragmentValue, AnchorValue, HostBlocks)
 TO_HOST_TYPES: tuple[type, ...] = (CutFragment,)
+# A subscriber can only request the model.
+SUBSCRIBER_TYPES: tuple[type, ...] = (Hello,)
+# The name of a subscriber in deliveries starts with this text, which no learner's name contains.
+SUBSCRIBER = "subscriber/"
 SYNCER_TYPES: tuple[type, ...] = (*get_args(SyncerMessage), CutFragment)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
