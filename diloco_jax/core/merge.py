@@ -42,7 +42,8 @@ class MergeConfig:
     method: Method = "rda"
     """'rda' keeps the mean norm of the learners' outer gradients. With 'average' the norm shrinks as learners are
     added, so its best optimizer.learning_rate is higher, 1.4 to 2 times that of rda with four islands: tune each by
-    itself. Vectors and embeddings (first axis `vocab`) are always averaged."""
+    itself. Vectors and embeddings (first axis `vocab`) are always averaged. Set it to average for periods of 3 to 6 and
+    up to four islands, together with a new learning rate (docs/settings.md)."""
     average_paths: tuple[str, ...] = ("*embed*",)
     """Parameters that are averaged with every `method`: case-sensitive patterns of the whole path, where '*' stands for
     any characters, '/' included. ('*',) averages all parameters."""

@@ -35,7 +35,8 @@ class ProtocolConfig:
     counts; rest has all other tensors. Each period divides the next longer one. Raise it if your link is too narrow, as
     diloco plan shows. Lower it for a better loss: islands drift apart less, and traffic grows."""
     sync_later: dict[int, Periods] = field(default_factory=dict)
-    """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before."""
+    """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before. Set
+    it to merge more often late in the run."""
     num_fragments: int = 24
     """P: fragments of the model, at most H. P = H moves one fragment in every step, and 1 moves the whole model at
     once, as in DiLoCo. With periods by class: the limit of all classes; each class gets as many as make the bytes of a
@@ -101,7 +102,8 @@ class ProtocolConfig:
     """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions. Raise it
     if islands need longer to reconnect, because their newer versions are otherwise lost."""
     recover_from_peers: bool = True
-    """Learners that join later get parameters and inner optimizer state from a healthy learner."""
+    """Learners that join later get parameters and inner optimizer state from a healthy learner. Set it to false if
+    links are too slow for a whole state."""
     recovery_attempts: int = 3
     """States that a joining learner tries to get, each within recovery_turns, before it starts without one. Lower it if
     an island should start without moments instead of waiting."""

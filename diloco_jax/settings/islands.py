@@ -69,10 +69,11 @@ class IslandsConfig:
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
     GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
-    GPUs, and emulated devices elsewhere. JAX_PLATFORMS=cpu in the environment always emulates."""
+    GPUs, and emulated devices elsewhere. JAX_PLATFORMS=cpu in the environment always emulates. Set it to use fewer GPUs
+    or emulated devices than auto would."""
     hosts: int = 1
     """Processes of an island that run one SPMD program together. A topology determines this number. If one process
-    fails, the island restarts as a whole."""
+    fails, the island restarts as a whole. Set it for an island of several GPU hosts."""
     topology: str = ""
     """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices
     auto."""
@@ -100,7 +101,8 @@ class IslandsConfig:
     command: tuple[str, ...] = ()
     """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
     [python, my_loop.py]; python is the interpreter that runs diloco. The program sees islands.devices, and finds its
-    place in the run in DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and similar variables. Empty: the built-in loop."""
+    place in the run in DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and similar variables. Empty: the built-in loop.
+    Set it to train your own loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """Differences of single islands by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
     generations: dict[str, Generation] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class IslandsConfig:
     no MFU on other devices."""
     restarts_max: int = 10
     """How often a local run restarts a failed island. The count restarts after ten minutes without a failure. 0: an
-    island is given up after its first failure."""
+    island is given up after its first failure. Raise it if islands fail often and return, as on spot machines."""
     restart_delay_s: float = 1.0
     """Seconds between a failure of an island and its next start in a local run. While the island fails within 20 s of
     each start, the delay doubles up to one minute."""
@@ -119,7 +121,7 @@ class IslandsConfig:
     """Keep a spare process for each island in a local run, which replaces the island immediately when it fails. A spare
     has done its imports and, on emulated devices, has loaded the model and its programs, so it takes as much memory as
     an island. Only for islands of one process with the built-in loop. Spares start one after another once their islands
-    train."""
+    train. Set it if a failed island must return quickly, and the memory is there."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= ISLANDS_MAX:

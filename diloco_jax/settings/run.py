@@ -53,13 +53,13 @@ class SyncerConfig:
     metrics: str = ""
     """host:port where Prometheus scrapes the run's metrics (docs/metrics.md), without encryption and without a
     password; 0.0.0.0 lets scrapers on other machines connect. Port 0 lets the system choose a port, which the log
-    names. Empty: no metrics are served."""
+    names. Empty: no metrics are served. Set it for graphs and alerts over days."""
     page: str = ""
-    """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: no page is
-    served."""
+    """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: no page is served.
+    Set it to watch a run from a browser while it trains."""
     subscribers_max: int = 16
-    """The most processes of `diloco follow` that the syncer serves at a time (docs/follow.md); 0 for none. Low: later
-    ones are refused. High: they share the syncer's link and memory, a whole fragment each."""
+    """The most processes of `diloco follow` that the syncer serves at a time (docs/follow.md); 0 for none. Raise it for
+    more of them; each takes a share of the syncer's link, and memory for a whole fragment."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
@@ -87,7 +87,7 @@ class CheckpointsConfig:
     states: str = ""
     """A second folder for the state that each host of an island saves, beside the run's folder: a path or a URL that
     fsspec can write, such as gs://bucket/folder. An island restores its optimizer's moments from it when its disk is
-    lost."""
+    lost. Set it if machines return without their disks, as spot machines do."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -100,12 +100,14 @@ class TrainConfig:
 
     steps: int = 1000
     """T: global steps of the run; every island makes about as many inner steps. 0, only with train.tokens: as many as
-    the tokens need. The learning-rate schedule stretches with this number."""
+    the tokens need. The learning-rate schedule stretches with this number. Set it for every run, or set
+    train.tokens."""
     tokens: int = 0
     """Tokens that rounds must have merged before the run ends, over all islands; 0: the run ends after train.steps. The
     learning rate then follows the merged tokens: one step of the schedule (optimizer.warmup_steps) is train.seq_len
     times the sum of the islands' batches. train.steps still ends the run if it comes first; use 0, or more steps than
-    the tokens need so that absent islands have time to return."""
+    the tokens need so that absent islands have time to return. Set it if islands join and leave, so that the run ends
+    after a fixed amount of training."""
     batch_size: int = 32
     """Sequences per global step over all islands together. Each island takes an equal share unless islands.batch_size
     is set. Raise it if gradients are noisy; a step then takes more memory, and the same tokens give fewer updates."""
@@ -188,12 +190,15 @@ class WireConfig:
     up: Format = "int4"
     """Format of the outer gradients that learners send. int2 (2.125 bits per element) and ternary (1.6875) have the
     levels -1, 0 and 1 times a scale. The learner adds the rounding error of a fragment to the next outer gradient of
-    that fragment (error feedback)."""
+    that fragment (error feedback). Set it to int2 or ternary if the link is narrow, and to float32 or bfloat16 to
+    exclude rounding as a cause."""
     down: Format = "int4"
     """Format of the syncer's answer to a round: the difference to the version before, which every learner adds to its
-    anchor, so that anchors equal the syncer's value bit for bit. float32 sends the whole value each round."""
+    anchor, so that anchors equal the syncer's value bit for bit. float32 sends the whole value each round. Set it
+    together with wire.up."""
     states: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of the inner optimizer's moments on their way to an island that returns without its saved state."""
+    """Format of the inner optimizer's moments on their way to an island that returns without its saved state. Set it to
+    int8 if the moments of a large model take too long on the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

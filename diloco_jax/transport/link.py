@@ -142,7 +142,8 @@ class TransportConfig:
     """Settings of the connections between learners and the syncer."""
 
     address: str = "127.0.0.1:0"
-    """host:port where the syncer listens and learners connect. Port 0 lets the system choose one."""
+    """host:port where the syncer listens and learners connect. Port 0 lets the system choose one. Set it for islands on
+    other machines, to an address that they can reach."""
     allow_plaintext: bool = False
     """Allow an address other than loopback although nothing is encrypted. Only on a network that you trust."""
     connect_timeout_s: float = 30.0
@@ -172,19 +173,22 @@ class TransportConfig:
     """Control messages that may wait for one peer, in each direction. Sending to a full queue ends the session. Raise
     it if peers that stall for a moment lose their session."""
     queue_payloads_max: int = 256
-    """The same for bulk messages. It must be at least the number of fragments, which a joining learner gets."""
+    """Bulk messages that may wait for one peer, in each direction. It must be at least the number of fragments, which a
+    joining learner gets."""
     connections_max: int = 1024
     """Connections that the syncer takes; a learner has stripes + 1, at times twice. Raise it for more islands or
     stripes; each connection is an open file."""
     tls_ca: str = ""
     """File with the certificates of the authority that signs everybody's (PEM). With it, tls_certificate and tls_key
-    every connection is encrypted and both sides prove who they are; `diloco certs` makes all three."""
+    every connection is encrypted and both sides prove who they are; `diloco certs` makes all three. Set it for every
+    run over a network that you do not trust."""
     tls_certificate: str = ""
     """File with this process's certificate (PEM). "{name}" in it stands for the learner's name, or for "syncer"."""
     tls_key: str = ""
     """File with the private key of that certificate (PEM, without a password). "{name}" as above."""
     token_file: str = ""
-    """File with a secret that all processes of the run share. The syncer refuses anyone who does not send it."""
+    """File with a secret that all processes of the run share. The syncer refuses anyone who does not send it. Set it
+    together with the certificates."""
 
     def __post_init__(self) -> None:
         split_address(self.address)

@@ -82,7 +82,7 @@ class DataConfig:
     Parquet with both) become a store in $DILOCO_CACHE at the first read."""
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
-    or text may also be at gs://, s3:// or another URL that fsspec reads."""
+    or text may also be at gs://, s3:// or another URL that fsspec reads. Set it for your own data."""
     field: str = "text"
     """Column or key with the text, for jsonl, parquet, arrow and images."""
     tokenizer: str = ""
@@ -93,9 +93,10 @@ class DataConfig:
     documents: Literal["joined", "separate", "whole"] = "joined"
     """joined: samples may span documents. separate: the same samples, but attention and loss stay within a document.
     whole: like separate, but only a document longer than a sample is cut; samples end with padding. No effect on
-    images."""
+    images. Set it to separate or whole if unrelated documents must not see each other."""
     mixture: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    """Several sources by name, read in proportion to their weights; they replace path and format."""
+    """Several sources by name, read in proportion to their weights; they replace path and format. Set it to train on
+    more than one source."""
     evaluation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     """Further sources by name that are only used for evaluation."""
     patterns: tuple[str, ...] = ("*",)

@@ -60,10 +60,11 @@ class ModelConfig:
 
     module: str = DECODER
     """Import path of the model as `package.module:Class`. "own": the islands' own loops bring it (diloco_jax.join); the
-    syncer takes shapes and initial values from the first island, and evaluates nothing."""
+    syncer takes shapes and initial values from the first island, and evaluates nothing. Set it for your own model or
+    your own loop."""
     preset: str = ""
     """Name of a public model that provides module and arguments, such as qwen3-0.6b or llama3-tiny (docs/models.md
-    lists all); `args` replace single arguments."""
+    lists all); `args` replace single arguments. Set it to train a public model from random values."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class; for the built-in decoder the fields of DecoderConfig."""
     weights: str = ""
