@@ -122,7 +122,7 @@ class ModelVersion:
         self._fragment_id = fragment_id
         self._value = value
         self._format: Format = format
-        # Statement -> digest; hosts of equal islands have equal ones. Payloads are not kept, because they may be copies.
+        # Statement -> digest; hosts of equal islands have equal ones. Payloads may be copies, so they are not kept.
         self._digests: dict[bytes, int] = {}
 
     def cut(self, blocks: Bytes) -> tuple[int, list[memoryview]]:
