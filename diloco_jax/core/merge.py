@@ -137,10 +137,13 @@ class Rule(NamedTuple):
 
 def merge_rules(plan: FragmentPlan, config: MergeConfig) -> tuple[dict[str, Rule], ...]:
     """Return for each fragment the rule for merging each of its slices, by key."""
-    return tuple(
-        {each.key: merge_rule(each.path, each.shape, plan.kinds[each.path], config) for each in fragment.slices}
-        for fragment in plan.fragments
-    )
+    found = []
+    for fragment in plan.fragments:
+        paths = {each.key: each.path for each in fragment.slices}
+        found.append(
+            {key: merge_rule(paths[key], shape, plan.kinds[paths[key]], config) for key, shape in fragment.keys_shapes}
+        )
+    return tuple(found)
 
 
 def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfig) -> Rule:

@@ -32,7 +32,7 @@ from diloco_jax.training.blueprint import Blueprint
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-FAR = Greeting("run", {}, {}, 0, (), 0.05, 0.0)
+FAR = Greeting("run", {}, {}, 0, 0.05, 0.0)
 EMPTY = Memory(0, 0, 0, 0, 0)
 
 

@@ -232,7 +232,7 @@ class Arithmetic:
         steps = self.setup.down != "float32"
         left = update.step if steps else before.state.value
         # The newest step is always kept, because it is sent.
-        count = max(self._setup.anchor_history - 1, int(steps))
+        count = max(self.setup.anchor_history - 1, int(steps))
         older = [*before.older.items(), (before.version, left)]
         return FragmentState(version, update.state, dict(older[max(0, len(older) - count) :]))
 

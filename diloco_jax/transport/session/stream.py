@@ -180,6 +180,7 @@ class StreamSession(Session):
         peer: The other side's name in the frames that it sends.
         partials: Incomplete payloads of earlier sessions with this peer.
         readable: Message classes that the peer may send.
+        name: The other side's name in deliveries, if it is not `peer`.
         control: Whether the session has a control lane beside the bulk lane.
     """
 
@@ -192,9 +193,10 @@ class StreamSession(Session):
         config: TransportConfig,
         partials: Partials,
         readable: tuple[type, ...],
+        name: str = "",
         control: bool = True,
     ) -> None:
-        super().__init__(inbox, header, peer, config)
+        super().__init__(inbox, header, name or peer, config)
         self._dialled = peer == SYNCER
         self.partials = partials
         outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}
