@@ -62,7 +62,7 @@ class HostMemory(NamedTuple):
 
     # Python, JAX and its compiler.
     process: float
-    # The whole newest global model in float32, and the fragments that arrive after a hello.
+    # This host's share of the newest global model in float32, and of the fragments that arrive after a hello.
     global_model_and_arriving: float
     # This host's share of encoded fragments on their way out.
     staged_copies: float
@@ -134,13 +134,21 @@ def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
     return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
 
 
+def _held_by_host(blueprint: Blueprint, fragment: Fragment, hosts: int) -> int:
+    """Return the elements of a fragment that one host holds, as if none of its devices held the same ones."""
+    windows = windows_of(fragment, blueprint.tensors, blueprint.orders)
+    devices = blueprint.mesh.size // hosts
+    shards = [devices * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows]
+    return sum(min(math.prod(window.shape), shard) for window, shard in zip(windows, shards, strict=True))
+
+
 def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int) -> HostMemory:
-    """Add up the memory of each host of an island; every host has the whole global model.
+    """Add up the memory of each host of an island; a host has what its devices hold of the global model.
 
     Args:
         emulated: number of devices that the island's hosts emulate.
     """
-    sizes = [fragment.num_elements for fragment in run.fragments]
+    sizes = [_held_by_host(blueprint, fragment, island.hosts) for fragment in run.fragments]
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(HOST_COPIES * max(sizes), sum(sizes))),
