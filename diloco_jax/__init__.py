@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.own_loop.enter import RunComplete
     from diloco_jax.runtime.own_loop.island import OwnIsland, join
     from diloco_jax.runtime.own_loop.loaders import loader
+    from diloco_jax.runtime.subscriber.subscription import FollowedModel, follow
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
@@ -39,6 +40,8 @@ _HOMES = {
     "OwnIsland": "runtime.own_loop.island",
     "join": "runtime.own_loop.island",
     "loader": "runtime.own_loop.loaders",
+    "FollowedModel": "runtime.subscriber.subscription",
+    "follow": "runtime.subscriber.subscription",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
     "HostHolder": "training.host_side.holder",
@@ -50,6 +53,7 @@ _HOMES = {
 
 __all__ = [
     "AttachedIsland",
+    "FollowedModel",
     "Holder",
     "HostHolder",
     "Island",
@@ -67,6 +71,7 @@ __all__ = [
     "__version__",
     "attach",
     "dump",
+    "follow",
     "join",
     "load",
     "loader",

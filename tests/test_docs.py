@@ -49,6 +49,30 @@ def test_the_map_names_what_is_there() -> None:
     assert folders == rooms
 
 
+def listed_in(page: Path) -> list[str]:
+    """The pages of all toctrees of a page, without their endings."""
+    blocks = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line and not line.startswith(":")]
+
+
+def test_every_page_is_once_in_the_manual_or_in_the_records() -> None:
+    docs = ROOT / "docs"
+    manual, records = listed_in(docs / "index.md"), listed_in(docs / "records.md")
+    there = {path.stem for path in docs.glob("*.md")} - {"index", "records"} | {"notebook", "examples/README"}
+    assert len(manual) == len(set(manual)) and there == {*manual, *records} - {
+        "results/README",
+        "results/[a-z]*",
+        "decisions/*",
+    }
+    assert not {*manual} & {*records}
+
+
+def test_every_page_of_the_manual_links_to_the_glossary() -> None:
+    manual = {*listed_in(ROOT / "docs" / "index.md")} - {"glossary", "notebook"}
+    texts = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in manual}
+    assert not [name for name, text in texts.items() if "glossary.md)" not in text]
+
+
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# The life of X, again\n\n[a](page.md#the-life-of-x-again) [b](#the-life) ![c](picture.svg)\n")

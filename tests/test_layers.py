@@ -60,6 +60,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "island": {"model", "records"},
         "learner": {"island", "records", "trackers"},
         "syncer": {"model", "records", "trackers", "figures"},
+        "subscriber": {"model", "records"},
         "own_loop": {"learner", "island", "model", "records", "trackers"},
         "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers", "figures"},
     },

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.settings.packed import find_config
 from diloco_jax.settings.schema import config_schema, setting_names
 from tests.sockets import free_port
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MACHINE = re.compile(r"# machine (\w)\b")
-PAGES = ("start.md", "two-machines.md", "operations.md")
+PAGES = ("start.md", "two-machines.md", "operations.md", "planning.md", "costs.md", "cookbook.md")
 # A run of newcomers in less time, on cores that others use too: two islands, few steps, evaluations of two batches.
 SMALL = (
     "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
@@ -56,6 +57,16 @@ CHANGES = {
         "ssh machine-b mkdir -p ": "mkdir -p ../B/",
         "scp ": "cp ",
         "steps: 600, batch_size: 16, seq_len: 128": "steps: 900, batch_size: 4, seq_len: 32",
+    },
+    "cookbook.md": {
+        "model:\n  args: {dim: 128": FAR["model:\n  args: {dim: 128"],
+        "mlp_dim: 512, seq_len_max: 128": FAR["mlp_dim: 512, seq_len_max: 128"],
+        "train quickstart --run-dir runs/box": f"train quickstart {SMALL} --run-dir runs/box",
+        "train: {steps: 100000, batch_size: 16, seq_len: 128}": "train: {steps: 100000, batch_size: 4, seq_len: 32}",
+        "islands: {count: 2, devices: 1, batch_size: 8}": "islands: {count: 2, devices: 1, batch_size: 2}",
+        "docs/examples": f"{DOCS}/examples",
+        " python ": f" {sys.executable} ",
+        "train: {steps: 200}": "train: {steps: 40}",
     },
     "operations.md": {
         **FAR,
@@ -156,23 +167,34 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def follow(page: str, folder: Path, within: Mapping[str, list[str]] | None = None) -> list[str]:
     """Run all blocks of a page, and return their output."""
-    said, port = blocks(page, HOST if within else ""), str(free_port())
+    said, ports = blocks(page, HOST if within else ""), {port: str(free_port()) for port in ("50051", "50052")}
     machines = Machines(folder, {machine for machine, _ in said}, within or {})
     try:
-        return [machines.run(machine, block.replace("50051", port)) for machine, block in said]
+        return [
+            machines.run(machine, re.sub("5005[12]", lambda found: ports[found[0]], block)) for machine, block in said
+        ]
     finally:
         machines.end()
 
 
 def test_every_page_has_blocks_that_bash_reads() -> None:
     for page in PAGES:
-        assert len(blocks(page)) >= 5, page
+        assert blocks(page), page
         for _, block in blocks(page):
             subprocess.run(["bash", "-n", "-c", block], check=True)
 
 
 SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: [^`]*)?`")
-WRITTEN = [*PAGES[1:], "concepts.md", "faults.md", "coming-from.md", "timeouts.md"]
+WRITTEN = [
+    "two-machines.md",
+    "operations.md",
+    "cookbook.md",
+    "settings.md",
+    "concepts.md",
+    "faults.md",
+    "coming-from.md",
+    "timeouts.md",
+]
 
 
 def unknown_settings(text: str) -> list[str]:
@@ -249,3 +271,31 @@ def test_an_operator_gets_through_a_long_run(folder: Path) -> None:
     told = follow("operations.md", folder)
     assert "drained" in told[2] and "island-2" in told[3]
     assert "step_" in told[7] and (folder / "B" / "model" / "parameters.npz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_a_cook_gets_through_the_recipes(folder: Path) -> None:
+    pytest.importorskip("torch", reason="the extra 'parity' has torch")
+    told = follow("cookbook.md", folder)
+    assert "complete: evaluation loss" in told[0]
+    assert "fits" in told[1].lower() and "island-1" in told[4]
+    assert "the run is complete" in told[5]
+    assert "run complete" in (folder / "A" / "jax.log").read_text() + (folder / "A" / "torch.log").read_text()
+
+
+@pytest.mark.long
+def test_plans_are_printed_as_the_pages_say(folder: Path) -> None:
+    planned = follow("planning.md", folder)
+    assert "Gbit/s" in planned[0] and (folder / "A" / "plan.json").exists()
+    (folder / "costs").mkdir()
+    assert "per day" in "".join(follow("costs.md", folder / "costs")).lower()
+
+
+def test_readme_starts_the_config_of_the_first_page() -> None:
+    """`./scripts/train FILE` is `diloco train FILE`, and the first page, which is run, trains a copy of this file."""
+    readme, first = (ROOT / "README.md").read_text(encoding="utf-8"), (DOCS / "start.md").read_text(encoding="utf-8")
+    (file,) = re.findall(r"^\./scripts/train (\S+)$", readme, re.MULTILINE)
+    assert find_config("quickstart") and "diloco train quickstart" in first
+    assert (ROOT / file).read_bytes() == Path(find_config("quickstart")).read_bytes()

@@ -74,3 +74,11 @@ def test_the_pause_between_calls_is_that_of_the_program() -> None:
     *first, last = RECONNECT_DELAYS_S
     words = f"{', '.join(f'{delay:g}' for delay in first)}, and then every {last:g} s"
     assert words in " ".join(PAGE.split())
+
+
+def test_the_pause_between_calls_of_a_subscriber() -> None:
+    from diloco_jax.runtime.subscriber.subscription import RECONNECT_DELAYS_S
+
+    *first, last = RECONNECT_DELAYS_S
+    words = f"{', '.join(f'{delay:g}' for delay in first)}, and then {last:g} s, forever"
+    assert words in " ".join(PAGE.split())

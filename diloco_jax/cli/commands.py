@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from diloco_jax.cli import first, inference, prepare, records, runs
+from diloco_jax.cli import first, follow, inference, prepare, records, runs
 from diloco_jax.cli.parser import Command, Parser, build_parser
 
 GROUPS: Mapping[str, tuple[Command, ...]] = {
     "run, and watch it": (
         runs.train, records.status, records.view, records.drain, records.profile, records.report, records.compare,
-        runs.chaos,
+        follow.follow, runs.chaos,
     ),
     "prepare": (
         first.init, first.data, first.tokenize, inference.begin, prepare.doctor, prepare.plan, prepare.preflight,

@@ -210,7 +210,7 @@ def begin(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     base = Path(find_config(arguments.config)) if arguments.config else None
     out = Path(arguments.out or f"{folder.resolve().name}.yaml")
-    result = begin_with(folder, base, out, _watch, images=arguments.images)
+    result = begin_with(folder, base, out, watch_parameters, images=arguments.images)
     told = f"{result['parameters']:,} parameters checked; {out} starts with them, next: diloco train {out}"
     show(arguments, result, lambda _: told)
     return 0
@@ -245,13 +245,13 @@ def export(arguments: argparse.Namespace) -> int:
 
     config, run_dir, out = load(run_config(arguments.run)), Path(arguments.run), Path(arguments.out)
     how = {"whole_model": arguments.merged}
-    result = export(config, run_dir, arguments.format, out, arguments.dtype, _watch, **how)
+    result = export(config, run_dir, arguments.format, out, arguments.dtype, watch_parameters, **how)
     told = f"{out} holds the model of global step {result['global_step']}: {', '.join(result['files'])}"
     show(arguments, result, lambda _: told)
     return 0
 
 
-def _watch(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
+def watch_parameters(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the parameters; on a terminal a bar shows the progress."""
     from rich.console import Console
     from rich.progress import Progress

@@ -2,7 +2,7 @@
 
 A host holds what its devices hold of each slice, rounded to blocks of 256 elements: a block is the smallest part of a
 payload that can be decoded alone. The blocks follow each other in ascending order, as if they were the whole slice. So
-`Held.layout` is an ordinary layout, and its arrays and payloads are those of a smaller fragment.
+`HeldBlocks.layout` is an ordinary layout, and its arrays and payloads are those of a smaller fragment.
 
 A table describes blocks of one slice by rows of start, size, stride and count: the blocks start..start+size-1, and the
 same again after every `stride` blocks, `count` times. Rows ascend and do not overlap.
@@ -21,15 +21,15 @@ from diloco_jax.core.host_bytes import Buffer, Runs, concat, pack_host_bytes, ru
 from diloco_jax.core.layout import LEAF, Layout, Piece, Place, combined, leaf_digest, make_layout
 
 # Numbers of blocks of one slice, ascending.
-Blocks = Int64[np.ndarray, "n"]
-Table = Int64[np.ndarray, "n 4"]
+Blocks = Int64[np.ndarray, "_"]
+Table = Int64[np.ndarray, "_ 4"]
 # The place of a part of an array, along each of its axes.
 Box = tuple[slice, ...]
 BLOCK_BYTES = 4 * BLOCK
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldBlocks:
     """Some blocks of a fragment."""
 
     # The layout of the whole fragment.
@@ -115,9 +115,9 @@ class HeldSlice:
         return whole.reshape(self.shape).astype(dtype or np.float32, copy=False)
 
 
-def everything(whole: Layout) -> Held:
+def everything(whole: Layout) -> HeldBlocks:
     """Return all blocks of a fragment."""
-    return Held(whole, tuple(table_of(np.arange(_count(piece))) for piece in whole.pieces))
+    return HeldBlocks(whole, tuple(table_of(np.arange(_count(piece))) for piece in whole.pieces))
 
 
 def blocks_of_boxes(shape: Sequence[int], boxes: Iterable[Box]) -> Blocks:
@@ -174,7 +174,7 @@ def check_table(table: Table, piece: Piece) -> None:
         raise ValueError(f"start, size, stride, count {wrong} is not a row of the {count} blocks of {piece.key!r}")
 
 
-def regrouped(sources: Sequence[tuple[Held, Bytes]], target: Held, format: Format) -> list[memoryview]:
+def regrouped(sources: Sequence[tuple[HeldBlocks, Bytes]], target: HeldBlocks, format: Format) -> list[memoryview]:
     """Return the payload of some blocks, made of payloads that have them together; views where nothing is copied.
 
     Args:
@@ -211,7 +211,7 @@ def one_buffer(pieces: Sequence[memoryview]) -> Bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _places_by_key(held: Held, payload: Bytes, format: Format) -> dict[str, Place]:
+def _places_by_key(held: HeldBlocks, payload: Bytes, format: Format) -> dict[str, Place]:
     places, size = held.layout.places(format), memoryview(payload).nbytes
     if size != (expected := held.layout.payload_bytes(format)):
         raise ValueError(f"payload has {size} bytes, but its blocks in {format} take {expected}")

@@ -42,17 +42,18 @@ class MergeConfig:
     method: Method = "rda"
     """'rda' keeps the mean norm of the learners' outer gradients. With 'average' the norm shrinks as learners are
     added, so its best optimizer.learning_rate is higher, 1.4 to 2 times that of rda with four islands: tune each by
-    itself. Vectors and embeddings (first axis `vocab`) are always averaged."""
+    itself. Vectors and embeddings (first axis `vocab`) are always averaged. Set it to average for periods of 3 to 6 and
+    up to four islands, together with a new learning rate (docs/settings.md)."""
     average_paths: tuple[str, ...] = ("*embed*",)
     """Parameters that are averaged with every `method`: case-sensitive patterns of the whole path, where '*' stands for
     any characters, '/' included. ('*',) averages all parameters."""
     outlier_factor: float = 100.0
     """A learner's outer gradient is excluded, and the learner warned, when its norm per inner step is this many times
     the usual one of the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes near
-    100, even in a warm-up; a model that diverges, or damaged memory, is far above. Low: excludes good work. High:
-    merges damage. An outer gradient is never excluded if it moves the fragment by less than a thousandth of its initial
-    norm per inner step. With fewer than three learners in a round, a lasting change above the limit is excluded twice,
-    then merged."""
+    100, even in a warm-up; a model that diverges, or damaged memory, is far above. An outer gradient is never excluded
+    if it moves the fragment by less than a thousandth of its initial norm per inner step. With fewer than three
+    learners in a round, a lasting change above the limit is excluded twice, then merged. Raise it if good work is
+    excluded, and lower it if damaged values are merged."""
 
     def __post_init__(self) -> None:
         if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):

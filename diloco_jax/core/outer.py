@@ -33,11 +33,11 @@ class OuterConfig:
     """'nesterov' (DiLoCo), 'sgd' (no momentum; with learning rate 1.0 the merged value replaces the global one), or
     'adam'."""
     learning_rate: float = 1.0
-    """Size of the outer step, above 0. Low: the global model lags behind the learners. High: it overshoots. With
-    momentum mu a steady gradient moves 1 / (1 - mu) times as far; the defaults won the sweep in docs/log.md."""
+    """Size of the outer step, above 0. Below 1 the global model lags behind the learners, and above 1 it overshoots.
+    With momentum mu a steady gradient moves 1 / (1 - mu) times as far; the defaults won the sweep in docs/log.md."""
     momentum: float = 0.0
-    """mu of 'nesterov' and first-moment decay of 'adam', at least 0 and below 1; 'sgd' does not use it. Low: no memory.
-    High: old rounds dominate."""
+    """mu of 'nesterov' and first-moment decay of 'adam', at least 0 and below 1; 'sgd' does not use it. With a large
+    value old rounds dominate."""
     module: str = ""
     """Your own function as package.module:Name, which returns an optax.GradientTransformation that includes its rate;
     it replaces the settings before this one. Each fragment has a state."""

@@ -30,94 +30,96 @@ class ProtocolConfig:
     """The numbers of the algorithm that both machines share (paper, section 5.1, for the defaults)."""
 
     sync_every: Periods = 24
-    """H: global steps between two merges of the same fragment. Low: more traffic, less drift. High: the reverse.
-    Or by class of tensor, such as {mlp: 4, rest: 24}: mlp, attention, embedding, norm, or patterns of whole paths such
-    as '*/experts_*'. The first class that names a tensor counts; rest has all other tensors. Each period divides the
-    next longer one.
-    """
+    """H: global steps between two merges of the same fragment. Or by class of tensor, such as {mlp: 4, rest: 24}: mlp,
+    attention, embedding, norm, or patterns of whole paths such as '*/experts_*'. The first class that names a tensor
+    counts; rest has all other tensors. Each period divides the next longer one. Raise it if your link is too narrow, as
+    diloco plan shows. Lower it for a better loss: islands drift apart less, and traffic grows."""
     sync_later: dict[int, Periods] = field(default_factory=dict)
-    """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before."""
+    """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before. Set
+    it to merge more often late in the run."""
     num_fragments: int = 24
-    """P: fragments of the model, at most H. Low: 1, DiLoCo, moves all at once. High: P = H moves one in every step.
-    With periods by class: the limit of all classes; each class gets as many as make the bytes of a step even."""
+    """P: fragments of the model, at most H. P = H moves one fragment in every step, and 1 moves the whole model at
+    once, as in DiLoCo. With periods by class: the limit of all classes; each class gets as many as make the bytes of a
+    step even. Lower it if fragments get smaller than 100 kB."""
     class_fragments: tuple[int, ...] = ()
     """Fragments of each class, in the order of sync_every; classes with equal periods count as one. The numbers add up
     to num_fragments. Empty: chosen by size."""
     overlap_steps: int = 2
-    """tau: inner steps that a round may take while training continues, and rounds in flight. 0: learners wait. Low:
-    rounds must be quick, and values are fresh. High: slow links are enough, and rounds merge older values."""
+    """tau: inner steps that a round may take while training continues, and rounds in flight. 0: learners wait. Raise it
+    if rounds take longer than this on your link; they then merge older values."""
     wait_steps: float = 0.0
     """Longest wait of a learner for the fragment of the open round, between its report and its next step, as a share of
     its usual step; at most 10. 0: it never waits, and adopts a fragment one or two steps late. It waits only while most
-    fragments arrive within this limit. With overlap_steps 0 learners always wait, so this must be 0. Low: fragments of
-    slow links and slow islands arrive after the limit, so learners pause their waits. High: islands give up more time
-    for fresh values."""
+    fragments arrive within this limit. With overlap_steps 0 learners always wait, so this must be 0. Set it, for
+    example to 0.5, if tokens are scarce and time is not. Raise it if fragments arrive after the limit; islands then
+    give up more time for fresh values."""
     quorum: int = 1
-    """K: learners that must have finished a step before a round may close. M waits for all islands. Low: an island may
-    move the model alone. High: M, nothing is merged while an island is disconnected."""
+    """K: learners that must have finished a step before a round may close. M waits for all islands. Raise it if one
+    island must not move the model alone. With M nothing is merged while an island is disconnected."""
     grace_steps_max: float = 1.0
-    """Cap of the grace window in inner steps. Low: 0, which with K = 1 merges one learner at a time.
-    High: rounds wait for slow islands, and merge more of them."""
+    """Cap of the grace window in inner steps. Raise it if slow islands miss rounds. With 0 and K = 1 a round merges one
+    learner."""
     grace_min_s: float = 0.1
     """Least grace window in seconds, minus three inner steps. It has an effect only if steps are shorter than a third
     of it and grace_steps_max is above 0. A round then waits for learners with such steps, even without slack. In the
-    first turn of the fragments it waits up to 1 s for learners that are still starting. Low: 0, with steps of
-    milliseconds the first learner to report is merged alone. High: each round waits longer for a fast learner that
-    hangs."""
+    first turn of the fragments it waits up to 1 s for learners that are still starting. With 0 and steps of
+    milliseconds, the first learner to report is merged alone. With a large value each round waits longer for a fast
+    learner that hangs."""
     grace_safety: float = 0.9
-    """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Low: rounds close early,
-    with few islands. High: 1 leaves nothing for a slow link, and rounds may end late."""
+    """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Lower it if rounds end
+    late; they then close earlier, with fewer islands."""
     ema_decay: float = 0.9
-    """Decay of the averages of step, quorum and sync time, in [0, 1). Low: 0, only the last sample counts. High:
-    the averages follow late."""
+    """Decay of the averages of step, quorum and sync time, in [0, 1). Lower it if the averages follow a change too
+    late."""
     silence_s: float = 15.0
     """A connected learner without a sign of life for so many seconds counts as lost. Heartbeats continue while a step
-    compiles. Low: working islands count as lost. High: rounds wait longer for an island that hangs."""
+    compiles. Raise it if working islands count as lost; rounds then wait longer for an island that hangs."""
     heartbeat_s: float = 2.0
-    """Seconds between two heartbeats of a learner, at most half of silence_s. Low: more messages. High: silence_s must
-    be longer."""
+    """Seconds between two heartbeats of a learner, at most half of silence_s."""
     resend_s: float = 2.0
-    """Seconds until a request without an answer (hello, pull) is repeated. Low: requests are repeated too early. High:
-    a lost request waits longer."""
+    """Seconds until a request without an answer (hello, pull) is repeated. Raise it if answers take longer than
+    this."""
     pull_timeout_s: float = 30.0
-    """Seconds that a round waits for a requested value; then it merges without that value. Low: values on slow links
-    are excluded. High: one stuck island holds its round longer."""
+    """Seconds that a round waits for a requested value; then it merges without that value. Raise it if a fragment takes
+    longer than this on a slow link, because its value is then excluded. An island that hangs holds a round for this
+    time."""
     anchor_history: int = 2
     """Versions of a fragment that the syncer keeps. A value against an older version is refused, and its sender gets
-    the newest one. Low: 1, values in transit during a merge may be lost. High: the syncer needs more memory."""
+    the newest one. Each version takes memory of the syncer. With 1, values in transit during a merge may be lost."""
     learners_max: int = 64
-    """Most learners that the syncer accepts at a time. Low: later ones are refused. High: a higher limit costs
-    nothing."""
+    """Most learners that the syncer accepts at a time. Raise it for more islands; a higher limit costs nothing."""
     lease_ahead_steps: int = 64
-    """Steps of data that a learner gets in advance. Without a syncer it trains on these, and then on them again. Low:
-    data is repeated soon without a syncer. High: a lost learner gives back more data, which is then read again."""
+    """Steps of data that a learner gets in advance. Without a syncer it trains on these, and then on them again. Raise
+    it if the syncer may be away for longer than these steps take. A lost learner gives this data back, and it is read
+    again."""
     release_s: float = 60.0
-    """Seconds until the unfinished data of a lost learner goes to others. A new incarnation frees it at once. Low: data
-    of islands that return is read twice. High: data of a lost island is read late."""
+    """Seconds until the unfinished data of a lost learner goes to others. A new incarnation frees it at once. Raise it
+    if islands return later than this, because their data is otherwise read twice."""
     snapshot_every: int = 0
-    """Global steps between two snapshots of the run; 0: one at the end. Low: much writing. High: a failure loses more
-    steps."""
+    """Global steps between two snapshots of the run; 0: one at the end. Set it for every run that you do not want to
+    lose: if all processes fail, the steps since the last snapshot are lost."""
     restore_s: float = 15.0
-    """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions. Low:
-    newer versions may be lost. High: rounds start later."""
+    """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions. Raise it
+    if islands need longer to reconnect, because their newer versions are otherwise lost."""
     recover_from_peers: bool = True
-    """Learners that join later get parameters and inner optimizer state from a healthy learner."""
+    """Learners that join later get parameters and inner optimizer state from a healthy learner. Set it to false if
+    links are too slow for a whole state."""
     recovery_attempts: int = 3
-    """States that a joining learner tries to get, each within recovery_turns, before it starts without one. Low: 1, it
-    starts without moments if a donor is lost. High: it waits long if no state arrives."""
+    """States that a joining learner tries to get, each within recovery_turns, before it starts without one. Lower it if
+    an island should start without moments instead of waiting."""
     recovery_turns: int = 10
     """Limit of the transfer of a state, as a multiple of sync_every (H; the longest period) global steps. The receiver
-    makes no steps meanwhile. Low: a large state never arrives in time. High: it waits long for a donor that hangs."""
+    makes no steps meanwhile. Raise it if a large state does not arrive in time; diloco plan shows how long it takes."""
     strikes_max: int = 3
-    """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, the first one
-    does. High: many unusable values arrive before that."""
+    """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Lower it if you do not trust the
+    islands."""
     tokens_per_step_factor_max: float = 64.0
     """Most tokens that one inner step of an island counts for, in its weight and towards train.tokens, as a multiple of
-    the islands' median; 0 for no limit. It keeps one wrong counter from deciding a merge or ending a run. Low: large
-    islands count for less than they trained. High: a wrong counter counts for more; weights grow with its square."""
+    the islands' median; 0 for no limit. It keeps one wrong counter from deciding a merge or ending a run. Raise it if
+    islands differ more than this in their batches, because large islands otherwise count for less than they trained."""
     unmerged_rounds_max: int = 96
-    """Rounds in a row without a value of a live learner that raise an alarm, because its work is lost. Low: alarms
-    about slow islands. High: an island works long for nothing before the alarm."""
+    """Rounds in a row without a value of a live learner that raise an alarm, because its work is lost. Raise it if slow
+    islands raise the alarm without a fault."""
 
     def __post_init__(self) -> None:
         # Reading the groups checks the periods.

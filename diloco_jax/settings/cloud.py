@@ -89,7 +89,7 @@ class CloudConfig:
     """Kubernetes namespace."""
     restarts_max: int = 100
     """How often GKE restarts an island that failed. Preemptions and maintenance do not count, and an island with wrong
-    input is never restarted. High: an island that cannot run keeps costing money."""
+    input is never restarted. Lower it if an island that cannot run must not keep costing money."""
 
     def __post_init__(self) -> None:
         for name in PLAIN:

@@ -5,6 +5,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
+from diloco_jax.protocol.syncer.subscribers import MODEL_LAYOUT
 from diloco_jax.settings.run import RunConfig
 
 
@@ -27,7 +28,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
         "run": config.name,
         "seed": str(config.seed),
         "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
-        "model layout": plan_fingerprint,
+        MODEL_LAYOUT: plan_fingerprint,
         "sequence length": str(config.train.seq_len),
         GLOBAL_STEPS: config.limits.told,
         "protocol": config.protocol.words,

@@ -64,23 +64,25 @@ class IslandsConfig:
     """The islands of the run; `each` has the differences of single islands."""
 
     count: int = 4
-    """M: number of islands. High: more samples per second, and a somewhat higher loss after the same tokens."""
+    """M: number of islands. More islands train more samples per second; the loss after the same tokens is somewhat
+    higher."""
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
     GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
-    GPUs, and emulated devices elsewhere. JAX_PLATFORMS=cpu in the environment always emulates."""
+    GPUs, and emulated devices elsewhere. JAX_PLATFORMS=cpu in the environment always emulates. Set it to use fewer GPUs
+    or emulated devices than auto would."""
     hosts: int = 1
     """Processes of an island that run one SPMD program together. A topology determines this number. If one process
-    fails, the island restarts as a whole."""
+    fails, the island restarts as a whole. Set it for an island of several GPU hosts."""
     topology: str = ""
     """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices
     auto."""
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
     """Layout of an island's devices."""
     batch_size: int = 0
-    """Sequences in one inner step of an island; islands may differ. 0: an equal share of train.batch_size. Low: steps
-    are short and noisy, and the island has less weight in a merge. High: a step takes more memory, and the same tokens
-    give fewer updates."""
+    """Sequences in one inner step of an island; islands may differ. 0: an equal share of train.batch_size. Set it if
+    islands differ in memory or speed, or join and leave often. A larger batch takes more memory, and gives the island
+    more weight in a merge."""
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch."""
     controller: Controller = "processes"
@@ -92,15 +94,15 @@ class IslandsConfig:
     and JAX_PLATFORMS=proxy."""
     slice_wait_s: float = 86400.0
     """Seconds that an island waits for its slice after Pathways took it away; the wait does not count for restarts_max.
-    After that the island is given up. Low: a slice that returns late stays unused. High: a run that lost too many
-    slices waits for long."""
+    After that the island is given up. Raise it if slices may return later than this."""
     profiles: str = ""
     """Folder for the results of `diloco profile` on Pathways, whose profiler writes to Cloud Storage only, such as
     gs://bucket/profiles."""
     command: tuple[str, ...] = ()
     """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
     [python, my_loop.py]; python is the interpreter that runs diloco. The program sees islands.devices, and finds its
-    place in the run in DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and similar variables. Empty: the built-in loop."""
+    place in the run in DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and similar variables. Empty: the built-in loop.
+    Set it to train your own loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """Differences of single islands by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
     generations: dict[str, Generation] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class IslandsConfig:
     no MFU on other devices."""
     restarts_max: int = 10
     """How often a local run restarts a failed island. The count restarts after ten minutes without a failure. 0: an
-    island is given up after its first failure."""
+    island is given up after its first failure. Raise it if islands fail often and return, as on spot machines."""
     restart_delay_s: float = 1.0
     """Seconds between a failure of an island and its next start in a local run. While the island fails within 20 s of
     each start, the delay doubles up to one minute."""
@@ -119,7 +121,7 @@ class IslandsConfig:
     """Keep a spare process for each island in a local run, which replaces the island immediately when it fails. A spare
     has done its imports and, on emulated devices, has loaded the model and its programs, so it takes as much memory as
     an island. Only for islands of one process with the built-in loop. Spares start one after another once their islands
-    train."""
+    train. Set it if a failed island must return quickly, and the memory is there."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= ISLANDS_MAX:

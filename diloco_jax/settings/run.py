@@ -24,6 +24,7 @@ from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig, split_address
 
+SUBSCRIBERS_MAX = 256
 # The limit holds for every count below `train`.
 TOKENS_MAX = 10**18
 # A folder gets this name, and a number may follow it there.
@@ -43,17 +44,22 @@ class SyncerConfig:
     """Seconds between a failure of the syncer and its next start. The delay grows while the syncer fails soon after
     each start."""
     merge_threads: int = 0
-    """Threads that all merges share; 0: one per core. High: merges take cores from islands on the same machine."""
+    """Threads that all merges share; 0: one per core. Lower it if merges take cores from islands on the same
+    machine."""
     parameters_max: int = 2_000_000_000
     """The most parameters of a model that a first learner may bring (model.module: own). Larger models are refused.
-    High: a mistaken or hostile learner can take more of the syncer's memory."""
+    Raise it for a larger model of that kind; a mistaken or hostile learner can then take more of the syncer's
+    memory."""
     metrics: str = ""
     """host:port where Prometheus scrapes the run's metrics (docs/metrics.md), without encryption and without a
     password; 0.0.0.0 lets scrapers on other machines connect. Port 0 lets the system choose a port, which the log
-    names. Empty: no metrics are served."""
+    names. Empty: no metrics are served. Set it for graphs and alerts over days."""
     page: str = ""
-    """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: no page is
-    served."""
+    """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: no page is served.
+    Set it to watch a run from a browser while it trains."""
+    subscribers_max: int = 16
+    """The most processes of `diloco follow` that the syncer serves at a time (docs/follow.md); 0 for none. Raise it for
+    more of them; each takes a share of the syncer's link, and memory for a whole fragment."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
@@ -64,6 +70,8 @@ class SyncerConfig:
             raise ValueError(f"syncer.merge_threads is {self.merge_threads}; use 1 to 256, or 0 for one per core")
         if self.parameters_max < 1:
             raise ValueError(f"syncer.parameters_max is {self.parameters_max}; it must be at least 1")
+        if not 0 <= self.subscribers_max <= SUBSCRIBERS_MAX:
+            raise ValueError(f"syncer.subscribers_max is {self.subscribers_max}; use 0 (none) to {SUBSCRIBERS_MAX}")
         for name in ("metrics", "page"):
             if address := getattr(self, name):
                 split_address(address, f"syncer.{name}")
@@ -74,12 +82,12 @@ class CheckpointsConfig:
     """Snapshots of the run on disk; how often they are taken is protocol.snapshot_every."""
 
     keep: int = 3
-    """Snapshots of the whole run that are kept, at least 1. Low: with 1, a damaged snapshot cannot be replaced by an
-    older one. High: snapshots fill the disk."""
+    """Snapshots of the whole run that are kept, at least 1. Lower it if snapshots fill the disk; with 1, a damaged
+    snapshot cannot be replaced by an older one."""
     states: str = ""
     """A second folder for the state that each host of an island saves, beside the run's folder: a path or a URL that
     fsspec can write, such as gs://bucket/folder. An island restores its optimizer's moments from it when its disk is
-    lost."""
+    lost. Set it if machines return without their disks, as spot machines do."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -92,28 +100,30 @@ class TrainConfig:
 
     steps: int = 1000
     """T: global steps of the run; every island makes about as many inner steps. 0, only with train.tokens: as many as
-    the tokens need. The learning-rate schedule stretches with this number."""
+    the tokens need. The learning-rate schedule stretches with this number. Set it for every run, or set
+    train.tokens."""
     tokens: int = 0
     """Tokens that rounds must have merged before the run ends, over all islands; 0: the run ends after train.steps. The
     learning rate then follows the merged tokens: one step of the schedule (optimizer.warmup_steps) is train.seq_len
     times the sum of the islands' batches. train.steps still ends the run if it comes first; use 0, or more steps than
-    the tokens need so that absent islands have time to return."""
+    the tokens need so that absent islands have time to return. Set it if islands join and leave, so that the run ends
+    after a fixed amount of training."""
     batch_size: int = 32
     """Sequences per global step over all islands together. Each island takes an equal share unless islands.batch_size
-    is set. Low: gradients are noisy. High: a step takes more memory, and the same tokens give fewer updates."""
+    is set. Raise it if gradients are noisy; a step then takes more memory, and the same tokens give fewer updates."""
     seq_len: int = 128
-    """Tokens per sequence that are predicted. Low: the model learns no long context. High: a step takes more memory and
-    time."""
+    """Tokens per sequence that are predicted. Raise it for longer context; a step then takes more memory and time."""
     eval_every: int = 0
-    """Global steps between two evaluations of the global model; 0: only at the end. Low: evaluations take time from
-    training."""
+    """Global steps between two evaluations of the global model; 0: only at the end. Set it to see the loss during the
+    run; each evaluation takes time from one island's training."""
     eval_batches: int = 16
-    """Batches per evaluation during the run. Low: the loss is noisy. High: the evaluating island is away from its steps
-    for longer."""
+    """Batches per evaluation during the run. Raise it if the evaluation loss is noisy; the evaluating island is then
+    away from its steps for longer."""
     final_eval_batches: int = 64
-    """Batches of the evaluation at the end and of `diloco eval`. Low: the result is noisy."""
+    """Batches of the evaluation at the end and of `diloco eval`. Raise it if you compare results, because few batches
+    give a noisy loss."""
     eval_batch_size: int = 16
-    """Sequences per batch of an evaluation. Low: the evaluation is slow. High: it takes more memory."""
+    """Sequences per batch of an evaluation. Lower it if an evaluation needs too much memory."""
     settle_batches: int = 300
     """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange. So
     many training batches pass through the global model before an evaluation, without an update, so that this state fits
@@ -142,12 +152,12 @@ class EvaluationConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the class."""
     timeout_s: float = 600.0
-    """Seconds for one call of the module. The run continues without its numbers after that. High: a module that hangs
-    is noticed late."""
+    """Seconds for one call of the module. The run continues without its numbers after that. Raise it if your module
+    needs longer."""
     wait_s: float = 900.0
     """Seconds for an island to evaluate the global model, compiling included. Then another island is asked; at the end
-    of a run, the syncer also waits so long for an island to return. The timeout_s of a module is added. Low: two
-    islands may evaluate the same model. High: results of a lost island come late."""
+    of a run, the syncer also waits so long for an island to return. The timeout_s of a module is added. Raise it if an
+    evaluation needs longer, because two islands may otherwise evaluate the same model."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
@@ -165,8 +175,8 @@ class AdoptConfig:
     """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: local
     = global + (local now - local sent), which keeps what the island learned while the fragment travelled."""
     alpha: float = 0.5
-    """Share of the local value that blend keeps, in [0, 1). 0 is overwrite. High: the global value has little
-    effect."""
+    """Share of the local value that blend keeps, in [0, 1). 0 is overwrite. With a large alpha the global value has
+    little effect."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:
@@ -180,12 +190,15 @@ class WireConfig:
     up: Format = "int4"
     """Format of the outer gradients that learners send. int2 (2.125 bits per element) and ternary (1.6875) have the
     levels -1, 0 and 1 times a scale. The learner adds the rounding error of a fragment to the next outer gradient of
-    that fragment (error feedback)."""
+    that fragment (error feedback). Set it to int2 or ternary if the link is narrow, and to float32 or bfloat16 to
+    exclude rounding as a cause."""
     down: Format = "int4"
     """Format of the syncer's answer to a round: the difference to the version before, which every learner adds to its
-    anchor, so that anchors equal the syncer's value bit for bit. float32 sends the whole value each round."""
+    anchor, so that anchors equal the syncer's value bit for bit. float32 sends the whole value each round. Set it
+    together with wire.up."""
     states: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of the inner optimizer's moments on their way to an island that returns without its saved state."""
+    """Format of the inner optimizer's moments on their way to an island that returns without its saved state. Set it to
+    int8 if the moments of a large model take too long on the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +208,16 @@ class WatchdogConfig:
     least_s: float = 300.0
     """Seconds that a step of an island, or a turn of the syncer's loop, may always take. A process ends if a step takes
     longer than this and longer than median_factor times the median of the last steps; its log then shows the stacks of
-    all threads. Time while the whole process is suspended does not count. 0: nothing is ever ended. Low: a process that
-    is only slow is ended. High: a hang is noticed late."""
+    all threads. Time while the whole process is suspended does not count. 0: nothing is ever ended. Raise it if the
+    watchdog ends a process that is only slow."""
     median_factor: float = 10.0
-    """Multiple of the median step time that a step may take, at least 1; see least_s. High: only start_s bounds a
-    step."""
+    """Multiple of the median step time that a step may take, at least 1; see least_s. Raise it if the length of steps
+    varies more than this."""
     start_s: float = 1800.0
     """Seconds for phases that may take long: everything before the first step (compiling included), loading a whole
     state, an evaluation, a merge (which may wait for a snapshot), the end of a process, and whatever your own loop does
-    between two steps. It is also the upper bound of every other limit. Low: a process that still compiles is ended.
-    High: a hang during the start is noticed late."""
+    between two steps. It is also the upper bound of every other limit. Raise it if the watchdog ends a process that
+    still compiles."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.least_s <= self.start_s and self.start_s < inf):

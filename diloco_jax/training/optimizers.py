@@ -38,35 +38,38 @@ class OptimizerConfig:
     """adamw, or muon: orthogonalised momentum for matrices, separately for each layer and expert, and adam for all
     other parameters."""
     learning_rate: float = 1e-3
-    """Peak rate; about 1e-3 for adamw, 2e-2 for muon at a few million parameters. Low: slow. High: diverges."""
+    """Peak rate; about 1e-3 for adamw, 2e-2 for muon at a few million parameters. Tune it first: training is slow with
+    a small rate, and diverges with a large one. docs/settings.md has a rule for each merge."""
     adam_learning_rate: float = 3e-3
-    """Peak rate of the tensors that muon leaves to adam; adamw does not use it. Low: slow. High: they diverge."""
+    """Peak rate of the tensors that muon leaves to adam; adamw does not use it. Tune it together with learning_rate."""
     b1: float = 0.9
-    """Decay of adam's first moment, in [0, 1). Low: no memory of earlier gradients. High: follows them slowly."""
+    """Decay of adam's first moment, in [0, 1). With 0 the optimizer remembers no earlier gradient."""
     b2: float = 0.95
-    """Decay of adam's second moment, in [0, 1). Low: a scale that jumps. High: a scale that follows late."""
+    """Decay of adam's second moment, in [0, 1). Raise it if the scale of updates is noisy; it then follows changes
+    later."""
     muon_beta: float = 0.95
-    """Decay of muon's momentum (Nesterov), in [0, 1). Low: no momentum. High: follows gradients slowly."""
+    """Decay of muon's momentum (Nesterov), in [0, 1). With 0 there is no momentum."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices and other kernels, multiplied by the learning rate; 0 = none. Vectors, embeddings
-    (first axis `vocab`) and stacks of these never decay. High: weights vanish."""
+    (first axis `vocab`) and stacks of these never decay."""
     clip_norm: float = 1.0
-    """Gradient norm above which the gradient is scaled down; 0 = never. Low: equal norms. High: lets outliers in."""
+    """Gradient norm above which the gradient is scaled down; 0 = never. Lower it if single batches disturb the
+    training."""
     adam_paths: tuple[str, ...] = ("*embed*",)
     """Patterns of paths; matching parameters are treated like embeddings, whatever their axes: no muon, no decay."""
     accumulate_steps: int = 1
     """Micro-batches of an inner step; they are computed in sequence, and their mean gradient makes one update, to save
-    memory. Low: 1, the whole batch at once. High: slower steps that need less memory."""
+    memory. Raise it if a step needs too much memory; the step then takes longer."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
     """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay)."""
     warmup_steps: int = 50
     """Global steps of linear warm-up; 0 = none. With train.tokens, the warm-up ends after this number times the tokens
-    of one global step. Low: a high rate from the first step. High: much of the run at low rates."""
+    of one global step. Raise it if the loss jumps in the first steps."""
     decay_fraction: float = 0.2
     """Share of all global steps (or of train.tokens), at the end, during which wsd decays linearly; 0 = never, 1 = all.
-    Low: ends at a high rate. High: leaves the peak early."""
+    Lower it if the rate leaves its peak too early."""
     final_fraction: float = 0.1
-    """Rate after the last step as a share of the peak; 0 = none. Low: last steps hardly learn. High: 1, no decay."""
+    """Rate after the last step as a share of the peak; 0 = none. With 1 the rate does not decay."""
 
     def __post_init__(self) -> None:
         check_setting("optimizer", self.module, self.args)

@@ -50,17 +50,17 @@ class MeshConfig:
     """Shape of an island's mesh; the product must be the island's number of devices."""
 
     data: int = 1
-    """Devices along the replicating axis (whole copies of the parameters); -1 = all devices that remain. Low: 1, no
-    copies. High: each device has the whole model, and gradients are summed over all."""
+    """Devices along the replicating axis (whole copies of the parameters); -1 = all devices that remain. Raise it to
+    use more devices if the model fits on each of them; gradients are summed over these devices."""
     fsdp: int = 1
-    """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain. Low: 1, whole
-    copies. High: little memory per device, much traffic among them."""
+    """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain. Raise it if the
+    model does not fit on one device; these devices then exchange weights in every layer."""
     expert: int = 1
     """Devices that share the experts of a mixture, and work like fsdp for other parameters; -1 = all devices that
-    remain. Low: 1, all experts everywhere. High: few experts per device, tokens travel."""
+    remain. Raise it if a device cannot hold all experts; tokens then travel between devices."""
     tensor: int = 1
-    """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain. Low: 1, not
-    split. High: little memory per device, traffic in every layer."""
+    """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain. Raise it if fsdp
+    alone does not save enough memory; these devices then exchange activations in every layer."""
     rules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Mesh axes by logical axis, such as {embed: [data, fsdp]}; other axes keep their rule of AXIS_RULES."""
 

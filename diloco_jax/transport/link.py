@@ -21,6 +21,7 @@ from diloco_jax.protocol.messages import (
     CutFragment,
     FragmentValue,
     GlobalFragment,
+    Hello,
     HostBlocks,
     LearnerMessage,
     Message,
@@ -41,6 +42,10 @@ LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport, Hos
 # A learner's hosts send and receive these types, except for its leader.
 HOST_TYPES: tuple[type, ...] = (FragmentValue, AnchorValue, HostBlocks)
 TO_HOST_TYPES: tuple[type, ...] = (CutFragment,)
+# A subscriber can only request the model.
+SUBSCRIBER_TYPES: tuple[type, ...] = (Hello,)
+# The name of a subscriber in deliveries starts with this text, which no learner's name contains.
+SUBSCRIBER = "subscriber/"
 SYNCER_TYPES: tuple[type, ...] = (*get_args(SyncerMessage), CutFragment)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
@@ -137,47 +142,53 @@ class TransportConfig:
     """Settings of the connections between learners and the syncer."""
 
     address: str = "127.0.0.1:0"
-    """host:port where the syncer listens and learners connect. Port 0 lets the system choose one."""
+    """host:port where the syncer listens and learners connect. Port 0 lets the system choose one. Set it for islands on
+    other machines, to an address that they can reach."""
     allow_plaintext: bool = False
     """Allow an address other than loopback although nothing is encrypted. Only on a network that you trust."""
     connect_timeout_s: float = 30.0
-    """Seconds that a learner waits for the syncer to answer, and the syncer for the last connection of a session. Low:
-    gives up on slow links. High: a wrong address is noticed late."""
+    """Seconds that a learner waits for the syncer to answer, and the syncer for the last connection of a session. Raise
+    it if islands may start long before the syncer; a wrong address is then noticed later."""
     keepalive_s: float = 20.0
-    """Seconds between pings on a silent connection. Low: traffic for nothing. High: a dead
-    link is noticed late, and home routers forget after 30."""
+    """Seconds between pings on a silent connection. Lower it if a router forgets silent connections sooner; home
+    routers do so after 30 seconds."""
     keepalive_timeout_s: float = 20.0
-    """Seconds without an answer to a ping that end a connection. Low: cuts a link under load. High: noticed late."""
+    """Seconds without an answer to a ping that end a connection. Raise it if a loaded link is cut; a dead link is then
+    noticed later."""
     payload_bytes_max: int = 1 << 30
-    """Largest payload in bytes, sent or received; a larger one is refused before memory is allocated for it. Low:
-    refuses large fragments. High: a peer may take as much memory."""
+    """Largest payload in bytes, sent or received; a larger one is refused before memory is allocated for it. Raise it
+    if a fragment is larger; a peer may then take as much memory."""
     chunk_bytes: int = 2 << 20
-    """Bytes of payload per frame, at most 4 MiB. Low: costs CPU time. High: a payload of few chunks does not use all
-    stripes."""
+    """Bytes of payload per frame, at most 4 MiB. Lower it if payloads have fewer chunks than stripes; small chunks cost
+    processor time."""
     stripes: int = 4
-    """Connections that share the chunks of bulk messages, 1 to 16: the learner's choice. One connection
-    moves at most its window per round trip: 67 MB/s at 60 ms with the 4 MB that Linux allows by default. Low: 1, one
-    window for all. High: more sockets and threads."""
+    """Connections that share the chunks of bulk messages, 1 to 16: the learner's choice. One connection moves at most
+    its window per round trip: 67 MB/s at 60 ms with the 4 MB that Linux allows by default. Raise it if one window per
+    round trip is less than the link; each stripe takes a socket and threads."""
     resume_s: float = 120.0
-    """Seconds that a receiver keeps a payload above 1 MiB that a lost connection cut, so that the next session
-    brings only the rest. Takes at most payload_bytes_max for each peer. Low: sends all again. High: holds memory for
-    peers that are gone."""
+    """Seconds that a receiver keeps a payload above 1 MiB that a lost connection cut, so that the next session brings
+    only the rest. Takes at most payload_bytes_max for each peer. Raise it if a link may be down for longer, because the
+    payload is otherwise sent again from its start."""
     queue_messages_max: int = 1024
-    """Control messages that may wait for one peer, in each direction. Sending to a full queue ends the session. Low: a
-    peer that stalls for a moment is cut. High: memory."""
+    """Control messages that may wait for one peer, in each direction. Sending to a full queue ends the session. Raise
+    it if peers that stall for a moment lose their session."""
     queue_payloads_max: int = 256
-    """The same for bulk messages. Low: at least the number of fragments, which a joining learner gets. High: memory."""
+    """Bulk messages that may wait for one peer, in each direction. It must be at least the number of fragments, which a
+    joining learner gets."""
     connections_max: int = 1024
-    """Connections that the syncer takes; a learner has stripes + 1, at times twice. Low: refuses. High: open files."""
+    """Connections that the syncer takes; a learner has stripes + 1, at times twice. Raise it for more islands or
+    stripes; each connection is an open file."""
     tls_ca: str = ""
     """File with the certificates of the authority that signs everybody's (PEM). With it, tls_certificate and tls_key
-    every connection is encrypted and both sides prove who they are; `diloco certs` makes all three."""
+    every connection is encrypted and both sides prove who they are; `diloco certs` makes all three. Set it for every
+    run over a network that you do not trust."""
     tls_certificate: str = ""
     """File with this process's certificate (PEM). "{name}" in it stands for the learner's name, or for "syncer"."""
     tls_key: str = ""
     """File with the private key of that certificate (PEM, without a password). "{name}" as above."""
     token_file: str = ""
-    """File with a secret that all processes of the run share. The syncer refuses anyone who does not send it."""
+    """File with a secret that all processes of the run share. The syncer refuses anyone who does not send it. Set it
+    together with the certificates."""
 
     def __post_init__(self) -> None:
         split_address(self.address)

@@ -1,5 +1,6 @@
-"""Pictures of docs/concepts.md, drawn from the rules that the machines follow: turns, grace window, codec."""
+"""Pictures of the manual: those of the concepts follow the rules of the machines; one shows processes and ports."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, get_args
 
@@ -179,10 +180,59 @@ def leases() -> str:
     return svg("Ranges of samples: leased, merged, released, and leased again", 840, 188, body)
 
 
+def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    """Return a line from the side that connects to the side that listens, with a head at its end."""
+    angle = math.atan2(to_y - y, to_x - x)
+    ends = [(to_x - 9 * math.cos(angle + turn), to_y - 9 * math.sin(angle + turn)) for turn in (-0.4, 0.4)]
+    head = f"M{ends[0][0]:.1f} {ends[0][1]:.1f}L{to_x:.1f} {to_y:.1f}L{ends[1][0]:.1f} {ends[1][1]:.1f}"
+    return f'<path class="line" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}{head}"/>'
+
+
+def processes() -> str:
+    """Draw the processes of a run by machine, and the ports where they listen."""
+    body = []
+    machines = (
+        (16, 40, 230, 66, "machine of island-0"),
+        (16, 124, 230, 66, "your laptop, behind a router"),
+        (16, 208, 230, 128, "two hosts of one island"),
+        (340, 40, 230, 296, "machine of the syncer"),
+        (664, 40, 160, 296, "you"),
+    )
+    for x, y, width, height, about in machines:
+        body += [box("none", x, y, width, height), words(x + 8, y + 18, about, "small")]
+    islands = ((64, "diloco learner"), (148, "your loop with join"), (232, "host 0, the leader"), (290, "host 1"))
+    for y, about in islands:
+        body += [box("step", 24, y, 214, 34), words(131, y + 22, about, "", "middle")]
+    servers = (
+        ("wait", 64, "syncer", "50051, the open port"),
+        ("work", 166, "metrics (option)", "9464, loopback"),
+        ("work", 268, "page (option)", "8642, loopback"),
+    )
+    for kind, y, about, port in servers:
+        body += [box(kind, 348, y, 214, 48), words(356, y + 20, about), words(356, y + 38, port, "small")]
+    people = ((64, "diloco status"), (166, "Prometheus"), (268, "browser, ssh -L"))
+    for y, about in people:
+        body += [box("back", 672, y, 144, 48), words(744, y + 29, about, "", "middle")]
+    body += [arrow(238, y, 348, to_y) for y, to_y in ((81, 76), (165, 88), (249, 100))]
+    body.append(arrow(131, 290, 131, 266))
+    body += [arrow(672, y, 562, y) for y in (88, 190, 292)]
+    body.append(words(16, 24, "an arrow leads from the side that connects to the side that listens"))
+    body.append(
+        words(
+            16,
+            358,
+            "Islands listen for nobody outside; the hosts of an island reach each other in its network.",
+            "small",
+        )
+    )
+    return svg("The processes of a run by machine, and the ports where they listen", 840, 372, body)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "turns.svg": turns,
     "round.svg": a_round,
     "adoption.svg": adoption,
     "wire.svg": wire,
     "leases.svg": leases,
+    "processes.svg": processes,
 }

@@ -1,12 +1,12 @@
-"""Generated pages and pictures are current, and every setting has one readable row."""
+"""Generated pages and pictures are current, and every setting has one readable entry."""
 
 import re
 
 import pytest
 from manual.__main__ import DOCS, made
-from manual.config_page import cell, config_page
+from manual.config_page import ADVICE, config_page, entry
 
-from diloco_jax.settings.schema import config_schema, kind_of, sections
+from diloco_jax.settings.schema import Setting, config_schema, kind_of, sections
 
 MADE = made()
 
@@ -26,15 +26,32 @@ def test_the_meaning_of_zero_is_explained() -> None:
     assert unsaid == ["seed", "data.shuffle_seed", "fragments.split_axis"], f"explain the meaning of 0: {unsaid}"
 
 
-def test_every_setting_has_its_row_once() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \|", config_page(config_schema()), re.MULTILINE)
-    assert len(rows) == len(set(rows)) > 150
+def test_every_setting_has_its_entry_once() -> None:
+    names = re.findall(r"^### `([\w.]+)`$", config_page(config_schema()), re.MULTILINE)
+    assert len(names) == len(set(names)) > 150
     assert {"name", "train.steps", "islands.mesh.fsdp", "islands.each.NAME.zone", "data.mixture.NAME.weight"} <= set(
-        rows
+        names
     )
+    # A link names a setting without its dots.
+    assert len({name.replace(".", "") for name in names}) == len(names)
 
 
-def test_a_row_is_readable() -> None:
-    assert cell("a | b\n  <c> *d*. Low: e. High: f.") == r"a \| b &lt;c> \*d\*. <br>**Low:** e. <br>**High:** f."
+def test_an_entry_has_values_default_meaning_and_advice() -> None:
+    setting = Setting(
+        "a.b_s", "seconds", 2.0, False, "Seconds of x | y. 0: <none>. Raise it if x *is* late. It is cheap."
+    )
+    assert "\n".join(entry(setting)) == (
+        "\n### `a.b_s`\n\nseconds; default: `2.0`\n\nSeconds of x \\| y. 0: &lt;none>.\n"
+        "\n**When to change it:** Raise it if x \\*is\\* late. It is cheap."
+    )
+    assert not any("When to change it" in line for line in entry(setting._replace(help="Set it or raise it.")))
     assert kind_of("silence_s", {"type": "number"}) == "seconds"
     assert kind_of("devices", {"anyOf": [{"type": "integer"}, {"const": "auto"}]}) == "whole number or `auto`"
+
+
+def test_advice_on_the_settings_that_most_runs_change() -> None:
+    """The settings that docs/settings.md chooses say when to change them."""
+    found = {setting.name: setting for section in sections(config_schema()) for setting in section.settings}
+    chosen = ("sync_every", "num_fragments", "overlap_steps", "wait_steps", "quorum", "snapshot_every")
+    missing = [name for name in chosen if not ADVICE.search(found[f"protocol.{name}"].help)]
+    assert not missing, missing

@@ -7,7 +7,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import BLOCK, Format
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.held import (
-    Held,
+    HeldBlocks,
     blocks_of_boxes,
     check_table,
     everything,
@@ -35,10 +35,10 @@ def columns(shape: tuple[int, ...], host: int, hosts: int) -> tuple[slice, ...]:
     return (*(slice(0, size) for size in shape[:-1]), slice(*at))
 
 
-def held_by(host: int, hosts: int = 3) -> Held:
+def held_by(host: int, hosts: int = 3) -> HeldBlocks:
     boxes = [columns(piece.shape, host, hosts) for piece in LAYOUT.pieces]
     pairs = zip(LAYOUT.pieces, boxes, strict=True)
-    return Held(LAYOUT, tuple(table_of(blocks_of_boxes(piece.shape, [box])) for piece, box in pairs))
+    return HeldBlocks(LAYOUT, tuple(table_of(blocks_of_boxes(piece.shape, [box])) for piece, box in pairs))
 
 
 def touched(shape: tuple[int, ...], box: tuple[slice, ...]) -> list[int]:
@@ -112,7 +112,7 @@ def test_parts_of_a_value_are_joined_to_the_whole() -> None:
         cut = regrouped([(everything(LAYOUT), codec.encode(values, "float32"))], held, "float32")
         own = [np.setdiff1d(expanded(table), before) for table, before in zip(held.tables, taken, strict=True)]
         taken = [np.union1d(before, each) for before, each in zip(taken, own, strict=True)]
-        owned = Held(LAYOUT, tuple(map(table_of, own)))
+        owned = HeldBlocks(LAYOUT, tuple(map(table_of, own)))
         parts.append(b"".join(owned.host_bytes(held.slices(np.frombuffer(one_buffer(cut), np.float32)))))
     assert bytes(join_host_bytes(parts, 1 << 30)) == codec.encode(values, "float32")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment
-from diloco_jax.core.held import Held
+from diloco_jax.core.held import HeldBlocks
 from diloco_jax.core.layout import whole
 from diloco_jax.core.outer import Flat
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
@@ -60,7 +60,7 @@ class GlobalValues:
         held: By fragment, the blocks that this host holds; None if it holds everything.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], down: Format, held: Sequence[Held] | None = None) -> None:
+    def __init__(self, fragments: Sequence[Fragment], down: Format, held: Sequence[HeldBlocks] | None = None) -> None:
         layouts = [whole(fragment) for fragment in fragments] if held is None else [each.layout for each in held]
         buffers = Buffers(max(layout.size for layout in layouts), FREE_MAX)
         threads = max(1, min(THREADS_MAX, (os.cpu_count() or 1) // PROCESSORS_PER_THREAD))

@@ -1,4 +1,4 @@
-"""What each host of an island holds of the fragments, and which of it the syncer sends to whom.
+"""The blocks of fragments that each host of an island holds, and the way of each block to its hosts.
 
 Blocks that one host holds come from the syncer to that host. Blocks that several hosts hold come once, to the leader,
 which passes them on. So an island receives every block of a version once, however its tensors are sharded.
@@ -10,7 +10,7 @@ import numpy as np
 
 from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment
-from diloco_jax.core.held import Blocks, Box, Held, blocks_of_boxes, one_buffer, regrouped, table_of
+from diloco_jax.core.held import Blocks, Box, HeldBlocks, blocks_of_boxes, one_buffer, regrouped, table_of
 from diloco_jax.core.layout import whole
 from diloco_jax.runtime.model.cuts import HostCut, pack_blocks
 from diloco_jax.transport.group.group import LEADER
@@ -33,12 +33,12 @@ class IslandBlocks:
     ) -> None:
         self.host = host
         # By fragment: what this host holds, and gets from the syncer.
-        self.held: list[Held] = []
-        self.got: list[Held] = []
+        self.held: list[HeldBlocks] = []
+        self.got: list[HeldBlocks] = []
         # By fragment: what this host sends the syncer of a value that all hosts hold, each block once.
-        self.owned: list[Held] = []
+        self.owned: list[HeldBlocks] = []
         # By fragment: host -> the blocks that it gets from the leader; here for the leader, or for one other host.
-        self.passed: list[dict[int, Held]] = []
+        self.passed: list[dict[int, HeldBlocks]] = []
         for fragment in fragments:
             self._add(fragment, boxes(fragment), hosts)
         self.statement = pack_blocks([HostCut(*pair) for pair in zip(self.held, self.got, strict=True)])
@@ -58,8 +58,8 @@ class IslandBlocks:
             for host, blocks in passed.items():
                 blocks.append(np.intersect1d(of_host[host], shared))
 
-        def made(blocks: Sequence[Blocks]) -> Held:
-            return Held(layout, tuple(map(table_of, blocks)))
+        def made(blocks: Sequence[Blocks]) -> HeldBlocks:
+            return HeldBlocks(layout, tuple(map(table_of, blocks)))
 
         self.held.append(made(held))
         same = all(map(np.array_equal, held, got))

@@ -180,7 +180,7 @@ class Host:
         """Wait until all hosts have read and checked an arrived value; any one thread.
 
         Args:
-            alive: Tells whether the link is open on which the value comes to all hosts.
+            alive: Tells whether the link to the syncer is still open; its end is the end of the links of all hosts.
 
         Raises:
             ValueError: A host cannot read it.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from diloco_jax.core.codec import Bytes, Format
-from diloco_jax.core.held import Held, Table, check_table, everything, regrouped
+from diloco_jax.core.held import HeldBlocks, Table, check_table, everything, regrouped
 from diloco_jax.core.layout import Layout
 from diloco_jax.core.outer import Flat
 
@@ -28,8 +28,8 @@ STATEMENTS_MAX = 4096
 class HostCut(NamedTuple):
     """The blocks of one fragment that a host holds, and those that it gets from the syncer."""
 
-    held: Held
-    got: Held
+    held: HeldBlocks
+    got: HeldBlocks
 
 
 def pack_blocks(cuts: Sequence[HostCut]) -> bytes:
@@ -78,7 +78,7 @@ def _cut(rows: Int64[np.ndarray, "n 6"], layout: Layout) -> HostCut:
             table = rows[(rows[:, 0] == number) & (rows[:, 1] == got), 2:]
             check_table(table, piece)
             tables.append(table)
-        found.append(Held(layout, tuple(tables)))
+        found.append(HeldBlocks(layout, tuple(tables)))
     return HostCut(*found)
 
 
@@ -108,7 +108,7 @@ class Cuts:
         """
         return ModelVersion(self, fragment_id, payload, value, "float32" if is_whole else self._down)
 
-    def whole(self, fragment_id: int) -> Held:
+    def whole(self, fragment_id: int) -> HeldBlocks:
         """Return all blocks of a fragment."""
         return self._wholes[fragment_id]
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -49,7 +50,10 @@ def open_listener(config: RunConfig, run_dir: Path, life: Life) -> GrpcListener:
     if known and file.exists() and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
-    listener = patiently(lambda: listen(transport, run_id=config.name, epoch=life.epoch), patience_s, life.stop)
+    made = partial(
+        listen, transport, run_id=config.name, epoch=life.epoch, subscribers_max=config.syncer.subscribers_max
+    )
+    listener = patiently(made, patience_s, life.stop)
     # An unchanged file is not written again, since the disk may be full.
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:
         file.write_text(listener.address, encoding="utf-8")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.protocol import effects, messages
 from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.subscribers import MODEL_LAYOUT, Answers, Subscribers
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
@@ -48,7 +49,7 @@ from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
-from diloco_jax.transport.link import Delivery
+from diloco_jax.transport.link import SUBSCRIBER, Delivery
 
 # The evaluator reads data, which a syncer does not need when islands bring the model.
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ STATUS_EVERY_S = 0.5
 BACKLOG_MAX = 10_000
 # Learners have so long to receive Stop and answer.
 FAREWELL_S = 5.0
+# Subscribers have so long at the end of a complete run to receive the last values.
+SUBSCRIBERS_S = 30.0
 # A learner whose link broke within this time may reconnect. Only this process can tell it that the run is over.
 ADRIFT_S = 60.0
 # A syncer without a supervisor waits this long at the end for learners whose link broke: a process that starts them
@@ -81,6 +84,7 @@ class SyncerDriver:
     merges: Merges
     snapshots: SnapshotWriter
     watch: Watch
+    subscribers: Subscribers
 
     def __post_init__(self) -> None:
         self._taped = self.context.taped
@@ -139,9 +143,12 @@ class SyncerDriver:
             )
             lately_s = -inf
         ends_s = self._now_s() + (late_s if late else FAREWELL_S)
-        while self._now_s() < ends_s and not (late and self.context.stop.is_set()):
+        subscribers_until_s = self._now_s() + SUBSCRIBERS_S if self._machine.finished else 0.0
+        while not (late and self.context.stop.is_set()):
             adrift = any(lost_s > lately_s for lost_s in self._adrift.values())
-            if not (lingers or adrift or self._machine.membership.connected()):
+            learners = lingers or adrift or bool(self._machine.membership.connected())
+            waits = self.subscribers and self._now_s() < subscribers_until_s and not self.context.stop.is_set()
+            if not waits and not (learners and self._now_s() < ends_s):
                 return
             self._take(0.1)
 
@@ -156,9 +163,13 @@ class SyncerDriver:
             self._on_delivery(delivery, self._now_s())
         for result in self.results.take():
             self._on_merged(*result)
+        self._serve_subscribers(self.subscribers.proceed())
         return delivery is not None
 
     def _on_delivery(self, delivery: Delivery, now_s: float) -> None:
+        if delivery.peer.startswith(SUBSCRIBER):
+            self._on_subscriber(delivery)
+            return
         if delivery.kind == "disconnected":
             member = self._machine.membership.members.get(delivery.peer)
             if member is not None:
@@ -192,6 +203,22 @@ class SyncerDriver:
             self.merges.keep(message, delivery.payload)
             self.watch.on_value(message, now_s)
         self._execute(requests, delivery.payload)
+
+    def _on_subscriber(self, delivery: Delivery) -> None:
+        """Take the request of a subscriber, or its end; neither is an input of the machine."""
+        name, hello = delivery.peer.removeprefix(SUBSCRIBER), delivery.message
+        if not isinstance(hello, messages.Hello):
+            self.subscribers.on_disconnect(name)
+            log.info(f"subscriber {name} left: {delivery.reason}")
+        elif hello.learner_id == name:
+            self._serve_subscribers(self.subscribers.on_hello(hello))
+
+    def _serve_subscribers(self, answers: Answers) -> None:
+        for name, message in answers:
+            payload: bytes | memoryview = b""
+            if isinstance(message, messages.GlobalFragment):
+                payload = self._model.payload(message.fragment_id)
+            self.listener.send(f"{SUBSCRIBER}{name}", message, payload)
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.excluded.items()):
@@ -358,7 +385,9 @@ class SyncerRun:
             self._free_port()
             listener = open_listener(config, run_dir, life)
             watch.listens(listener)
-            driver = SyncerDriver(context, listener, self._results, merges, writer, watch)
+            subscribers = Subscribers(machine, dict(self._fingerprint)[MODEL_LAYOUT])
+            watch.subscribers = subscribers.state
+            driver = SyncerDriver(context, listener, self._results, merges, writer, watch, subscribers)
             driver.serve(requests)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers, late_s=self._late_s)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -84,6 +84,8 @@ class Watch:
         self.asked_tokens: int | None = None
         self._book = AlarmBook(self.earlier.episodes)
         self._listener: GrpcListener | None = None
+        # Returns the rows of the connected subscribers.
+        self.subscribers: Callable[[], list[dict[str, Any]]] = list
         # Newest metrics of each island.
         self._metrics: dict[str, Mapping[str, float]] = {}
         # Process number of each island that runs on this machine.
@@ -246,6 +248,7 @@ class Watch:
             processes=self._processes,
             left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
             num_parameters=context.stats.num_parameters,
+            subscribers=self.subscribers(),
         )
         # With line breaks, json takes ten times as long.
         text = json.dumps(finite(status), allow_nan=False)

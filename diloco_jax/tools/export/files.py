@@ -116,20 +116,7 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
-    if whole_model and (not config.model.lora.rank or form == "orbax"):
-        raise ValueError(
-            "--merged merges the adapters of a run with model.lora into its model, for --format hf and npz; leave it "
-            "out"
-        )
-    described: dict[str, Any] = {}
-    if form == "hf":
-        try:
-            described = to_hf(config.model, _family(config))
-            tensors(config.model, described["model_type"])
-        except ValueError as error:
-            raise ValueError(f"{error}; --format orbax and npz work for any model") from error
-    elif dtype != "float32":
-        raise ValueError(f"--dtype {dtype} is for --format hf; leave it out, {form} has the run's float32 values")
+    writer = ModelWriter(config, form, dtype, whole_model=whole_model)
     part = out.absolute().with_name(f".{out.absolute().name}.partial")
     whole = part / "whole"
 
@@ -137,17 +124,7 @@ def export(
         shutil.rmtree(part, ignore_errors=True)
         whole.mkdir(parents=True)
         count, parameters = checkpoint.each_parameter(path)
-        if whole_model:
-            adapters = pairs(parameters)
-            count, parameters = len(tensors(config.model)), merged(config.model, adapters)
-        if form == "hf" and config.model.lora.rank and not whole_model:
-            write_adapters(whole, config.model, watch(parameters, count), dtype, described["model_type"])
-        elif form == "hf":
-            _write_hf(whole, config, watch(parameters, count), described | {"dtype": dtype})
-        elif form == "npz":
-            _write_npz(whole, watch(parameters, count))
-        else:
-            _write_orbax(whole, watch(parameters, count), path)
+        writer.write(whole, parameters, count, watch, path)
 
     try:
         for _ in range(ATTEMPTS):
@@ -163,6 +140,55 @@ def export(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return {"format": form, "out": str(out), "files": files, "global_step": checkpoint.global_step_of(found[0])}
+
+
+class ModelWriter:
+    """Writes models of one run in one format.
+
+    Args:
+      whole_model: of a run with adapters, write the public model with the adapters merged into it.
+
+    Raises:
+      ValueError: the format or dtype does not fit the run.
+    """
+
+    def __init__(self, config: RunConfig, form: str, dtype: str, *, whole_model: bool = False) -> None:
+        if whole_model and (not config.model.lora.rank or form == "orbax"):
+            raise ValueError(
+                "--merged merges the adapters of a run with model.lora into its model, for --format hf and npz; leave "
+                "it out"
+            )
+        self._config, self._form, self._dtype, self._whole_model = config, form, dtype, whole_model
+        self._described: dict[str, Any] = {}
+        if form == "hf":
+            try:
+                self._described = to_hf(config.model, _family(config))
+                tensors(config.model, self._described["model_type"])
+            except ValueError as error:
+                raise ValueError(f"{error}; --format orbax and npz work for any model") from error
+        elif dtype != "float32":
+            raise ValueError(f"--dtype {dtype} is for --format hf; leave it out, {form} has the run's float32 values")
+
+    def write(self, folder: Path, parameters: Parameters, count: int, watch: Watch, snapshot: Path) -> None:
+        """Write a model into an empty folder.
+
+        Args:
+          parameters: by ascending path.
+          count: number of the parameters.
+          snapshot: checkpoint that has the same parameters, whose files become those of orbax.
+        """
+        config, form = self._config, self._form
+        if self._whole_model:
+            adapters = pairs(parameters)
+            count, parameters = len(tensors(config.model)), merged(config.model, adapters)
+        if form == "hf" and config.model.lora.rank and not self._whole_model:
+            write_adapters(folder, config.model, watch(parameters, count), self._dtype, self._described["model_type"])
+        elif form == "hf":
+            _write_hf(folder, config, watch(parameters, count), self._described | {"dtype": self._dtype})
+        elif form == "npz":
+            _write_npz(folder, watch(parameters, count))
+        else:
+            _write_orbax(folder, watch(parameters, count), snapshot)
 
 
 def _family(config: RunConfig) -> str:

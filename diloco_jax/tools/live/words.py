@@ -16,6 +16,7 @@ runtime/figures/facts.py it has these keys:
     alarms          [{kind, who, text, remedy}]: alarms that stand (protocol/watch/alarms.py)
     episodes        all alarms, those that ended included
     learners        facts of each island, and `process`: its number, if it runs on the syncer's machine
+    subscribers     [{subscriber, lacks}]: processes that only receive the model, and the newest values that each lacks
 
 An island's numbers may be null until it has reported a step.
 """
@@ -85,6 +86,10 @@ def describe(status: Mapping[str, Any]) -> str:
         text.append("no island has connected yet")
     width = max((len(row["learner"]) for row in status["learners"]), default=0)
     text += [f"  {row['learner']:<{width}}  {_condition(row)}" for row in shown_rows(status)]
+    # Statuses of older versions do not have the key.
+    if found := status.get("subscribers"):
+        rows = [f"{row['subscriber']} (lacks {row['lacks']} of the newest values)" for row in found]
+        text.append(f"subscribers, which only receive the model: {', '.join(rows)}")
     return "\n".join(text)
 
 

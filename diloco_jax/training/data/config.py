@@ -28,7 +28,8 @@ class SourceConfig:
     format: DataFormat = "store"
     """See data.format."""
     weight: float = 1.0
-    """Share of the samples, relative to the other sources. Low: hardly read. High: read again and again."""
+    """Share of the samples, relative to the other sources. A source with a large weight and few samples is read several
+    times."""
     patterns: tuple[str, ...] = ("*",)
     """See data.patterns."""
     field: str = "text"
@@ -49,7 +50,7 @@ class ImagesConfig:
 
     soft_tokens: int = 280
     """The most soft tokens of one image, which keeps its aspect ratio; Gemma 4 supports 70, 140, 280, 560 and 1120.
-    Low: fine details are lost. High: long samples."""
+    Raise it if the texts depend on fine details; samples then become longer."""
     column: str = "image"
     """Column of Parquet with the image: its bytes, or a struct with the field `bytes`."""
     broken: Literal["refuse", "skip"] = "refuse"
@@ -81,7 +82,7 @@ class DataConfig:
     Parquet with both) become a store in $DILOCO_CACHE at the first read."""
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
-    or text may also be at gs://, s3:// or another URL that fsspec reads."""
+    or text may also be at gs://, s3:// or another URL that fsspec reads. Set it for your own data."""
     field: str = "text"
     """Column or key with the text, for jsonl, parquet, arrow and images."""
     tokenizer: str = ""
@@ -92,9 +93,10 @@ class DataConfig:
     documents: Literal["joined", "separate", "whole"] = "joined"
     """joined: samples may span documents. separate: the same samples, but attention and loss stay within a document.
     whole: like separate, but only a document longer than a sample is cut; samples end with padding. No effect on
-    images."""
+    images. Set it to separate or whole if unrelated documents must not see each other."""
     mixture: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    """Several sources by name, read in proportion to their weights; they replace path and format."""
+    """Several sources by name, read in proportion to their weights; they replace path and format. Set it to train on
+    more than one source."""
     evaluation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     """Further sources by name that are only used for evaluation."""
     patterns: tuple[str, ...] = ("*",)
@@ -104,14 +106,14 @@ class DataConfig:
     vocab_size: int = 65_536
     """Upper bound of the ids in a token file or in your own source (checked on every batch); bytes always have 256."""
     held_out_fraction: float = 0.02
-    """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1. Low: too little to evaluate on, a
-    noisy loss. High: little is left to train on."""
+    """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1. Raise it if the corpus is small
+    and the evaluation loss is noisy."""
     shuffle_seed: int = 0
     """Seed of the global order of the samples; islands of one run must agree."""
     prefetch: int = 4
     """Batches that each process of an island reads ahead on a separate thread, 1 GB at most. 0: the thread of the steps
-    reads each batch while the previous step runs, for a source that must not be read on another thread. Low: steps
-    wait for a slow source. High: takes host memory."""
+    reads each batch while the previous step runs, for a source that must not be read on another thread. Raise it if the
+    metric waiting_for_data shows that steps wait for the source; each batch takes host memory."""
     module: str = ""
     """Your own source as package.module:Name, instead of path and format: a class with `__len__` and `__getitem__`,
     whose samples are arrays of train.seq_len + 1 ids below vocab_size."""

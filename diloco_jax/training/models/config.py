@@ -33,10 +33,10 @@ class LoraConfig:
 
     rank: int = 0
     """Rank r of the adapters: a linear map x W becomes x W + (alpha / r) x A B, where A has r columns and B has r rows.
-    0: no adapters, and the whole model is trained. Low: the adapters can express little. High: more is trained and
-    exchanged."""
+    0: no adapters, and the whole model is trained. Raise it if the adapters cannot learn the task; more parameters are
+    then trained and exchanged."""
     alpha: float = 16.0
-    """The adapters' results are multiplied by alpha / rank. High: a step changes the model more."""
+    """The adapters' results are multiplied by alpha / rank. A larger alpha lets a step change the model more."""
     targets: tuple[str, ...] = ("all",)
     """Linear maps of a layer that get adapters: q, k, v, out, gate, up, down and others that the model has, or all.
     Experts and routers of a mixture get none."""
@@ -60,10 +60,11 @@ class ModelConfig:
 
     module: str = DECODER
     """Import path of the model as `package.module:Class`. "own": the islands' own loops bring it (diloco_jax.join); the
-    syncer takes shapes and initial values from the first island, and evaluates nothing."""
+    syncer takes shapes and initial values from the first island, and evaluates nothing. Set it for your own model or
+    your own loop."""
     preset: str = ""
     """Name of a public model that provides module and arguments, such as qwen3-0.6b or llama3-tiny (docs/models.md
-    lists all); `args` replace single arguments."""
+    lists all); `args` replace single arguments. Set it to train a public model from random values."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class; for the built-in decoder the fields of DecoderConfig."""
     weights: str = ""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -34,6 +35,8 @@ from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
 from diloco_jax.transport.link import (
     HOST_TYPES,
     LEARNER_TYPES,
+    SUBSCRIBER,
+    SUBSCRIBER_TYPES,
     SYNCER_TYPES,
     TO_HOST_TYPES,
     Delivery,
@@ -66,11 +69,12 @@ log = logging.getLogger(__name__)
 
 
 class GrpcLink:
-    """A learner's session with a syncer, opened by `connect`."""
+    """A learner's or a subscriber's session with a syncer, opened by `connect`."""
 
-    def __init__(self, session: StreamSession, streams: DialledStreams) -> None:
+    def __init__(self, session: StreamSession, streams: DialledStreams, sends: tuple[type, ...]) -> None:
         self._session = session
         self._streams = streams
+        self._sends = sends
         self.number = session.header.session
 
     @property
@@ -82,7 +86,7 @@ class GrpcLink:
         self._session.inbox.wake()
 
     def send(self, message: LearnerMessage | MetricsReport | HostBlocks, payload: Payload = b"") -> None:
-        allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
+        allowed = HOST_TYPES if self._session.host else self._sends
         parts = payload_parts(message, payload, allowed, self._session.config.payload_bytes_max)
         self._session.send(message, parts)
 
@@ -105,6 +109,7 @@ def connect(
     number: int = 0,
     host: int = 0,
     hosts: int = 1,
+    subscribes: bool = False,
 ) -> GrpcLink:
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
@@ -114,6 +119,7 @@ def connect(
             them, and adds its own at its end. None: payloads that are cut are sent again.
         number: Number of the session; 0 for a new one, which is larger than all before it.
         host: Number of this host among the learner's hosts; hosts other than 0 need the number of the leader's session.
+        subscribes: Whether this process only receives the model; `learner_id` is then the subscriber's name.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; with
@@ -131,8 +137,9 @@ def connect(
     readable = TO_HOST_TYPES if host else SYNCER_TYPES
     session = StreamSession(Inbox(), header, learner_id, SYNCER, config, partials, readable)
     context = bulk_context(config, learner_id)
-    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{calls.OPEN}", beside=True, context=context)
-    link = GrpcLink(session, streams)
+    method = calls.SUBSCRIBE if subscribes else calls.OPEN
+    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{method}", beside=True, context=context)
+    link = GrpcLink(session, streams, SUBSCRIBER_TYPES if subscribes else LEARNER_TYPES)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
         return link
@@ -187,12 +194,14 @@ class GrpcListener:
         greeter: Service that describes the run to users' training loops.
     """
 
-    def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
+    def __init__(self, config: TransportConfig, run_id: str, epoch: int, subscribers_max: int) -> None:
         self.config = config
         self._inbox = Inbox()
         # One thread, so that every host gets the versions in their order.
         self._cutting = ThreadPoolExecutor(1, "diloco-cut")
         self._book = SessionBook(config, run_id, epoch, self._later)
+        full = f"this syncer takes {subscribers_max} subscribers: stop one, or raise syncer.subscribers_max"
+        self._subscribers = SessionBook(config, run_id, epoch, known_max=subscribers_max, full=full)
         self._drains = Drains(self._inbox.wake)
         # Only the driver's thread touches it.
         self._heard: dict[str, StreamSession] = {}
@@ -210,7 +219,8 @@ class GrpcListener:
         # Ticket for bulk connections -> session; a new dict for each change.
         self._tickets: dict[bytes, StreamSession] = {}
         handlers = {
-            calls.OPEN: grpc.stream_stream_rpc_method_handler(self._serve),
+            calls.OPEN: grpc.stream_stream_rpc_method_handler(partial(self._serve, self._book)),
+            calls.SUBSCRIBE: grpc.stream_stream_rpc_method_handler(partial(self._serve, self._subscribers)),
             calls.CONNECT: grpc.stream_stream_rpc_method_handler(self._refuse_older),
             DESCRIBE: grpc.unary_unary_rpc_method_handler(self.greeter.serve, response_serializer=calls.serialized),
             calls.STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=calls.serialized),
@@ -312,7 +322,7 @@ class GrpcListener:
     def stop_admitting(self) -> list[StreamSession]:
         """Refuse every new session from now on, and return the open ones."""
         self._drains.close()
-        return self._book.stop_admitting()
+        return [*self._book.stop_admitting(), *self._subscribers.stop_admitting()]
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
@@ -331,17 +341,17 @@ class GrpcListener:
             self._gate.check(dict(context.invocation_metadata()))
             raise Refused(f"this learner speaks protocol 1, the syncer protocol {PROTOCOL}: upgrade the learner")
 
-    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Serve the control lane of one learner: this generator writes, a separate thread reads."""
+    def _serve(self, book: SessionBook, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Serve the control lane of a learner, or of a subscriber: this generator writes, a separate thread reads."""
         with calls.refusing(context):
-            session, lane, ticket = self._open_lane(context)
+            session, lane, ticket = self._open_lane(book, context)
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
         context.send_initial_metadata(((calls.TICKET_KEY, ticket),))
         session.mark_ready(lane)
         if session.wait_ready(self.config.connect_timeout_s):
             with calls.refusing(context):
-                self._book.establish(session)
+                book.establish(session)
             session.mark_established()
             session.start_reader(lane, requests)
             yield session.ready_frame(lane)
@@ -371,7 +381,7 @@ class GrpcListener:
         # The thread of the control lane establishes the session, or ends it.
         stripe.run(opens=session.wait_established())
 
-    def _open_lane(self, context: Any) -> tuple[StreamSession, Lane, bytes]:
+    def _open_lane(self, book: SessionBook, context: Any) -> tuple[StreamSession, Lane, bytes]:
         """Check the caller's credentials before everything else, then create its session, with a ticket."""
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
@@ -379,13 +389,10 @@ class GrpcListener:
         self._gate.check_speaks_for(header.sender, context.auth_context())
         held = calls.read_holdings(metadata)
         calls.check_connections(header, self.config)
-
-        def make() -> StreamSession:
-            partials = self._partials_of(header)
-            readable = HOST_TYPES if header.host else LEARNER_TYPES
-            return StreamSession(self._inbox, header, SYNCER, header.sender, self.config, partials, readable)
-
-        session = self._book.admit(header, make)
+        make = partial(self._make_session, header)
+        if book is self._subscribers:
+            make = partial(self._make_subscription, header)
+        session = book.admit(header, make)
         lane = session.lanes.get((header.lane, header.stripe))
         if lane is None or lane.bulk or lane.ours.stripes != header.stripes:
             raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
@@ -396,6 +403,19 @@ class GrpcListener:
         with self._lock:
             self._tickets = {key: each for key, each in self._tickets.items() if each.open} | {ticket: session}
         return session, lane, ticket
+
+    def _make_session(self, header: pb.Header) -> StreamSession:
+        partials = self._partials_of(header)
+        readable = HOST_TYPES if header.host else LEARNER_TYPES
+        return StreamSession(self._inbox, header, SYNCER, header.sender, self.config, partials, readable)
+
+    def _make_subscription(self, header: pb.Header) -> StreamSession:
+        if header.hosts:
+            raise Refused(f"{header.sender!r} says {header.hosts} hosts: a subscriber is one process")
+        # A subscriber sends no payload.
+        partials = Partials(0, self.config.resume_s)
+        name = f"{SUBSCRIBER}{header.sender}"
+        return StreamSession(self._inbox, header, SYNCER, header.sender, self.config, partials, SUBSCRIBER_TYPES, name)
 
     def _partials_of(self, header: pb.Header) -> Partials:
         """Return the incomplete payloads of this host's incarnation; the caller holds the lock of `admit`."""
@@ -412,10 +432,13 @@ class GrpcListener:
         return known[1]
 
 
-def listen(config: TransportConfig, *, run_id: str, epoch: int = 0) -> GrpcListener:
+def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, subscribers_max: int = 0) -> GrpcListener:
     """Listen on `config.address`.
+
+    Args:
+        subscribers_max: The most subscribers at a time.
 
     Raises:
         ValueError: The port is in use, or the address is not loopback and plaintext was not allowed.
     """
-    return GrpcListener(config, run_id, epoch)
+    return GrpcListener(config, run_id, epoch, subscribers_max)

@@ -33,6 +33,8 @@ from diloco_jax.transport.session.stream import DENIALS, REFUSAL, StreamSession
 from diloco_jax.transport.trust.security import Credentials, Denied, credentials, diagnose, is_loopback
 
 SERVICE, OPEN, STATUS, DRAIN = "diloco.v1.Syncer", "Open", "Status", "Drain"
+# What a subscriber opens. An older syncer does not know the call, and so cannot take a subscriber for a learner.
+SUBSCRIBE = "Subscribe"
 # What a learner of protocol 1 opens.
 CONNECT = "Connect"
 ISLAND_SERVICE, FOLLOW = "diloco.v1.Island", "Follow"

@@ -240,7 +240,12 @@ class HostSessions:
 
 
 class SessionBook:
-    """The book of a listener's sessions: who may open one, and which one is a learner's newest; any thread."""
+    """The book of a listener's sessions: who may open one, and which one is a learner's newest; any thread.
+
+    Args:
+        known_max: The most learners that are known.
+        full: The refusal of one more learner, while all that are known have an open session.
+    """
 
     def __init__(
         self,
@@ -248,8 +253,13 @@ class SessionBook:
         run_id: str,
         epoch: int,
         later: Callable[[Callable[[], None]], object] = lambda do: do(),
+        *,
+        known_max: int = KNOWN_MAX,
+        full: str = "",
     ) -> None:
         self.config = config
+        self._known_max = known_max
+        self._full = full or f"{known_max} learners are connected, this syncer takes no more"
         self.run_id = run_id
         self.epoch = epoch
         # Calls a function on the one thread that cuts versions for hosts.
@@ -313,7 +323,7 @@ class SessionBook:
                 if header.host:
                     self._add_host(session)
                     return
-                if header.sender not in self._newest and len(self._newest) >= KNOWN_MAX:
+                if header.sender not in self._newest and len(self._newest) >= self._known_max:
                     self._forget_one()
             except Refused as error:
                 session.fail(str(error))
@@ -421,7 +431,7 @@ class SessionBook:
         """Forget the learner that connected the longest time ago, among those without an open session."""
         gone = next((name for name, session in self._newest.items() if not session.open), None)
         if gone is None:
-            raise Refused(f"{KNOWN_MAX} learners are connected, this syncer takes no more", final=False)
+            raise Refused(self._full, final=False)
         del self._newest[gone]
         self._hosts.pop(gone, None)
 

@@ -11,6 +11,7 @@ import pytest
 from diloco_jax.protocol.messages import Adopted, AnchorRequest, AnchorValue, Hello, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.subscribers import Subscribers
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.syncer.run import SyncerDriver
@@ -51,7 +52,10 @@ class Bringers:
             stop=threading.Event(),
             config=None,
         )
-        self.driver = SyncerDriver(parts, listener, results=other, merges=other, snapshots=other, watch=other)
+        readers = Subscribers(machine, "")
+        self.driver = SyncerDriver(
+            parts, listener, other, merges=other, snapshots=other, watch=other, subscribers=readers
+        )
 
     def hello(self, name: str, machine: Syncer, versions: tuple[int, int], digest: int) -> None:
         digests = (self.model.digests[0], digest if versions[1] else self.model.digests[1])

@@ -16,6 +16,7 @@ import pytest
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED
 from diloco_jax.protocol.messages import MetricsReport
+from diloco_jax.protocol.syncer.subscribers import Subscribers
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
@@ -191,7 +192,10 @@ class Scene:
         listener.receive, results.take.return_value = self.receive, []
         parts.stop.is_set.side_effect = lambda: not self._deliveries
         other: Any = MagicMock()
-        self.driver = SyncerDriver(parts, listener, results=results, merges=other, snapshots=other, watch=other)
+        readers = Subscribers(parts.machine, "")
+        self.driver = SyncerDriver(
+            parts, listener, results, merges=other, snapshots=other, watch=other, subscribers=readers
+        )
 
     def connected(self) -> list[Any]:
         return [] if self.member.state == DISCONNECTED else [self.member]

@@ -1,4 +1,4 @@
-"""The recipe of docs/models.md with a small model: two sources of text, a public model in, four islands, out again."""
+"""The recipe of docs/public-models.md with a small model: two texts, a public model in, four islands, out again."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.training.convert.cases import LIST
 from tests.training.convert.variants import make
 
 LINES = [f"island {n} sends {n * n} gradients to the syncer, which merges {n % 7}\n" for n in range(4000)]
-PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "public-models.md").read_text(encoding="utf-8")
 OF_THE_PAGE = yaml.safe_load(PAGE.split("# base.yaml\n")[1].split("```")[0])
 SMALL: dict[str, Any] = {
     "islands": {"devices": 1},

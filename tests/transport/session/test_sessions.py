@@ -18,9 +18,9 @@ from tests.transport.ends import WAIT_S, Quiet, comes_true, value
 class Side:
     """A listener's book of sessions with their inbox."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: int) -> None:
         self.config, self.inbox = TransportConfig(), Inbox()
-        self.book = SessionBook(self.config, "run", 3)
+        self.book = SessionBook(self.config, "run", 3, **limits)  # type: ignore[arg-type]
 
     def admit(self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3) -> Quiet:
         header = pb.Header(run_id="run", epoch=epoch, sender=learner_id, incarnation=incarnation, session=number)
@@ -99,8 +99,8 @@ def test_names_that_are_allowed() -> None:
     assert [check_name(name) for name in ("island-0", "A_b.9", "x" * 100)]
 
 
-def test_learners_that_left_are_forgotten_when_there_are_too_many(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "KNOWN_MAX", 2)
+def test_learners_that_left_are_forgotten_when_there_are_too_many() -> None:
+    side = Side(known_max=2)
     a, _ = side.open("a", 5), side.open("b")
     with pytest.raises(Refused, match="2 learners are connected, this syncer takes no more"):
         side.open("c")

@@ -1,0 +1,1 @@
+"""A process that receives the global model of a run and gives nothing."""

@@ -1,0 +1,88 @@
+"""A folder that always has the newest global model of a run, for programs that open it while it is renewed.
+
+    OUT/step-00000120/    one model in the chosen format, with model_version.json
+    OUT/newest            link to the newest one
+
+A folder appears under its name when it is complete, and the link is replaced in one step. So a program that opens
+OUT/newest always finds a whole model. A program that reads several files should resolve the link once, because the next
+model replaces it; the folders of the models before stay for `keep` models.
+"""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.subscriber.subscription import FollowedModel
+from diloco_jax.tools.export.files import ModelWriter, Watch
+
+NEWEST, VERSION_FILE = "newest", "model_version.json"
+PREFIX, _PARTIAL, _NEXT_LINK = "step-", ".partial", ".newest"
+
+
+class KeptModels:
+    """The newest models of a run in one folder.
+
+    Args:
+        writer: writes the models.
+        form: name of their format, for their description.
+        keep: number of models that stay, the newest one included.
+
+    Raises:
+        ValueError: `out` holds other files, or `keep` is below 1.
+    """
+
+    def __init__(self, out: Path, writer: ModelWriter, form: str, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"--keep is {keep}; use at least 1")
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{out} is a file; choose another --out")
+        ours = (NEWEST, _NEXT_LINK, _PARTIAL)
+        others = [path.name for path in out.iterdir()] if out.exists() else []
+        if foreign := [name for name in others if name not in ours and not name.startswith(PREFIX)]:
+            raise ValueError(f"{out} holds other files, such as {foreign[0]}; choose another --out, or a new folder")
+        self._out, self._writer, self._form, self._keep = out, writer, form, keep
+        out.mkdir(parents=True, exist_ok=True)
+
+    def put(self, model: FollowedModel, watch: Watch) -> Path:
+        """Write a model, make it the newest one, and remove the oldest; return its folder."""
+        part = self._out / _PARTIAL
+        shutil.rmtree(part, ignore_errors=True)
+        whole, parameters = part / "whole", dict(sorted(model.parameters.items()))
+        whole.mkdir(parents=True)
+        snapshot = part / "snapshot"
+        if self._form == "orbax":
+            snapshot = checkpoint.save_parameters(snapshot, parameters, {"global_step": model.global_step})
+        self._writer.write(whole, iter(parameters.items()), len(parameters), watch, snapshot)
+        about = json.dumps(describe(model) | {"format": self._form, "written_unix_s": time.time()}, indent=2)
+        (whole / VERSION_FILE).write_text(about + "\n", encoding="utf-8")
+        target = self._free_name(model.global_step)
+        os.replace(whole, target)
+        shutil.rmtree(part, ignore_errors=True)
+        link = self._out / _NEXT_LINK
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.name)
+        os.replace(link, self._out / NEWEST)
+        self._prune(target)
+        return target
+
+    def _free_name(self, global_step: int) -> Path:
+        """Return a new folder's name; a run that went back to a snapshot reaches a global step again."""
+        first = self._out / f"{PREFIX}{global_step:08d}"
+        later = (first.with_name(f"{first.name}-{number}") for number in range(2, 1 << 30))
+        return first if not first.exists() else next(path for path in later if not path.exists())
+
+    def _prune(self, newest: Path) -> None:
+        others = [path for path in self._out.glob(f"{PREFIX}*") if path != newest]
+        others.sort(key=lambda path: path.stat().st_mtime)
+        for path in others[: max(0, len(others) - self._keep + 1)]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def describe(model: FollowedModel) -> dict[str, Any]:
+    """Return what identifies a followed model, as in its model_version.json."""
+    told = {"run": model.run, "global_step": model.global_step, "epoch": model.epoch, "exact": model.exact}
+    return told | {"versions": list(model.versions)}

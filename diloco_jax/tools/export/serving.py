@@ -1,0 +1,131 @@
+"""Followed models over HTTP: the description of the newest one, and the files of those that are kept.
+
+    GET /                              model_version.json of the newest model, with its `folder` and `files`
+    GET /step-00000120/FILE            a file of a model that is kept
+
+There is no password. So the address is loopback unless a person allows more.
+"""
+
+import json
+import shutil
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from diloco_jax.tools.export.kept import NEWEST, PREFIX, VERSION_FILE
+from diloco_jax.transport.link import split_address
+from diloco_jax.transport.session.calls import cannot_listen
+from diloco_jax.transport.trust.security import is_loopback
+
+# Connections at the same time.
+CALLERS_MAX = 16
+# A connection that neither takes nor sends a byte for this time is closed.
+IDLE_S = 20.0
+
+
+class ModelServer(ThreadingHTTPServer):
+    """The server of the models in one folder; `url` is its address.
+
+    Args:
+        address: host:port; port 0 lets the system choose one.
+        allow_plaintext: whether an address other than loopback may be served, without encryption and password.
+
+    Raises:
+        ValueError: the address is not allowed, is taken, or is not an address of this machine.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, out: Path, address: str, *, allow_plaintext: bool) -> None:
+        host, port = split_address(address, "--serve")
+        if not (is_loopback(address) or allow_plaintext):
+            raise ValueError(
+                f"--serve {address} is not loopback, and anyone who reaches it can read the model: use an ssh tunnel "
+                "to 127.0.0.1, or --allow-plaintext in a network that you trust"
+            )
+        self.out = out.resolve()
+        self._places = threading.BoundedSemaphore(CALLERS_MAX)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Request)
+        except OSError as error:
+            raise cannot_listen(address, str(error.strerror), "--serve") from None
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
+
+    def __enter__(self) -> "ModelServer":
+        threading.Thread(target=self.serve_forever, name="diloco-serve-model", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give the connection a thread, or close it if there are too many."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing, because callers may leave at any time."""
+
+
+class _Request(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: ModelServer
+    server_version, sys_version = "diloco", ""
+    timeout = IDLE_S
+
+    def do_GET(self) -> None:
+        """Answer with the description of the newest model, or with a file."""
+        asked = unquote(urlsplit(self.path).path).strip("/")
+        try:
+            if not asked:
+                self._describe()
+            else:
+                self._send_file(asked)
+        # The model may be removed while it is read.
+        except (OSError, ValueError):
+            self._answer(404, b"there is no such file; GET / lists those of the newest model\n", "text/plain")
+
+    def _describe(self) -> None:
+        folder = (self.server.out / NEWEST).resolve(strict=True)
+        told = json.loads((folder / VERSION_FILE).read_text(encoding="utf-8"))
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        told |= {"folder": folder.name, "files": {str(path.relative_to(folder)): path.stat().st_size for path in files}}
+        self._answer(200, json.dumps(told).encode() + b"\n", "application/json")
+
+    def _send_file(self, asked: str) -> None:
+        path = (self.server.out / asked).resolve(strict=True)
+        inside = path.relative_to(self.server.out)
+        if not inside.parts[0].startswith(PREFIX) or not path.is_file():
+            raise ValueError(asked)
+        with path.open("rb") as file:
+            self._head(200, path.stat().st_size, "application/octet-stream")
+            shutil.copyfileobj(file, self.wfile, 1 << 20)
+
+    def _answer(self, status: int, body: bytes, kind: str) -> None:
+        self._head(status, len(body), kind)
+        self.wfile.write(body)
+
+    def _head(self, status: int, size: int, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""

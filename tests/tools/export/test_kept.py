@@ -1,0 +1,144 @@
+"""The folder of a followed model: always a whole newest model, and the same files over HTTP."""
+
+import http.client
+import json
+import shutil
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from diloco_jax.runtime.subscriber.subscription import FollowedModel
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.export import serving
+from diloco_jax.tools.export.files import ModelWriter
+from diloco_jax.tools.export.kept import NEWEST, VERSION_FILE, KeptModels
+from diloco_jax.tools.export.serving import ModelServer
+
+pytestmark = pytest.mark.net
+Parameters = Iterable[tuple[str, np.ndarray]]
+
+
+def model(global_step: int) -> FollowedModel:
+    parameters = {"b/c": np.full((2, 3), global_step, np.float32), "a": np.arange(4, dtype=np.float32)}
+    return FollowedModel("small", global_step, 1, (global_step, 0), True, parameters)
+
+
+def all_of(parameters: Parameters, count: int) -> Parameters:
+    assert count == 2
+    return parameters
+
+
+def kept(out: Path, form: str = "npz", keep: int = 2) -> KeptModels:
+    return KeptModels(out, ModelWriter(RunConfig(), form, "float32"), form, keep)
+
+
+def value(folder: Path) -> float:
+    with np.load(folder / "parameters.npz") as found:
+        assert sorted(found) == ["a", "b/c"]
+        return float(found["b/c"][0, 0])
+
+
+def test_the_newest_model_is_whole_and_older_ones_are_removed(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    models = kept(out)
+    for step in (1, 2, 3):
+        folder = models.put(model(step), all_of)
+        assert (out / NEWEST).resolve() == folder and folder.name == f"step-{step:08d}" and value(folder) == step
+    assert sorted(path.name for path in out.iterdir()) == [NEWEST, "step-00000002", "step-00000003"]
+    about = json.loads((out / NEWEST / VERSION_FILE).read_text())
+    assert about.pop("written_unix_s") > 0
+    assert about == {
+        "run": "small", "global_step": 3, "epoch": 1, "exact": True, "versions": [3, 0], "format": "npz"
+    }  # fmt: skip
+
+
+def test_a_failure_leaves_the_model_before(tmp_path: Path) -> None:
+    models = kept(tmp_path / "model")
+    models.put(model(1), all_of)
+
+    def fails(parameters: Parameters, count: int) -> Iterator[tuple[str, np.ndarray]]:
+        yield from all_of(parameters, count)
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        models.put(model(2), fails)
+    assert value(tmp_path / "model" / NEWEST) == 1
+    # The next process starts from the same folder.
+    kept(tmp_path / "model").put(model(3), all_of)
+    names = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert names == [NEWEST, "step-00000001", "step-00000003"]
+
+
+def test_a_step_that_comes_again_has_another_folder(tmp_path: Path) -> None:
+    models = kept(tmp_path / "model", keep=1)
+    models.put(model(7), all_of)
+    before = (tmp_path / "model" / NEWEST).resolve()
+    again = models.put(model(7), all_of)
+    assert again.name == "step-00000007-2" and not before.exists()
+    assert (tmp_path / "model" / NEWEST).resolve() == again
+
+
+def test_orbax_opens_the_folder(tmp_path: Path) -> None:
+    kept(tmp_path / "model", "orbax").put(model(5), all_of)
+    found = ocp.load((tmp_path / "model" / NEWEST).resolve())
+    assert {path: np.asarray(array).tobytes() for path, array in found.items()} == {
+        path: array.tobytes() for path, array in model(5).parameters.items()
+    }
+
+
+def test_other_peoples_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"holds other files, such as thesis\.tex; choose another --out"):
+        kept(tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        kept(tmp_path / "thesis.tex")
+    with pytest.raises(ValueError, match="--keep is 0; use at least 1"):
+        kept(tmp_path / "model", keep=0)
+
+
+def test_the_server_has_the_files_of_the_models_and_no_others(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    kept(out).put(model(4), all_of)
+    (tmp_path / "secret").write_text("x")
+    (out / "other").write_text("x")
+    with ModelServer(out, "127.0.0.1:0", allow_plaintext=False) as server:
+        with urllib.request.urlopen(server.url) as answer:
+            told = json.loads(answer.read())
+        assert (told["global_step"], told["folder"]) == (4, "step-00000004")
+        assert sorted(told["files"]) == [VERSION_FILE, "parameters.npz"]
+        for name, size in told["files"].items():
+            with urllib.request.urlopen(f"{server.url}{told['folder']}/{name}") as answer:
+                content = answer.read()
+            assert content == (out / NEWEST / name).read_bytes() and len(content) == size
+        for path in ("../secret", "other", "step-00000004/../../secret", "step-9/x", "step-00000004", "%2e%2e/secret"):
+            # http.client sends the path as it is.
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+            connection.request("GET", f"/{path}")
+            assert connection.getresponse().status == 404, path
+            connection.close()
+        # The model disappears.
+        shutil.rmtree(out / "step-00000004")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(server.url)
+
+
+def test_the_server_takes_few_connections_and_no_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--serve 0\.0\.0\.0:0 is not loopback, and anyone who reaches it can read"):
+        ModelServer(tmp_path, "0.0.0.0:0", allow_plaintext=False)
+    monkeypatch.setattr(serving, "CALLERS_MAX", 1)
+    kept(tmp_path / "model").put(model(4), all_of)
+    with (
+        ModelServer(tmp_path / "model", "127.0.0.1:0", allow_plaintext=False) as server,
+        socket.create_connection(("127.0.0.1", server.server_port), 20) as first,
+    ):
+        first.sendall(b"GET / HTTP/1.0\r\n")
+        with socket.create_connection(("127.0.0.1", server.server_port), 20) as second:
+            assert second.recv(1) == b"", "one place, and it is taken"
+        first.sendall(b"\r\n")
+        assert first.recv(1 << 16).startswith(b"HTTP/1.0 200")
