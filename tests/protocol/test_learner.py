@@ -354,3 +354,15 @@ def test_lockstep_counts_its_own_steps() -> None:
     learner = trained(1, overlap_steps=0, sync_every=4, num_fragments=1)
     learner.on_message(Advance(3), 1.0)
     assert learner.global_step == 1, "steps that it has not made do not count"
+
+
+def test_a_driver_that_reads_a_value_gives_signs_of_life_and_repeats_nothing() -> None:
+    learner = new()
+    learner.on_connected(0.0)
+    assert learner.on_busy(2.9) == [], "a tick may still send it"
+    assert learner.on_busy(3.0) == [Send(SYNCER, Heartbeat("a", 1))], "and no greeting, which is due"
+    assert learner.on_busy(5.9) == []
+    assert learner.on_busy(6.0) == [Send(SYNCER, Heartbeat("a", 1))]
+    assert [type(each.message) for each in learner.on_tick(8.0) if isinstance(each, Send)] == [Hello, Heartbeat]
+    learner.on_disconnected(9.0)
+    assert learner.on_busy(90.0) == []

@@ -562,6 +562,16 @@ class Learner:
             contact.send_heartbeat(now_s)
         return self._effects.drain()
 
+    def on_busy(self, now_s: float) -> list[Effect]:
+        """Send a heartbeat that is overdue, from a driver that reads a long value and gives no ticks meanwhile.
+
+        Nothing is repeated, because the missing answer may be that value.
+        """
+        contact = self.contact
+        if contact.heartbeat_at_s is not None and now_s >= contact.heartbeat_at_s + self._config.heartbeat_s / 2:
+            contact.send_heartbeat(now_s)
+        return self._effects.drain()
+
     @property
     def schedule_step(self) -> int:
         """Return the learning-rate schedule's step for the next inner step; without a budget it is global_step."""

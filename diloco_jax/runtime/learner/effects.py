@@ -308,6 +308,15 @@ class LinkKeeper(NamedTuple):
         except Exception as error:
             self.decisions.signals.fail(error)
 
+    def beat(self) -> None:
+        """Send heartbeats while the link thread reads a value; the body of the thread "heartbeat"."""
+        try:
+            while not (self.decisions.over or self.decisions.signals.failed):
+                self.decisions.signals.stop.wait(IDLE_S)
+                self.decisions.apply(Learner.on_busy)
+        except Exception as error:
+            self.decisions.signals.fail(error)
+
     def _listen_once(self) -> None:
         deadline_s, link = self.decisions.ask(lambda machine: (machine.next_deadline_s(), self.decisions.link))
         assert link is not None, "the link thread listens without a link"

@@ -195,6 +195,7 @@ class Joined:
         except (Rejected, Denied) as error:
             raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
         start_thread(self._link.run, "link", daemon=True)
+        start_thread(self._link.beat, "heartbeat", daemon=True)
         log.info(f"{self.machine.learner_id}: waiting for the run's model and for the compiler")
         return self.ready()
 

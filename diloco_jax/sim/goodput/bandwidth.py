@@ -69,6 +69,8 @@ class Rounds:
     round_trip_s: float = 0.0
     # The time to merge the largest fragment.
     merge_s: float = 0.0
+    # The time to read its new version on every host of an island, until it can be adopted.
+    arrive_s: float = 0.0
 
     @property
     def planned_gbit_per_s(self) -> float:
@@ -117,11 +119,11 @@ class Rounds:
     def _waits_s(self) -> float:
         # In lockstep all learners report at once.
         quorum_s = QUORUM_STEPS * self.step_s if self.overlap_steps else 0.0
-        return quorum_s + TRIPS * self.round_trip_s + self.merge_s
+        return quorum_s + TRIPS * self.round_trip_s + self.merge_s + self.arrive_s
 
     def _quorum_free_s(self, gbit_per_s: float) -> float:
         moved_s = (self.up_bytes + self.down_bytes) / (gbit_per_s * GBIT)
-        return TRIPS * self.round_trip_s + self.merge_s + moved_s
+        return TRIPS * self.round_trip_s + self.merge_s + self.arrive_s + moved_s
 
     def _rate(self, round_s: float) -> float:
         """Return the rate that makes a round take this long."""

@@ -1,10 +1,12 @@
 """The memory of a run, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
@@ -62,7 +64,7 @@ class HostMemory(NamedTuple):
 
     # Python, JAX and its compiler.
     process: float
-    # This host's share of the newest global model in float32, and of the fragments that arrive after a hello.
+    # What the host's devices hold of the newest global model in float32, and the fragments that arrive after a hello.
     global_model_and_arriving: float
     # This host's share of encoded fragments on their way out.
     staged_copies: float
@@ -134,12 +136,43 @@ def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
     return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
 
 
-def _held_by_host(blueprint: Blueprint, fragment: Fragment, hosts: int) -> int:
-    """Return the elements of a fragment that one host holds, as if none of its devices held the same ones."""
-    windows = windows_of(fragment, blueprint.tensors, blueprint.orders)
-    devices = blueprint.mesh.size // hosts
-    shards = [devices * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows]
-    return sum(min(math.prod(window.shape), shard) for window, shard in zip(windows, shards, strict=True))
+class HeldElements(NamedTuple):
+    """Elements of a fragment on one host of an island, and elements that the leader passes on to all others."""
+
+    on_host: float
+    passed: float
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def held_elements(blueprint: Blueprint, fragment: Fragment, hosts: int) -> HeldElements:
+    """Count what the devices of one host hold of a fragment; hosts follow each other in the order of the mesh."""
+    if hosts == 1:
+        return HeldElements(fragment.num_elements, 0.0)
+    sizes, on_host, passed = tuple(blueprint.mesh.shape.items()), 0.0, 0.0
+    for window in windows_of(fragment, blueprint.tensors, blueprint.orders):
+        shard = math.prod(window.value_sharding.shard_shape(window.shape))
+        axes = jax.tree.leaves(tuple(window.value_sharding.spec))
+        distinct, repeated = _shards_of_hosts(sizes, frozenset(axes), hosts)
+        on_host, passed = on_host + distinct * shard, passed + repeated * shard
+    return HeldElements(on_host, passed)
+
+
+@functools.cache
+def _shards_of_hosts(sizes: tuple[tuple[str, int], ...], axes: frozenset[str], hosts: int) -> tuple[int, int]:
+    """Return the most shards that one host holds, and how many holders all shards have beside the first.
+
+    Args:
+        sizes: Name and size of each axis of the mesh.
+        axes: Those that shard the array.
+    """
+    places = np.indices([size for _, size in sizes]).reshape(len(sizes), -1)
+    numbers = np.zeros(places.shape[1], int)
+    for (name, size), place in zip(sizes, places, strict=True):
+        if name in axes:
+            numbers = numbers * size + place
+    host = np.arange(len(numbers)) * hosts // len(numbers)
+    held = np.unique(np.stack([host, numbers]), axis=1)
+    return int(np.bincount(held[0]).max()), held.shape[1] - len(np.unique(numbers))
 
 
 def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int) -> HostMemory:
@@ -148,7 +181,7 @@ def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, em
     Args:
         emulated: number of devices that the island's hosts emulate.
     """
-    sizes = [_held_by_host(blueprint, fragment, island.hosts) for fragment in run.fragments]
+    sizes = [held_elements(blueprint, fragment, island.hosts).on_host for fragment in run.fragments]
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(HOST_COPIES * max(sizes), sum(sizes))),

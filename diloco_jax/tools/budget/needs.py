@@ -55,7 +55,7 @@ class LinkNeeds(NamedTuple):
         """Add up the bytes of all turns until they repeat."""
         return sum(map(mul, sizes, self.turns or repeat(1)))
 
-    def rounds(self, step_s: float, round_trip_s: float = 0.0, merge_s: float = 0.0) -> Rounds:
+    def rounds(self, step_s: float, round_trip_s: float = 0.0, merge_s: float = 0.0, arrive_s: float = 0.0) -> Rounds:
         """Describe the rounds for inner steps of `step_s` seconds."""
         return Rounds(
             step_s=step_s,
@@ -68,6 +68,7 @@ class LinkNeeds(NamedTuple):
             down_total_bytes=self._cycle(self.down_bytes),
             round_trip_s=round_trip_s,
             merge_s=merge_s,
+            arrive_s=arrive_s,
         )
 
     def round_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:

@@ -188,7 +188,8 @@ def _why_tau(case: Case, choice: ScheduleChoice) -> str:
     rounds, round_s = choice.rounds, choice.rounds.round_s(choice.rate)
     why = (
         f"a round takes {round_s:.3g} s over this link (half a step for reports, {1.5 * case.given.round_trip_ms:.3g} "
-        f"ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, {_travel_s(choice):.2g} s up and down), which is "
+        f"ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, {_travel_s(choice):.2g} s up and down, "
+        f"{rounds.arrive_s:.2g} s to read on islands), which is "
         f"{round_s / case.step_s:.2g} steps of {case.step_s:.3g} s; at least {OVERLAP_MIN} leave room for the grace "
         "window"
     )

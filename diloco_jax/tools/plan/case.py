@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import Format
+from diloco_jax.core.fragments import Fragment
+from diloco_jax.runtime.island.adoptions import THREADS_MAX
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.sim.goodput.bandwidth import Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
-from diloco_jax.tools.budget.memory import base_parameters, num_parameters
+from diloco_jax.tools.budget.memory import base_parameters, held_elements, num_parameters
 from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
@@ -115,7 +117,31 @@ class Case:
             self.step_s,
             1e-3 * given.round_trip_ms,
             given.merge_ns * 1e-9 * largest * self.learners / min(threads, given.syncer_cores),
+            self.arrive_s,
         )
+
+    @property
+    def arrive_s(self) -> float:
+        """Return the longest time from a version's arrival on the hosts of an island until it can be adopted."""
+        run, down = self.run, self.config.wire.down
+        widths = [size / each.num_elements for size, each in zip(run.payload_bytes(down), run.fragments, strict=True)]
+        return max(
+            self._arrive_s(kind, fragment, width)
+            for kind in self.kinds
+            for fragment, width in zip(run.fragments, widths, strict=True)
+        )
+
+    @property
+    def arrive_all_s(self) -> float:
+        """Return the time that a joining island needs to read all fragments in float32, one after the other."""
+        return max(sum(self._arrive_s(kind, fragment, 4.0) for fragment in self.run.fragments) for kind in self.kinds)
+
+    def _arrive_s(self, kind: TimedKind, fragment: Fragment, width: float) -> float:
+        """Return the time to pass on, decode and check a fragment of `width` bytes per element, and to place it."""
+        given, outline = self.given, kind.outline
+        held = held_elements(outline.blueprint, fragment, outline.kind.island.hosts)
+        read_s = held.on_host * (given.arrival_ns / THREADS_MAX + given.place_ns) * 1e-9
+        return read_s + held.passed * width * given.island_s_per_gb * 1e-9
 
 
 def case_of(config: RunConfig, given: Assumptions) -> Case:

@@ -101,6 +101,7 @@ def link_state(case: Case) -> dict[str, Any]:
         "round_s": rounds.round_s(rate),
         "overlap_s": config.protocol.overlap_steps * case.step_s,
         "merge_s": rounds.merge_s,
+        "arrive_s": rounds.arrive_s,
         "wait": wait(case, rounds, rate),
         "data_parallel_utilisation": data_parallel_utilisation(
             2 * case.parameters, case.step_s, case.sites, given.link_gbit_per_s * PAYLOAD_SHARE
@@ -151,11 +152,14 @@ def recovery(case: Case) -> dict[str, Any]:
     donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
     moving = MovingLayout(case.blueprint.state_layout, case.config.wire.states)
     model_bytes, state_bytes = 4 * case.parameters, moving.bytes.num_bytes
-    model_s, state_s = model_bytes / rate, state_bytes / donor
+    model_s, state_s = model_bytes / rate + case.arrive_all_s, state_bytes / donor
+    # Once it is there, the leader sends every other host of its island the whole state, in the optimizer's precision.
+    hosts = max(each.outline.kind.island.hosts for each in case.kinds)
+    spread_s = (hosts - 1) * case.blueprint.state_layout.num_bytes * given.island_s_per_gb * 1e-9
     protocol = case.config.protocol
     limit_s = protocol.transfer_steps_max * case.step_s
     arrives = state_s <= limit_s
-    waits_s = state_s if arrives else protocol.recovery_attempts * limit_s
+    waits_s = state_s + spread_s if arrives else protocol.recovery_attempts * limit_s
     from_peer = protocol.recover_from_peers and case.learners > 1
     return {
         "restart_s": given.restart_s,
@@ -163,6 +167,7 @@ def recovery(case: Case) -> dict[str, Any]:
         "global_model_s": model_s,
         "state_bytes": state_bytes if from_peer else 0,
         "state_s": state_s if from_peer else 0.0,
+        "state_spread_s": spread_s if from_peer and arrives else 0.0,
         "state_limit_s": limit_s,
         "state_arrives": from_peer and arrives,
         "attempts": protocol.recovery_attempts,

@@ -92,8 +92,8 @@ def _link(link: Row, tau: int) -> list[str]:
         f"this link     {link['gbit_per_s']:.3g} Gbit/s per site: {link['payload_gbit_per_s_per_learner']:.3g} of "
         f"payload for each of its {link['learners_per_site']} learners, which send "
         f"{link['planned_gbit_per_s_per_learner']:.3g}",
-        f"              a round takes {link['round_s']:.3g} s{within} ({link['merge_s']:.2g} s of it to merge): "
-        f"{link['utilisation']:.1%} {made}",
+        f"              a round takes {link['round_s']:.3g} s{within} ({link['merge_s']:.2g} s of it to merge, "
+        f"{link['arrive_s']:.2g} s to read on islands): {link['utilisation']:.1%} {made}",
         *_wait(link["wait"]),
         f"              data parallel over it would compute {link['data_parallel_utilisation']:.2%} of the time",
     ]
@@ -157,6 +157,9 @@ def _recovery(back: Row) -> list[str]:
             f"{'; a' if back['state_arrives'] else ', but a'} transfer may take recovery_turns x H steps, "
             f"{duration(back['state_limit_s'])}{left_out}"
         )
+    if back["state_spread_s"]:
+        spread = duration(back["state_spread_s"])
+        lines.append(f"              its leader then passes the state on to its other hosts in {spread}")
     return lines
 
 

@@ -301,9 +301,9 @@ def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> 
     needed, limit = island["host_bytes"], island["host_limit_bytes"]
     if needed > limit:
         problems.append(
-            "every host needs memory for the global model in float32, for arriving fragments and for its share of "
-            f"outgoing ones, {needed / GB:.0f} GB, but has {limit / GB:.0f} GB; use a smaller model or hosts with more "
-            "memory"
+            "every host needs memory for what its devices hold of the global model in float32, of arriving fragments "
+            f"and of outgoing ones, {needed / GB:.0f} GB, but has {limit / GB:.0f} GB; use a smaller model or "
+            "hosts with more memory"
         )
     return problems
 

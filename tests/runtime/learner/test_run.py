@@ -348,6 +348,27 @@ def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytes
     script.end()
 
 
+def test_hearts_beat_while_a_value_is_read(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, may_end, read = threading.Event(), threading.Event(), adoptions.GlobalValues.read
+
+    def slowly(values: adoptions.GlobalValues, *arguments: Any) -> adoptions.ArrivedValue:
+        reading.set()
+        assert may_end.wait(WAIT_S)
+        return read(values, *arguments)
+
+    script.admit()
+    script.await_message(messages.StepReport)
+    monkeypatch.setattr(adoptions.GlobalValues, "read", slowly)
+    script.give(1, 1, 2.0)
+    assert reading.wait(WAIT_S)
+    # The link thread gives no ticks now. Heartbeats that it sent before are at most as many as its inbox holds here.
+    while script.listener.receive(0.0) is not None:
+        pass
+    for _ in range(3):
+        script.await_message(messages.Heartbeat)
+    may_end.set()
+
+
 def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
     config = replace(CONFIG, protocol=replace(CONFIG.protocol, snapshot_every=2))
     first = Script(tmp_path, config)

@@ -14,12 +14,12 @@ import yaml
 
 from diloco_jax.cli import main as cli
 from diloco_jax.core.codec import Format, encode
-from diloco_jax.core.fragments import take
+from diloco_jax.core.fragments import plan_fragments, take
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
 from diloco_jax.runtime.island.host import PLACED_MAX
 from diloco_jax.settings.text import load, parse
 from diloco_jax.sim.goodput.settings import Assumptions
-from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, syncer_memory
+from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, held_elements, syncer_memory
 from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.forecast import (
@@ -142,6 +142,32 @@ def test_memory_of_the_syncer_by_hand() -> None:
     assert found.payloads == 2 * 4 * wire_bytes(case)["int4"]["round_max"], "tau rounds of all learners"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "share", "passed"), [({"fsdp": 4}, 0.5, 0), ({"data": 4}, 1, 1), ({"data": 2, "fsdp": 2}, 1, 1)]
+)
+def test_a_host_of_several_holds_what_its_devices_hold(mesh: dict[str, int], share: float, passed: int) -> None:
+    """Two hosts have two of the four devices each, in the order of the mesh."""
+    blueprint = small(islands={"mesh": mesh}).blueprint
+    matrix = min(path for path, shape in blueprint.shapes.items() if shape == (64, 130))
+    (fragment,) = plan_fragments({matrix: (64, 130)}, 1).fragments
+    assert held_elements(blueprint, fragment, 2) == (share * 64 * 130, passed * 64 * 130)
+    assert held_elements(blueprint, fragment, 1) == (64 * 130, 0)
+
+
+def test_arrival_by_hand() -> None:
+    copied = {"hosts": 2, "mesh": {"data": 4}}
+    case = small(islands=copied, given=replace(QUIET, arrival_ns=4e6, place_ns=1e6, island_s_per_gb=0.0))
+    # Four threads read; then one copies to the devices.
+    assert case.arrive_s == pytest.approx(2e-3 * max(each.num_elements for each in case.run.fragments))
+    assert case.arrive_all_s == pytest.approx(2e-3 * case.parameters)
+    without = replace(case.rounds(), arrive_s=0.0)
+    assert case.rounds().round_s(1.0) - without.round_s(1.0) == pytest.approx(case.arrive_s)
+    passing = small(islands=copied, given=replace(QUIET, arrival_ns=0.0, place_ns=0.0, island_s_per_gb=1e9))
+    assert passing.arrive_s == pytest.approx(max(passing.run.payload_bytes("int4")), rel=0.01)
+    back = recovery(passing)
+    assert back["state_spread_s"] == pytest.approx(passing.blueprint.state_layout.num_bytes)
+
+
 def test_a_site_with_two_learners_needs_twice_as_much() -> None:
     four, two = (
         {(row["wire"], row["utilisation"]): row["gbit_per_s"] for row in rate_rows(small(given=given))}
@@ -182,7 +208,7 @@ def test_recovery_by_hand(gbit_per_s: float, half: bool) -> None:
     back = recovery(case)
     # An island saves Adam's moments, and the syncer the parameters.
     state = 2 * 4 * case.parameters
-    assert back["global_model_s"] == pytest.approx(4 * case.parameters / rate)
+    assert back["global_model_s"] == pytest.approx(4 * case.parameters / rate + case.arrive_all_s)
     rounds = case.rounds("int4", "int4").up_total_bytes / 8
     assert (rate - rounds < rate / 2) == half, "rounds leave the donor less than half of its link"
     assert back["state_s"] == pytest.approx(state / (rate / 2 if half else rate - rounds), rel=0.01)
