@@ -35,9 +35,13 @@ class FolderLock:
 
     FolderInUse if another process holds it. On a file system without locks there is a warning, and every process gets
     the lock.
+
+    Args:
+        option: the option that names the folder, for the error.
     """
 
-    def __init__(self, run_dir: Path, name: str) -> None:
+    def __init__(self, run_dir: Path, name: str, option: str = "--run-dir") -> None:
+        self._option = option
         self._file = os.open(run_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if _lock(self._file, run_dir / name):
@@ -49,7 +53,7 @@ class FolderLock:
             raise
 
     def _on_held(self, run_dir: Path, about: dict[str, Any]) -> None:
-        raise FolderInUse(f"{_holder(about)} writes {run_dir}: stop it first, or choose another --run-dir")
+        raise FolderInUse(f"{_holder(about)} writes {run_dir}: stop it first, or choose another {self._option}")
 
     def __enter__(self) -> Self:
         return self

@@ -13,18 +13,19 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.folder_lock import FolderLock
 from diloco_jax.runtime.subscriber.subscription import FollowedModel
 from diloco_jax.tools.export.files import ModelWriter, Watch
 
 NEWEST, VERSION_FILE = "newest", "model_version.json"
-PREFIX, _PARTIAL, _NEXT_LINK = "step-", ".partial", ".newest"
+PREFIX, _PARTIAL, _NEXT_LINK, _LOCK = "step-", ".partial", ".newest", ".lock"
 
 
 class KeptModels:
-    """The newest models of a run in one folder.
+    """The newest models of a run in one folder, which only this process writes.
 
     Args:
         writer: writes the models.
@@ -32,7 +33,7 @@ class KeptModels:
         keep: number of models that stay, the newest one included.
 
     Raises:
-        ValueError: `out` holds other files, or `keep` is below 1.
+        ValueError: `out` holds other files, another process writes it, or `keep` is below 1.
     """
 
     def __init__(self, out: Path, writer: ModelWriter, form: str, keep: int) -> None:
@@ -40,12 +41,19 @@ class KeptModels:
             raise ValueError(f"--keep is {keep}; use at least 1")
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file; choose another --out")
-        ours = (NEWEST, _NEXT_LINK, _PARTIAL)
+        ours = (NEWEST, _NEXT_LINK, _PARTIAL, _LOCK)
         others = [path.name for path in out.iterdir()] if out.exists() else []
         if foreign := [name for name in others if name not in ours and not name.startswith(PREFIX)]:
             raise ValueError(f"{out} holds other files, such as {foreign[0]}; choose another --out, or a new folder")
         self._out, self._writer, self._form, self._keep = out, writer, form, keep
         out.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(out, _LOCK, "--out")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
 
     def put(self, model: FollowedModel, watch: Watch) -> Path:
         """Write a model, make it the newest one, and remove the oldest; return its folder."""

@@ -1,7 +1,6 @@
 """`diloco follow` beside a real run: started late, killed, started again, and equal to the export at the end."""
 
 import json
-import signal
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -50,8 +49,8 @@ def test_a_follower_that_is_killed_ends_with_the_model_of_the_run(
     address = (run / ADDRESS_FILE).read_text()
     first = follow(run, out)
     wait_for(lambda: version_of(out).get("global_step", 0) >= 2, "the second model", 300)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.communicate()
     killed_at = version_of(out)["global_step"]
     assert (out / NEWEST).resolve().is_dir(), "a kill leaves a whole model"
     again = follow(run, out, "--every", 6, "--serve", "--name", "reader", "--call", "called_by_follow:note")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import diloco_jax
 from diloco_jax.core.kinds import kind_of
 from diloco_jax.core.layout import combined, whole
 from diloco_jax.protocol.messages import GlobalFragment, Hello
@@ -169,6 +170,18 @@ def test_the_end_of_the_run_brings_its_last_model_before_it_is_due(run: Run) -> 
     assert model.global_step == ROUNDS and model.exact
     check(model, run.parameters())
     assert next(models, None) is None and made.complete
+
+
+def test_the_public_function_needs_only_the_address(run: Run) -> None:
+    stop = threading.Event()
+    models = diloco_jax.follow(run.listener.address, stop=stop)
+    check(next(models), run.parameters())
+    run.do(run.train)
+    model = next(models)
+    assert isinstance(model, diloco_jax.FollowedModel) and model.global_step == 1
+    check(model, run.parameters())
+    stop.set()
+    assert next(models, None) is None
 
 
 def test_a_restarted_syncer_sends_only_what_is_missing(run: Run) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED
 from diloco_jax.protocol.messages import MetricsReport
-from diloco_jax.protocol.syncer.subscribers import Subscribers
+from diloco_jax.protocol.syncer.subscribers import Subscriber, Subscribers
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, LATE_S, SyncerDriver
+from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, LATE_S, SUBSCRIBERS_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
 from diloco_jax.transport.session.calls import ask_status
 from tests.runtime.helpers import (
@@ -234,6 +234,19 @@ def test_a_learner_whose_link_broke_lately_hears_of_the_end(
     began_s = scene.now_s
     scene.driver.bid_farewell(lingers=False)
     assert (scene.now_s - began_s >= FAREWELL_S) == waits
+
+
+@pytest.mark.parametrize(("finished", "waited_s"), [(True, SUBSCRIBERS_S), (False, 0.0)])
+def test_only_a_complete_run_waits_for_subscribers_and_not_for_long(finished: bool, waited_s: float) -> None:
+    scene = Scene()
+    scene.driver.serve([])
+    context: Any = scene.driver.context
+    context.machine.finished, scene.member.state = finished, DISCONNECTED
+    context.stop.is_set.side_effect, context.stop.is_set.return_value = None, False
+    scene.driver.subscribers._known["s"] = Subscriber()
+    began_s = scene.now_s
+    scene.driver.bid_farewell(lingers=False)
+    assert scene.now_s - began_s == pytest.approx(waited_s, abs=0.2)
 
 
 @pytest.mark.parametrize(

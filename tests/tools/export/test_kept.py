@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from diloco_jax.cli.main import main
 from diloco_jax.runtime.subscriber.subscription import FollowedModel
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.export import serving
 from diloco_jax.tools.export.files import ModelWriter
 from diloco_jax.tools.export.kept import NEWEST, VERSION_FILE, KeptModels
 from diloco_jax.tools.export.serving import ModelServer
+from tests.tools.export.folders import drawn, make_run, model_of
 
 pytestmark = pytest.mark.net
 Parameters = Iterable[tuple[str, np.ndarray]]
@@ -46,11 +48,13 @@ def value(folder: Path) -> float:
 
 def test_the_newest_model_is_whole_and_older_ones_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    models = kept(out)
-    for step in (1, 2, 3):
-        folder = models.put(model(step), all_of)
-        assert (out / NEWEST).resolve() == folder and folder.name == f"step-{step:08d}" and value(folder) == step
-    assert sorted(path.name for path in out.iterdir()) == [NEWEST, "step-00000002", "step-00000003"]
+    with kept(out) as models:
+        for step in (1, 2, 3):
+            folder = models.put(model(step), all_of)
+            assert (out / NEWEST).resolve() == folder and folder.name == f"step-{step:08d}" and value(folder) == step
+        with pytest.raises(ValueError, match=f"writes {out}: stop it first, or choose another --out"):
+            kept(out)
+    assert sorted(path.name for path in out.iterdir()) == [".lock", NEWEST, "step-00000002", "step-00000003"]
     about = json.loads((out / NEWEST / VERSION_FILE).read_text())
     assert about.pop("written_unix_s") > 0
     assert about == {
@@ -59,37 +63,54 @@ def test_the_newest_model_is_whole_and_older_ones_are_removed(tmp_path: Path) ->
 
 
 def test_a_failure_leaves_the_model_before(tmp_path: Path) -> None:
-    models = kept(tmp_path / "model")
-    models.put(model(1), all_of)
-
     def fails(parameters: Parameters, count: int) -> Iterator[tuple[str, np.ndarray]]:
         yield from all_of(parameters, count)
         raise OSError("the disk is full")
 
-    with pytest.raises(OSError, match="the disk is full"):
-        models.put(model(2), fails)
+    with kept(tmp_path / "model") as models:
+        models.put(model(1), all_of)
+        with pytest.raises(OSError, match="the disk is full"):
+            models.put(model(2), fails)
     assert value(tmp_path / "model" / NEWEST) == 1
     # The next process starts from the same folder.
-    kept(tmp_path / "model").put(model(3), all_of)
+    with kept(tmp_path / "model") as models:
+        models.put(model(3), all_of)
     names = sorted(path.name for path in (tmp_path / "model").iterdir())
-    assert names == [NEWEST, "step-00000001", "step-00000003"]
+    assert names == [".lock", NEWEST, "step-00000001", "step-00000003"]
 
 
 def test_a_step_that_comes_again_has_another_folder(tmp_path: Path) -> None:
-    models = kept(tmp_path / "model", keep=1)
-    models.put(model(7), all_of)
-    before = (tmp_path / "model" / NEWEST).resolve()
-    again = models.put(model(7), all_of)
+    with kept(tmp_path / "model", keep=1) as models:
+        models.put(model(7), all_of)
+        before = (tmp_path / "model" / NEWEST).resolve()
+        again = models.put(model(7), all_of)
     assert again.name == "step-00000007-2" and not before.exists()
     assert (tmp_path / "model" / NEWEST).resolve() == again
 
 
 def test_orbax_opens_the_folder(tmp_path: Path) -> None:
-    kept(tmp_path / "model", "orbax").put(model(5), all_of)
+    with kept(tmp_path / "model", "orbax") as models:
+        models.put(model(5), all_of)
     found = ocp.load((tmp_path / "model" / NEWEST).resolve())
     assert {path: np.asarray(array).tobytes() for path, array in found.items()} == {
         path: array.tobytes() for path, array in model(5).parameters.items()
     }
+
+
+def test_transformers_opens_the_folder_and_finds_what_export_writes(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = RunConfig(model=model_of())
+    values = drawn(config.model)
+    assert main(["export", str(make_run(tmp_path / "run", config.model, values)), "--out", str(tmp_path / "out")]) == 0
+    out = tmp_path / "model"
+    with KeptModels(out, ModelWriter(config, "hf", "float32"), "hf", 2) as models:
+        models.put(FollowedModel("small", 1, 1, (1,), True, values), lambda parameters, _: parameters)
+    theirs = tmp_path / "out" / "model.safetensors"
+    assert (out / NEWEST / theirs.name).read_bytes() == theirs.read_bytes()
+    ours = AutoModelForCausalLM.from_pretrained(out / NEWEST).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert {name: value.tolist() for name, value in ours.items()} == {k: v.tolist() for k, v in expected.items()}
 
 
 def test_other_peoples_files_stay(tmp_path: Path) -> None:
@@ -104,7 +125,8 @@ def test_other_peoples_files_stay(tmp_path: Path) -> None:
 
 def test_the_server_has_the_files_of_the_models_and_no_others(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    kept(out).put(model(4), all_of)
+    with kept(out) as models:
+        models.put(model(4), all_of)
     (tmp_path / "secret").write_text("x")
     (out / "other").write_text("x")
     with ModelServer(out, "127.0.0.1:0", allow_plaintext=False) as server:
@@ -132,7 +154,8 @@ def test_the_server_takes_few_connections_and_no_strangers(tmp_path: Path, monke
     with pytest.raises(ValueError, match=r"--serve 0\.0\.0\.0:0 is not loopback, and anyone who reaches it can read"):
         ModelServer(tmp_path, "0.0.0.0:0", allow_plaintext=False)
     monkeypatch.setattr(serving, "CALLERS_MAX", 1)
-    kept(tmp_path / "model").put(model(4), all_of)
+    with kept(tmp_path / "model") as models:
+        models.put(model(4), all_of)
     with (
         ModelServer(tmp_path / "model", "127.0.0.1:0", allow_plaintext=False) as server,
         socket.create_connection(("127.0.0.1", server.server_port), 20) as first,
