@@ -122,8 +122,8 @@ class ModelVersion:
         self._fragment_id = fragment_id
         self._value = value
         self._format: Format = format
-        # Statement -> digest and payload; equal islands get the same.
-        self._made: dict[bytes, tuple[int, list[memoryview]]] = {}
+        # Statement -> digest; hosts of equal islands have equal ones. Payloads may be copies, so they are not kept.
+        self._digests: dict[bytes, int] = {}
 
     def cut(self, blocks: Bytes) -> tuple[int, list[memoryview]]:
         """Return the digest of the blocks that a host holds, and the payload with those that it gets.
@@ -135,9 +135,7 @@ class ModelVersion:
           ValueError: as `read_blocks`.
         """
         key = bytes(blocks)
-        if key not in self._made:
-            cut = self._cuts.of(self._fragment_id, key)
-            whole = self._cuts.whole(self._fragment_id)
-            payload = regrouped([(whole, self.payload)], cut.got, self._format)
-            self._made[key] = cut.held.digest(self._value), payload
-        return self._made[key]
+        cut, whole = self._cuts.of(self._fragment_id, key), self._cuts.whole(self._fragment_id)
+        if key not in self._digests:
+            self._digests[key] = cut.held.digest(self._value)
+        return self._digests[key], regrouped([(whole, self.payload)], cut.got, self._format)

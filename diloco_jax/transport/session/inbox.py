@@ -95,6 +95,8 @@ class Session:
         self.reason = ""
         # Receives what a host sends for its learner, instead of the inbox.
         self.on_host: Callable[[HostPart, bytes | memoryview], bool] | None = None
+        # Called when a bulk message has left the queue to the peer.
+        self.on_room: Callable[[], object] | None = None
         # Called once with the reason.
         self.on_end: Callable[[str], object] | None = None
 
@@ -154,6 +156,11 @@ class Session:
 
     def _fits(self, size: int) -> bool:
         return not self.waiting_bytes or self.waiting_bytes + size <= self.config.payload_bytes_max
+
+    @property
+    def bulk_waiting(self) -> int:
+        """Return the number of bulk messages that wait to be sent."""
+        return 0
 
     def fail(self, reason: str) -> None:
         """End the session because of what the peer sent."""

@@ -43,6 +43,8 @@ DRAINS_MAX = 16
 AHEAD_MS = 86_400_000
 # The listener answers before the client's own timeout ends.
 DRAIN_ANSWER_S = 3.0
+# Cut versions that wait in the queue to one host.
+CUTS_MAX = 2
 # The hosts of a learner send parts of these values.
 HostValue = FragmentValue | AnchorValue
 
@@ -72,8 +74,8 @@ class UnsentVersions:
         return len(self._waiting) <= self._waiting_max
 
     def take(self) -> tuple[GlobalFragment, Version] | None:
-        """Remove and return the oldest version; None if none waits, or the host has not stated its blocks."""
-        return self._waiting.popleft() if self._waiting and self.blocks is not None else None
+        """Remove and return the oldest version; None if none waits."""
+        return self._waiting.popleft() if self._waiting else None
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -150,6 +152,7 @@ class HostSessions:
         with self._lock:
             self._sessions[session.host] = session
         session.on_host = partial(self._on_host, session.host)
+        session.on_room = partial(self._later, self._send_cuts)
         session.on_end = partial(self._end, session.host)
         # A session may have ended before it got its `on_end`.
         for each in (self.leader, session):
@@ -177,18 +180,25 @@ class HostSessions:
                 return
             full = [host for host, unsent in enumerate(self._unsent) if not unsent.add(message, version)]
         if full:
-            self.leader.fail(f"{len(full)} of its hosts did not state their blocks in time, the first is {full[0]}")
+            self.leader.fail(
+                f"{len(full)} of its hosts do not read versions, or have stated no blocks; first host {full[0]}"
+            )
         else:
             self._later(self._send_cuts)
 
     def _send_cuts(self) -> None:
-        """Cut and send the versions of all hosts that have stated their blocks; on the thread that cuts."""
+        """Cut and send the next versions of hosts that have stated their blocks; on the thread that cuts.
+
+        A cut may be a copy, so few of them wait in the queue to a host.
+        """
         for host, unsent in enumerate(self._unsent):
             while True:
                 with self._lock:
-                    session, item = self._sessions.get(host), unsent.take()
-                    blocks = unsent.blocks
-                if session is None or item is None or blocks is None:
+                    session, blocks = self._sessions.get(host), unsent.blocks
+                    if session is None or blocks is None or session.bulk_waiting >= CUTS_MAX:
+                        break
+                    item = unsent.take()
+                if item is None:
                     break
                 self._send_cut(session, *item, blocks)
 

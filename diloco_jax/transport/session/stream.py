@@ -48,6 +48,8 @@ class Outbox:
         self._changed = threading.Condition()
         self._waiting: deque[Outgoing] = deque()
         self._closed = False
+        # Called when a writer has taken an item.
+        self.on_take: Callable[[], object] = lambda: None
         # Writers stop even inside a payload.
         self.cut = False
         self.reason = ""
@@ -70,7 +72,12 @@ class Outbox:
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s):
                 raise TimeoutError
-            return self._waiting.popleft() if self._waiting else None
+            item = self._waiting.popleft() if self._waiting else None
+        self.on_take()
+        return item
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def close(self, reason: str, *, flush: bool) -> None:
         """Refuse further items; with `flush` waiting items are still sent, otherwise dropped."""
@@ -194,6 +201,7 @@ class StreamSession(Session):
         self.partials = partials
         outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}
         self._outboxes = outboxes  # is_bulk -> outbox
+        outboxes[True].on_take = self._on_take
         self.pieces = Pieces(outboxes[True], config.chunk_bytes)
         self.assembly = Assembly(config.payload_bytes_max, partials)
         streams = [(pb.LANE_BULK, stripe) for stripe in range(header.stripes)]
@@ -242,6 +250,14 @@ class StreamSession(Session):
     def wait_established(self) -> bool:
         """Wait until the session is established; return False when it is over."""
         return self._established.wait() and self.open
+
+    @property
+    def bulk_waiting(self) -> int:
+        return len(self._outboxes[True])
+
+    def _on_take(self) -> None:
+        if self.on_room is not None:
+            self.on_room()
 
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""

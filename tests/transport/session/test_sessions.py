@@ -386,4 +386,25 @@ def test_versions_that_wait_for_a_statement_are_bounded() -> None:
         assert leader.open
         version = Letters(number)
         hosts_of(leader).send_version(version.message, version)
-    assert not leader.open and "2 of its hosts did not state their blocks in time" in leader.reason
+    assert (
+        not leader.open
+        and "2 of its hosts do not read versions, or have stated no blocks; first host 0" in leader.reason
+    )
+
+
+def test_few_cuts_wait_for_a_slow_host_and_the_next_follow_as_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = learner(2)
+    waiting = {leader: 0, follower: 0}
+    monkeypatch.setattr(Quiet, "bulk_waiting", property(lambda self: waiting[self]))
+    for each in (leader, follower):
+        each.offer(HostBlocks("a", 0), b"x")
+    for number in range(3):
+        waiting[leader] = number
+        version = Letters(number)
+        hosts_of(leader).send_version(version.message, version)
+    assert [number for number, *_ in received(leader)] == [0, 1]
+    assert [number for number, *_ in received(follower)] == [0, 1, 2]
+    waiting[leader] = 1
+    assert leader.on_room is not None
+    leader.on_room()
+    assert [number for number, *_ in received(leader)] == [0, 1, 2]
