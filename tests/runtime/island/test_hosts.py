@@ -91,7 +91,7 @@ class Deliveries:
         self._inbox.wake()
 
     def send(self, message: Any, payload: Any = b"") -> None:
-        self.sent.append((message, b"".join(payload)))
+        self.sent.append((message, payload if isinstance(payload, bytes) else b"".join(payload)))
 
     def close(self, grace_s: float = 5.0) -> None:
         pass
@@ -227,11 +227,11 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     ]
     pair.leader.adopt(*late)
     anchor = AnchorValue("island-0", 1, 0, 2, 0, 0)
-    parts = [b"".join(pair.leader.take_anchor(anchor)())]
-    wait_for(lambda: pair.link.sent, "the other host's bytes of the anchor", 20)
+    of_hosts = [b"".join(pair.leader.take_anchor(anchor)())]
+    wait_for(lambda: AnchorValue in [type(message) for message, _ in pair.link.sent], "the other host's bytes", 20)
+    of_hosts += [payload for message, payload in pair.link.sent if isinstance(message, AnchorValue)]
     shapes = pair.leader.fragments[0].keys_shapes
-    parts.append(next(payload for message, payload in pair.link.sent if isinstance(message, AnchorValue)))
-    assert bytes(join_host_bytes(parts, 1 << 30)) == codec.encode(
+    assert bytes(join_host_bytes(of_hosts, 1 << 30)) == codec.encode(
         {key: np.full(shape, 0.125, np.float32) for key, shape in shapes}, "float32"
     )
     pair.leader.unstage(0, 3)
