@@ -48,6 +48,7 @@ QUICK = [
     Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("pytorch", f"{ISLAND} --nice 0 --json"),
     Bench("saving", f"{ISLAND} --json"),
+    Bench("lock", "--bytes 8388608 --runs 1 --json", results=4),
     Bench("scaling", "--learners 2 4 --elements 65536 --rounds 1 --runs 1 --json", results=8),
     Bench("scaling", "--control 2 --seconds 1 --step-s 0.2 --runs 1 --json", results=5),
     Bench("tape", "--seconds 60 --json", results=13),

@@ -34,8 +34,6 @@ from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
 
 POLL_S = 0.2
-# Incomplete values of a fragment that are kept: the leader passes on nothing of a value that it does not want.
-INCOMPLETE_MAX = 2
 # A host reads at most so many versions ahead of the leader.
 AHEAD_MAX = 4
 # These commands may take longer than a step.
@@ -67,8 +65,9 @@ class Follower:
         self._told_stop = False
         # The link thread's.
         self._values = self.host.global_values()
-        # The parts of values that are not complete: from the syncer with the digest of the whole, and from the leader.
-        self._own: dict[GlobalFragment, tuple[int, Bytes]] = {}
+        # The parts of values that are not complete: from the syncer with its number and the digest of the whole, and
+        # from the leader.
+        self._own: dict[GlobalFragment, tuple[int, int, Bytes]] = {}
         self._shared: dict[GlobalFragment, Bytes] = {}
         # The values that may be adopted, in the order of their arrival.
         self._arrived: dict[GlobalFragment, ArrivedValue] = {}
@@ -215,8 +214,9 @@ class Follower:
                 delivery = link.receive(POLL_S) if link is not None and reads else None
                 if delivery is not None and isinstance(delivery.message, CutFragment):
                     self._taken += 1
-                    self._own[delivery.message.value] = delivery.message.digest, delivery.payload
+                    self._own[delivery.message.value] = self._taken, delivery.message.digest, delivery.payload
                     self._read(delivery.message.value)
+                    self._drop_handled()
                 continue
             match command:
                 case commands.HostShared(message):
@@ -224,6 +224,7 @@ class Follower:
                     self._read(message)
                 case commands.HostHandled(count):
                     self._handled = count
+                    self._drop_handled()
                 case commands.HostConnect():
                     self._connect(command)
 
@@ -250,12 +251,8 @@ class Follower:
             self._values.check(fragment_id)
             is_passed = host.blocks.is_passed(fragment_id)
             if message not in self._own or (is_passed and message not in self._shared):
-                _keep_few(self._own if message in self._own else self._shared, fragment_id)
                 return
-            # Both parts come in order, so nothing of an earlier value of the fragment is complete later.
-            _forget_older(self._own, message)
-            _forget_older(self._shared, message)
-            (digest, own), shared = self._own.pop(message), self._shared.pop(message, b"")
+            (_, digest, own), shared = self._own.pop(message), self._shared.pop(message, b"")
             payload = host.blocks.for_own(fragment_id, own, shared, host.format_of(message))
             value = self._values.read(message, payload, digest)
         except ValueError as error:
@@ -266,6 +263,10 @@ class Follower:
         host.place(fragment_id, value)
         self._arrived[message] = value
         self.group.send(commands.HostHas(message))
+
+    def _drop_handled(self) -> None:
+        """Forget incomplete values that the leader has handled: it passes on nothing of what it does not want."""
+        self._own = {message: own for message, own in self._own.items() if own[0] > self._handled}
 
     def _receive(self) -> None:
         while self.status is None:
@@ -312,9 +313,3 @@ def _forget_older(values: dict[GlobalFragment, Any], message: GlobalFragment) ->
     for other in known[: known.index(message)] if message in values else ():
         if other.fragment_id == message.fragment_id:
             del values[other]
-
-
-def _keep_few(values: dict[GlobalFragment, Any], fragment_id: int) -> None:
-    """Forget the oldest values of a fragment beyond INCOMPLETE_MAX."""
-    for other in [each for each in values if each.fragment_id == fragment_id][:-INCOMPLETE_MAX]:
-        del values[other]

@@ -150,12 +150,13 @@ def recovery(case: Case) -> dict[str, Any]:
     given = case.given
     rate = GBIT * case.usable_gbit_per_s()
     donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
-    moving = MovingLayout(case.blueprint.state_layout, case.config.wire.states)
+    layout = case.blueprint.state_layout
+    moving, unpacked = MovingLayout(layout, case.config.wire.states), MovingLayout(layout, "float32")
     model_bytes, state_bytes = 4 * case.parameters, moving.bytes.num_bytes
     model_s, state_s = model_bytes / rate + case.arrive_all_s, state_bytes / donor
-    # Once it is there, the leader sends every other host of its island the whole state, in the optimizer's precision.
+    # Once it is there, the leader sends every other host of its island all moments, unpacked.
     hosts = max(each.outline.kind.island.hosts for each in case.kinds)
-    spread_s = (hosts - 1) * case.blueprint.state_layout.num_bytes * given.island_s_per_gb * 1e-9
+    spread_s = (hosts - 1) * unpacked.bytes.num_bytes * given.island_s_per_gb * 1e-9
     protocol = case.config.protocol
     limit_s = protocol.transfer_steps_max * case.step_s
     arrives = state_s <= limit_s

@@ -164,8 +164,9 @@ def test_arrival_by_hand() -> None:
     assert case.rounds().round_s(1.0) - without.round_s(1.0) == pytest.approx(case.arrive_s)
     passing = small(islands=copied, given=replace(QUIET, arrival_ns=0.0, place_ns=0.0, island_s_per_gb=1e9))
     assert passing.arrive_s == pytest.approx(max(passing.run.payload_bytes("int4")), rel=0.01)
+    # Adam's moments, to one other host.
     back = recovery(passing)
-    assert back["state_spread_s"] == pytest.approx(passing.blueprint.state_layout.num_bytes)
+    assert back["state_arrives"] and back["state_spread_s"] == pytest.approx(2 * 4 * passing.parameters, rel=0.01)
 
 
 def test_a_site_with_two_learners_needs_twice_as_much() -> None:
