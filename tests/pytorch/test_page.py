@@ -1,15 +1,20 @@
 """The examples of docs/pytorch.md: configs that load, code that runs, and options that `attach` takes."""
 
 import re
+import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from flax import nnx
 from torch import nn
 
 import diloco_jax
+from diloco_jax.nnx.holder import VariableHolder
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.settings.text import parse_text
+from diloco_jax.torch.holder import TorchHolder
 from diloco_jax.torch.names import placed_parameters
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.security import credentials
@@ -68,3 +73,18 @@ def test_the_certificates_of_the_page_are_those_of_the_command(tmp_path: Path, m
     assert credentials(names["transport"], "a") and credentials(names["transport"], "b")
     with pytest.raises(ValueError, match=r"certs/c\.pem"):
         credentials(names["transport"], "c")
+
+
+def test_the_two_loops_of_the_cookbook_have_one_model(tmp_path: Path) -> None:
+    """The last recipe changes two examples, so that both have the same paths, shapes and kinds."""
+    (recipe,) = re.findall(r"```bash\n(sed .*?)^cat ", (ROOT / "docs" / "cookbook.md").read_text(), re.S | re.M)
+    subprocess.run(["bash", "-euc", recipe.replace("docs/", f"{ROOT}/docs/")], cwd=tmp_path, check=True)
+    loops = {name: runpy.run_path(str(tmp_path / f"{name}_loop.py")) for name in ("torch", "jax")}
+    torch_text, jax_text = ((tmp_path / f"{name}_loop.py").read_text() for name in ("torch", "jax"))
+    assert "names=diloco_jax.torch.like_flax(model), **sizes" in torch_text
+    assert 'axes={"embed/embedding": ("vocab", None)}, samples_per_step' in jax_text
+    module = loops["torch"]["Bytes"]()
+    theirs = TorchHolder(module, (), names=diloco_jax.torch.like_flax(module))
+    ours = VariableHolder(loops["jax"]["Bytes"](nnx.Rngs(0)))
+    assert theirs.shapes == {path: value.shape for path, value in ours.params.items()}
+    assert theirs.axes == ours.axes | {"embed/embedding": ("vocab", None)}
