@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LOCAL = ("address", "tls_ca", "tls_certificate", "tls_key", "token_file", "allow_plaintext", "connect_timeout_s")
 POLL_S = 0.2
-# A syncer that has its model must start the run within this time, even with shards, a large model or a busy machine.
+# A syncer that has its model must start the run within this time, even with a large model or on a busy machine.
 BEGINS_S = 300.0
 
 
