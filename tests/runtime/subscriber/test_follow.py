@@ -16,8 +16,8 @@ from diloco_jax.transport.session.calls import ask_status
 from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, start, wait_for, write_config
 
 pytestmark = pytest.mark.net
-# The run lasts for 40 s at least. Two followers start meanwhile.
-STEPS = 400
+# The run lasts for 60 s at least, many times longer than the start of a follower. Two of them start meanwhile.
+STEPS = 600
 CALLED = """from pathlib import Path
 
 
