@@ -43,8 +43,13 @@ def _follow_options(parser: Parser) -> None:
     parser.add_argument(
         "--call", metavar="MODULE:FUNCTION", help="call this function with the folder of each new model (a Path)"
     )
+    # `name` is the name of the command.
     parser.add_argument(
-        "--name", default="", help="name of this subscriber; with certificates, the name in its certificate"
+        "--name",
+        dest="subscriber",
+        default="",
+        metavar="NAME",
+        help="name of this subscriber; with certificates, the name in its certificate",
     )
     parser.add_argument("--config", help="YAML file whose transport section has the credentials")
     parser.add_argument(
@@ -76,7 +81,7 @@ def follow(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--every is {arguments.every}; use at least 1")
     call: Callable[[Path], object] = load_named("--call", arguments.call) if arguments.call else lambda _: None
     show_lines()
-    stop, name, transport = stop_on_signals(), arguments.name or default_name(), _transport(arguments)
+    stop, name, transport = stop_on_signals(), arguments.subscriber or default_name(), _transport(arguments)
     with ExitStack() as held:
         out = Path(arguments.out or held.enter_context(tempfile.TemporaryDirectory(prefix="diloco-follow-")))
         run = find_run(transport, name, stop)

@@ -17,7 +17,7 @@ from diloco_jax.tools.launch.common import region_of
 from rehearsal.cluster import Cluster
 from rehearsal.services import VALID_S, Renewer
 
-# A deck of 19 cards by kind; kinds of `diloco chaos` keep their names. After a kind that starts with "kill" the target
+# A deck of 20 cards by kind; kinds of `diloco chaos` keep their names. After a kind that starts with "kill" the target
 # returns as another process.
 CARDS = {
     # No message gets to or from the islands of a region.
@@ -30,7 +30,7 @@ CARDS = {
     "expired-syncer": 1,
     # The volume of the syncer is full.
     "full-volume": 1,
-    "kill-syncer": 1,
+    "kill-syncer": 2,
     "stop-syncer": 1,
     "kill": 2,
     # The last host of an island gets SIGKILL.

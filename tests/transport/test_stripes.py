@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.messages import GlobalFragment
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Heartbeat
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import wire
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
@@ -208,3 +208,17 @@ def test_learner_that_says_what_it_cannot_hold_is_refused(
     monkeypatch.setattr(dialled, "holdings_metadata", lambda _: ((calls.HOLDINGS_KEY, wrong),))
     with pytest.raises(Rejected, match=reason):
         ends.connect()
+
+
+def test_a_heartbeat_does_not_wait_behind_payloads(ends: Ends) -> None:
+    listener = ends.listen(queue_payloads_max=1)
+    link = ends.meet(stripes=1)
+    for number in range(3):
+        link.send(value(number, 700_000), bytes(700_000))
+    link.send(Heartbeat("a", 0))
+    # Nobody reads, so there is room for one payload; the others wait within their connection.
+    waiting = listener._inbox.waiting
+    assert comes_true(lambda: {type(each.delivery.message) for each in [*waiting]} == {FragmentValue, Heartbeat})
+    assert len(waiting) == 2
+    assert {type(hear(listener).message) for _ in range(2)} == {FragmentValue, Heartbeat}
+    assert [hear(listener).message for _ in range(2)] == [value(1, 700_000), value(2, 700_000)]

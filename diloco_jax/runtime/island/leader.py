@@ -85,7 +85,7 @@ class Questions:
 
 
 class Arrivals:
-    """Which of the other hosts have read which global values."""
+    """The global values that each of the other hosts has read."""
 
     def __init__(self, hosts: int) -> None:
         self._others = hosts - 1

@@ -1,4 +1,4 @@
-"""How a process of the syncer starts to listen, and what it announces to learners."""
+"""The start of the syncer's listener, and the announcements that it makes to learners."""
 
 import logging
 import threading

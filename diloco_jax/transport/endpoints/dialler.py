@@ -1,4 +1,4 @@
-"""What a learner keeps between two sessions with its syncer: its names, and payloads that a lost link cut."""
+"""The names that a learner keeps between two sessions with its syncer, and payloads that a lost link cut."""
 
 from functools import partial
 

@@ -24,14 +24,14 @@ from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 
 MODEL = {
-    "vocab_size": 1024,
+    "vocab_size": 256,
     "dim": 1024,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 4,
     "num_kv_heads": 4,
     # Shards of heads have whole blocks.
     "head_dim": 256,
-    "mlp_dim": 2048,
+    "mlp_dim": 1024,
 }
 ISLANDS: Sequence[tuple[dict[str, int], int]] = (
     ({"fsdp": 4}, 2),

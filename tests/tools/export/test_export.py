@@ -156,7 +156,7 @@ def test_a_folder_is_whole_or_not_there(
         yield next(iter(parameters))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inference, "_watch", interrupted)
+    monkeypatch.setattr(inference, "watch_parameters", interrupted)
     for form in ("hf", "orbax", "npz"):
         assert export(run, tmp_path / "out", "--format", form) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]

@@ -336,8 +336,11 @@ class Letters:
 
 def received(session: Quiet) -> list[tuple[int, int, bytes]]:
     """The version, digest and payload of each cut that was sent."""
-    assert all(isinstance(message, CutFragment) for message, _ in session.sent)
-    return [(message.value.version, message.digest, b"".join(parts)) for message, parts in session.sent]  # type: ignore[union-attr]
+    found = []
+    for message, parts in session.sent:
+        assert isinstance(message, CutFragment)
+        found.append((message.value.version, message.digest, b"".join(parts)))
+    return found
 
 
 def hosts_of(leader: Quiet) -> HostSessions:
