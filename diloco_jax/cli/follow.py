@@ -31,7 +31,7 @@ def _follow_options(parser: Parser) -> None:
         metavar="HOST:PORT",
         help="serve the models over HTTP, without a password; default: 127.0.0.1, any free port",
     )
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="rounds between two models; default: 1")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="global steps between two models; default: 1")
     parser.add_argument("--keep", type=int, default=2, metavar="N", help="models that stay in DIR; default: 2")
     parser.add_argument(
         "--format", choices=["hf", "orbax", "npz"], default="hf", help="as for export; hf (default): for transformers"
@@ -49,7 +49,7 @@ def _follow_options(parser: Parser) -> None:
         dest="subscriber",
         default="",
         metavar="NAME",
-        help="name of this subscriber; with certificates the name in its own one",
+        help="name of this subscriber; with certificates, the name in its certificate",
     )
     parser.add_argument("--config", help="YAML file whose transport section has the credentials")
     parser.add_argument(

@@ -27,7 +27,7 @@ FIRST_TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolConfig:
-    """The numbers of the algorithm that both machines share (paper, section 5.1, for the defaults)."""
+    """The numbers of the algorithm, which learners and syncer share (paper, section 5.1, for the defaults)."""
 
     sync_every: Periods = 24
     """H: global steps between two merges of the same fragment. Or by class of tensor, such as {mlp: 4, rest: 24}: mlp,
@@ -35,8 +35,8 @@ class ProtocolConfig:
     counts; rest has all other tensors. Each period divides the next longer one. Raise it if your link is too narrow, as
     diloco plan shows. Lower it for a better loss: islands drift apart less, and traffic grows."""
     sync_later: dict[int, Periods] = field(default_factory=dict)
-    """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before. Set
-    it to merge more often late in the run."""
+    """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every applies before
+    the first of them. Set it to merge more often late in the run."""
     num_fragments: int = 24
     """P: fragments of the model, at most H. P = H moves one fragment in every step, and 1 moves the whole model at
     once, as in DiLoCo. With periods by class: the limit of all classes; each class gets as many as make the bytes of a
@@ -45,8 +45,8 @@ class ProtocolConfig:
     """Fragments of each class, in the order of sync_every; classes with equal periods count as one. The numbers add up
     to num_fragments. Empty: chosen by size."""
     overlap_steps: int = 2
-    """tau: inner steps that a round may take while training continues, and rounds in flight. 0: learners wait. Raise it
-    if rounds take longer than this on your link; they then merge older values."""
+    """tau: inner steps that a round may take while training continues; as many rounds are in flight. 0: learners
+    wait. Raise it if rounds take longer than this on your link; they then merge older values."""
     wait_steps: float = 0.0
     """Longest wait of a learner for the fragment of the open round, between its report and its next step, as a share of
     its usual step; at most 10. 0: it never waits, and adopts a fragment one or two steps late. It waits only while most

@@ -46,7 +46,7 @@ def keep_programs(folder: Path) -> None:
     """
     own = (folder / host_kind()).absolute()
     if not os.environ.get("NUMBA_CACHE_DIR"):
-        # Merge shards inherit the variable.
+        # Processes that this one starts inherit the variable.
         os.environ["NUMBA_CACHE_DIR"] = str(_users_folder() or own)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return

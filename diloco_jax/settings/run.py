@@ -155,9 +155,9 @@ class EvaluationConfig:
     """Seconds for one call of the module. The run continues without its numbers after that. Raise it if your module
     needs longer."""
     wait_s: float = 900.0
-    """Seconds for an island to evaluate the global model, compiling included. Then another island is asked; at the end
-    of a run, the syncer also waits so long for an island to return. The timeout_s of a module is added. Raise it if an
-    evaluation needs longer, because two islands may otherwise evaluate the same model."""
+    """Seconds for an island to evaluate the global model, compiling included. After that the syncer requests it from
+    another island; at the end of a run it waits equally long for an island to return. The timeout_s of a module is
+    added. Raise it if an evaluation needs longer, because two islands may otherwise evaluate the same model."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
@@ -169,7 +169,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptConfig:
-    """The learner's way to take in a global fragment."""
+    """A learner's adoption of a new version of a fragment."""
 
     mode: Literal["overwrite", "blend", "rebase"] = "overwrite"
     """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: local
@@ -269,13 +269,14 @@ class RunConfig:
     fragments: FragmentConfig = field(default_factory=FragmentConfig)
     """How the model is cut into fragments."""
     weights: WeightScheme = "tokens2_per_step"
-    """A learner's weight in a merge."""
+    """A learner's weight in a merge, from its tokens and steps since it adopted the fragment: tokens^2 / steps, tokens,
+    or equal weights."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """How outer gradients become one."""
     outer: OuterConfig = field(default_factory=OuterConfig)
     """The outer optimizer."""
     adopt: AdoptConfig = field(default_factory=AdoptConfig)
-    """How learners take in a global fragment."""
+    """How learners adopt a new version of a fragment."""
     wire: WireConfig = field(default_factory=WireConfig)
     """Number formats on the wire."""
     transport: TransportConfig = field(default_factory=TransportConfig)

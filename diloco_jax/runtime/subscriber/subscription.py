@@ -104,7 +104,7 @@ class Subscription:
         transport: address and credentials.
         name: name of the subscriber; with certificates the name in its own one.
         stop: ends `models`.
-        every: the least number of rounds from one model to the next.
+        every: the least number of global steps from one model to the next.
 
     Raises:
         ValueError: `every` is below 1, or the name is not allowed.
@@ -311,7 +311,7 @@ def follow(
 
     Args:
         address: host:port of the syncer.
-        every: the least number of rounds from one model to the next.
+        every: the least number of global steps from one model to the next.
         name: name of this subscriber; with certificates the name in its own one. "" for a name of this process.
         transport: certificates and token for the syncer; None for those of a run on this machine.
         stop: ends the iteration when it is set.

@@ -11,6 +11,7 @@ CHIPS_MAX = 1e12
 SLICES_MAX = 1_000_000
 MEASURED = "measured, docs/log.md of 2026-11-21"
 READ = "measured, docs/plan.md"
+COMPUTED = "computed, docs/plan.md"
 
 
 def setting(default: Any, text: str, source: str) -> Any:
@@ -35,7 +36,7 @@ class Assumptions:
     syncer_cores: int = setting(16, "cores of the syncer's host", "assumed")
     syncer_ms_per_mb: float = setting(2.43, "processor time per megabyte that learners send, int4", MEASURED)
     merge_ns: float = setting(0.7, "processor time of a merge per parameter and learner, int4", MEASURED)
-    syncer_gb_per_s: float = setting(4.3, "gigabytes per second, each way, that a syncer with TLS can carry", READ)
+    syncer_gb_per_s: float = setting(4.3, "gigabytes per second, each way, that a syncer with TLS can carry", COMPUTED)
     arrival_ns: float = setting(0.75, "time of a thread to decode, add and check an element", READ)
     place_ns: float = setting(0.74, "time to copy an element that arrived to a host's devices", READ)
     island_s_per_gb: float = setting(0.55, "time of a leader per gigabyte that it sends its other hosts", READ)
