@@ -65,7 +65,7 @@ class UnsentVersions:
     """The versions that wait for one host of a learner: for its statement, or for room in the queue to it.
 
     A version has a whole value, so it waits only for the statement. A cut that waits for room has no value, and no
-    payload of its own yet.
+    copy of a payload yet.
     """
 
     def __init__(self, waiting_max: int) -> None:
