@@ -22,6 +22,8 @@ from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # A value of a fingerprint that is not compared; the syncer takes it from the first learner that has one.
 OPEN = ""
+# Entries in the fingerprints of older releases that decide nothing any more. Tapes still have them.
+OBSOLETE = frozenset({"shards"})
 
 
 def difference(
@@ -35,7 +37,8 @@ def difference(
         agreed: the first learner's values of the open entries.
     """
     mine, other = {**ours, **(agreed or {})}, dict(theirs)
-    unequal = (what for what in sorted(mine.keys() | other.keys()) if mine.get(what) != other.get(what))
+    named = sorted((mine.keys() | other.keys()) - OBSOLETE)
+    unequal = (what for what in named if mine.get(what) != other.get(what))
     return next((what for what in unequal if OPEN not in (mine.get(what), other.get(what)) or what not in other), "")
 
 

@@ -33,8 +33,6 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
         GLOBAL_STEPS: config.limits.told,
         "protocol": config.protocol.words,
         "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
-        # Learners of the release before name their merge shards here.
-        "shards": "none",
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(_told(config.optimizer), sort_keys=True),
         "data": json.dumps(data, sort_keys=True),

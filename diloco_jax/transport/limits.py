@@ -18,6 +18,8 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 COUNTER_MAX = 1 << 62
 PAIR_LENGTH_MAX = 1 << 16
 REASON_LENGTH_MAX = 4000
+# A host's statement of its blocks (HostBlocks).
+STATEMENT_BYTES_MAX = 14 << 20
 TEXT_LENGTHS_MAX = {
     "reason": REASON_LENGTH_MAX,
     "leaf": REASON_LENGTH_MAX,

@@ -11,7 +11,7 @@ Guarantees
 import math
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
@@ -98,8 +98,10 @@ class Version(Protocol):
     def payload(self) -> Payload:
         """Return the payload for a learner of one host."""
 
-    def cut(self, blocks: bytes | memoryview) -> tuple[int, Payload]:
-        """Return the digest of the blocks that a host holds, and the payload for it.
+    def cut(self, blocks: bytes) -> tuple[int, Callable[[], Payload]]:
+        """Return the digest of the blocks that a host holds, and a function that makes the payload for it.
+
+        The function holds this version's payload, and not its value.
 
         Args:
             blocks: The payload of the host's HostBlocks.

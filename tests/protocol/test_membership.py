@@ -10,6 +10,7 @@ from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
+from diloco_jax.tools.replay import script
 
 EPOCH = 3
 FINGERPRINT = (("model", "abc"), ("sync_every", "24"))
@@ -69,6 +70,18 @@ def test_a_newer_syncer_takes_older_islands(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_order_of_the_fingerprint_does_not_matter() -> None:
     assert membership().refusal(hello()._replace(fingerprint=FINGERPRINT[::-1]), EPOCH, 0) == ""
+
+
+def test_a_tape_that_names_merge_shards_can_be_continued() -> None:
+    config = ProtocolConfig(sync_every=2, num_fragments=2)
+    before = (*FINGERPRINT, ("shards", "4, average, nesterov"))
+    taped = TapedSyncer(Syncer(config, 10, before), (lines := list[str]()).append)
+    taped.on_begin((0, 0), 0.0)
+    taped.on_message(hello(shards="4, average, nesterov")._replace(epoch=0), 1.0)
+    ours = Syncer(config, 10, FINGERPRINT)
+    list(replay(lines, ours))
+    assert ours.membership.get("a", 1) is not None
+    assert script.differences(FINGERPRINT, before) == []
 
 
 def test_what_the_syncer_does_not_know_the_first_learner_says() -> None:

@@ -129,7 +129,6 @@ def test_a_run_in_base_3_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     run_dir = trained(
         tmp_path,
         train={"steps": 36, "eval_every": 0},
-        syncer={"shards": 2},
         protocol={"num_fragments": 3, "quorum": 2, "snapshot_every": 10},
         wire={"up": "ternary", "down": "ternary"},
     )
@@ -146,7 +145,6 @@ def test_each_class_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bit(
         tmp_path,
         islands={"count": 2, "devices": 1},
         train={"steps": 60, "eval_every": 0},
-        syncer={"shards": 2},
         protocol=PERIODS | {"quorum": 2, "grace_steps_max": 2.0, "snapshot_every": 25},
         adopt={"mode": "rebase"},
         wire={"up": "int2", "down": "int2"},

@@ -12,7 +12,7 @@ from diloco_jax.transport.endpoints.greeting import Description, ask_description
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import LEARNER_TYPES, SUBSCRIBER, TransportError
 from diloco_jax.transport.trust import certificates
-from tests.transport.ends import CONFIG, Ends, greet, hear, hear_end, hear_message
+from tests.transport.ends import CONFIG, LIMIT, Ends, greet, hear, hear_end, hear_message
 
 pytestmark = pytest.mark.net
 HELLO = m.Hello("s", 0, (), (0,), (0,), 0, 0, 0, evaluates=False)
@@ -83,6 +83,25 @@ def test_a_slow_subscriber_is_cut_when_its_queue_is_full(ends: Ends) -> None:
     assert not all(listener.send(f"{SUBSCRIBER}s", m.Advance(1)) for _ in range(100_000))
     assert hear_end(listener, "queue").peer == f"{SUBSCRIBER}s"
     assert listener.send("a", m.Advance(1)) and hear_message(learner) == m.Advance(1)
+
+
+def test_a_subscriber_that_requests_values_and_does_not_read_them_is_cut(
+    ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It stops to read after the first value.
+    link, value = subscribe(ends), bytes(LIMIT)
+    message = m.GlobalFragment(1, 0, 1, 1, 7, LIMIT)
+    accepted = 0
+    while accepted < 20 and listener.send(f"{SUBSCRIBER}s", message, value):
+        accepted += 1
+    assert accepted < 5
+    assert hear_end(listener, "queue").peer == f"{SUBSCRIBER}s"
+    # One that reads gets as many as it requests.
+    link.close(0.0)
+    link = subscribe(ends)
+    for number in range(20):
+        assert listener.send(f"{SUBSCRIBER}s", message._replace(version=number), value[:1000])
+        assert hear(link).message.version == number  # type: ignore[union-attr]
 
 
 def test_a_stranger_gets_nothing(ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

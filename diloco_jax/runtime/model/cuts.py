@@ -6,8 +6,8 @@ blocks that it holds, and then start, size, stride and count as in a table of bl
 blocks than it holds, because its leader passes on those that several hosts hold; and the leader gets these.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +17,13 @@ from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.held import HeldBlocks, Table, check_table, everything, regrouped
 from diloco_jax.core.layout import Layout
 from diloco_jax.core.outer import Flat
+from diloco_jax.transport.limits import STATEMENT_BYTES_MAX
 
 COLUMNS = 7
-# The most rows of one host, 14 MiB.
-ROWS_MAX = 1 << 18
-# Statements that are kept after they were read. Hosts of equal islands make equal ones.
-STATEMENTS_MAX = 4096
+# The most rows of one host.
+ROWS_MAX = STATEMENT_BYTES_MAX // (8 * COLUMNS)
+# Bytes of the statements that are kept after they were read. Hosts of equal islands make equal ones.
+KEPT_BYTES_MAX = 8 * STATEMENT_BYTES_MAX
 
 
 class HostCut(NamedTuple):
@@ -83,7 +84,7 @@ def _cut(rows: Int64[np.ndarray, "n 6"], layout: Layout) -> HostCut:
 
 
 class Cuts:
-    """The statements of hosts, each read once.
+    """The statements of hosts, each read once; `of` is for one thread.
 
     Args:
       layouts: of the whole fragments.
@@ -93,11 +94,24 @@ class Cuts:
     def __init__(self, layouts: Sequence[Layout], down: Format) -> None:
         self._down: Format = down
         self._wholes = [everything(layout) for layout in layouts]
-        self._read = lru_cache(STATEMENTS_MAX)(lambda raw: read_blocks(raw, layouts))
+        self._layouts = layouts
+        # By statement, the one that was used last at the end.
+        self._read: dict[bytes, tuple[HostCut, ...]] = {}
+        self._kept_bytes = 0
 
     def of(self, fragment_id: int, blocks: bytes) -> HostCut:
         """Return what a host has stated of a fragment; ValueError as `read_blocks`."""
-        return self._read(blocks)[fragment_id]
+        found = self._read.pop(blocks, None)
+        if found is None:
+            found = read_blocks(blocks, self._layouts)
+            self._kept_bytes += len(blocks)
+        self._read[blocks] = found
+        # A host may state other blocks on each of its sessions.
+        while self._kept_bytes > KEPT_BYTES_MAX:
+            oldest = next(iter(self._read))
+            del self._read[oldest]
+            self._kept_bytes -= len(oldest)
+        return found[fragment_id]
 
     def version(self, fragment_id: int, payload: Bytes, value: Flat, *, is_whole: bool) -> "ModelVersion":
         """Return a version for learners.
@@ -125,8 +139,10 @@ class ModelVersion:
         # Statement -> digest; hosts of equal islands have equal ones. Payloads may be copies, so they are not kept.
         self._digests: dict[bytes, int] = {}
 
-    def cut(self, blocks: Bytes) -> tuple[int, list[memoryview]]:
-        """Return the digest of the blocks that a host holds, and the payload with those that it gets.
+    def cut(self, blocks: bytes) -> tuple[int, Callable[[], list[memoryview]]]:
+        """Return the digest of the blocks that a host holds, and a function that makes the payload with those it gets.
+
+        The function does not hold the value, because it may wait long for a slow host.
 
         Args:
           blocks: the host's statement.
@@ -134,8 +150,7 @@ class ModelVersion:
         Raises:
           ValueError: as `read_blocks`.
         """
-        key = bytes(blocks)
-        cut, whole = self._cuts.of(self._fragment_id, key), self._cuts.whole(self._fragment_id)
-        if key not in self._digests:
-            self._digests[key] = cut.held.digest(self._value)
-        return self._digests[key], regrouped([(whole, self.payload)], cut.got, self._format)
+        cut, whole = self._cuts.of(self._fragment_id, blocks), self._cuts.whole(self._fragment_id)
+        if blocks not in self._digests:
+            self._digests[blocks] = cut.held.digest(self._value)
+        return self._digests[blocks], partial(regrouped, [(whole, self.payload)], cut.got, self._format)

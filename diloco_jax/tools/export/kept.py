@@ -41,9 +41,7 @@ class KeptModels:
             raise ValueError(f"--keep is {keep}; use at least 1")
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file; choose another --out")
-        ours = (NEWEST, _NEXT_LINK, _PARTIAL, _LOCK)
-        others = [path.name for path in out.iterdir()] if out.exists() else []
-        if foreign := [name for name in others if name not in ours and not name.startswith(PREFIX)]:
+        if foreign := sorted(path.name for path in out.iterdir() if not _is_ours(path)) if out.exists() else []:
             raise ValueError(f"{out} holds other files, such as {foreign[0]}; choose another --out, or a new folder")
         self._out, self._writer, self._form, self._keep = out, writer, form, keep
         out.mkdir(parents=True, exist_ok=True)
@@ -53,6 +51,8 @@ class KeptModels:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A model that could not be written takes space on a full disk.
+        shutil.rmtree(self._out / _PARTIAL, ignore_errors=True)
         self._lock.close()
 
     def put(self, model: FollowedModel, watch: Watch) -> Path:
@@ -84,10 +84,23 @@ class KeptModels:
         return first if not first.exists() else next(path for path in later if not path.exists())
 
     def _prune(self, newest: Path) -> None:
-        others = [path for path in self._out.glob(f"{PREFIX}*") if path != newest]
+        others = [path for path in self._out.glob(f"{PREFIX}*") if path != newest and _is_ours(path)]
         others.sort(key=lambda path: path.stat().st_mtime)
         for path in others[: max(0, len(others) - self._keep + 1)]:
+            # A process that is killed here leaves no half of a model under a model's name.
+            path.rename(self._out / f"{_PARTIAL}-{path.name}")
+        # On NFS a file that a reader has open is removed later.
+        for path in self._out.glob(f"{_PARTIAL}-*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether this module made a file of the folder; others must neither be replaced nor removed."""
+    if path.name == NEWEST:
+        return path.is_symlink()
+    if path.name.startswith(PREFIX):
+        return (path / VERSION_FILE).is_file()
+    return path.name in (_NEXT_LINK, _LOCK) or path.name.startswith(_PARTIAL)
 
 
 def describe(model: FollowedModel) -> dict[str, Any]:

@@ -6,7 +6,9 @@
 There is no password. So the address is loopback unless a person allows more.
 """
 
+import contextlib
 import json
+import os
 import shutil
 import socket
 import threading
@@ -91,8 +93,8 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the description of the newest model, or with a file."""
-        asked = unquote(urlsplit(self.path).path).strip("/")
         try:
+            asked = unquote(urlsplit(self.path).path).strip("/")
             if not asked:
                 self._describe()
             else:
@@ -111,11 +113,13 @@ class _Request(BaseHTTPRequestHandler):
     def _send_file(self, asked: str) -> None:
         path = (self.server.out / asked).resolve(strict=True)
         inside = path.relative_to(self.server.out)
-        if not inside.parts[0].startswith(PREFIX) or not path.is_file():
+        if not str(inside).startswith(PREFIX) or not path.is_file():
             raise ValueError(asked)
         with path.open("rb") as file:
-            self._head(200, path.stat().st_size, "application/octet-stream")
-            shutil.copyfileobj(file, self.wfile, 1 << 20)
+            self._head(200, os.fstat(file.fileno()).st_size, "application/octet-stream")
+            # An answer after a part of the file would be taken for the rest of it.
+            with contextlib.suppress(OSError):
+                shutil.copyfileobj(file, self.wfile, 1 << 20)
 
     def _answer(self, status: int, body: bytes, kind: str) -> None:
         self._head(status, len(body), kind)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import TypeAdapter
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore
+from diloco_jax.protocol.membership import OBSOLETE
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget
@@ -265,7 +266,7 @@ def differences(ours: Fingerprint, theirs: Iterable[tuple[str, str]]) -> list[st
     mine, other = dict(ours), dict(theirs)
     return [
         f"{what} is {mine.get(what)}, the tape has {other.get(what)}"
-        for what in sorted(mine.keys() | other.keys())
+        for what in sorted((mine.keys() | other.keys()) - OBSOLETE)
         if mine.get(what) != other.get(what)
     ]
 

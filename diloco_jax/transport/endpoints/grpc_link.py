@@ -415,7 +415,9 @@ class GrpcListener:
         # A subscriber sends no payload.
         partials = Partials(0, self.config.resume_s)
         name = f"{SUBSCRIBER}{header.sender}"
-        return StreamSession(self._inbox, header, SYNCER, header.sender, self.config, partials, SUBSCRIBER_TYPES, name)
+        # It requests one value at a time, so values that wait are those of one that does not read what it requests.
+        config = replace(self.config, queue_payloads_max=1)
+        return StreamSession(self._inbox, header, SYNCER, header.sender, config, partials, SUBSCRIBER_TYPES, name)
 
     def _partials_of(self, header: pb.Header) -> Partials:
         """Return the incomplete payloads of this host's incarnation; the caller holds the lock of `admit`."""

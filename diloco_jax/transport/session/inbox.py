@@ -158,8 +158,8 @@ class Session:
         return not self.waiting_bytes or self.waiting_bytes + size <= self.config.payload_bytes_max
 
     @property
-    def bulk_waiting(self) -> int:
-        """Return the number of bulk messages that wait to be sent."""
+    def cuts_waiting(self) -> int:
+        """Return the number of cut versions that wait to be sent."""
         return 0
 
     def fail(self, reason: str) -> None:

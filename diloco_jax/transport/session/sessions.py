@@ -20,9 +20,11 @@ from functools import partial
 
 from diloco_jax.core.host_bytes import join_host_bytes
 from diloco_jax.protocol.messages import AnchorValue, CutFragment, FragmentValue, GlobalFragment, HostBlocks
+from diloco_jax.transport.limits import STATEMENT_BYTES_MAX
 from diloco_jax.transport.link import (
     TO_HOST_TYPES,
     LinkClosed,
+    Payload,
     TransportConfig,
     TransportError,
     Version,
@@ -60,25 +62,27 @@ class Refused(TransportError):
 
 
 class UnsentVersions:
-    """The versions that wait for one host of a learner: for its statement, or to be cut."""
+    """The versions that wait for one host of a learner: for its statement, or for room in the queue to it.
+
+    A version has a whole value, so it waits only for the statement. A cut that waits for room has no value, and no
+    copy of a payload yet.
+    """
 
     def __init__(self, waiting_max: int) -> None:
         self._waiting_max = waiting_max
-        self._waiting: deque[tuple[GlobalFragment, Version]] = deque()
+        self.versions: deque[tuple[GlobalFragment, Version]] = deque()
+        self.cuts: deque[tuple[CutFragment, Callable[[], Payload]]] = deque()
         # The payload of the host's HostBlocks.
-        self.blocks: bytes | memoryview | None = None
+        self.blocks: bytes | None = None
 
     def add(self, message: GlobalFragment, version: Version) -> bool:
         """Queue a version; False if too many wait."""
-        self._waiting.append((message, version))
-        return len(self._waiting) <= self._waiting_max
-
-    def take(self) -> tuple[GlobalFragment, Version] | None:
-        """Remove and return the oldest version; None if none waits."""
-        return self._waiting.popleft() if self._waiting else None
+        self.versions.append((message, version))
+        return len(self.versions) + len(self.cuts) <= self._waiting_max
 
     def clear(self) -> None:
-        self._waiting.clear()
+        self.versions.clear()
+        self.cuts.clear()
 
 
 class HostParts:
@@ -187,40 +191,57 @@ class HostSessions:
             self._later(self._send_cuts)
 
     def _send_cuts(self) -> None:
-        """Cut and send the next versions of hosts that have stated their blocks; on the thread that cuts.
-
-        A cut may be a copy, so few of them wait in the queue to a host.
-        """
+        """Cut and send the next versions of hosts that have stated their blocks; on the thread that cuts."""
         for host, unsent in enumerate(self._unsent):
-            while True:
-                with self._lock:
-                    session, blocks = self._sessions.get(host), unsent.blocks
-                    if session is None or blocks is None or session.bulk_waiting >= CUTS_MAX:
-                        break
-                    item = unsent.take()
-                if item is None:
-                    break
-                self._send_cut(session, *item, blocks)
+            with self._lock:
+                session, blocks = self._sessions.get(host), unsent.blocks
+            if session is None or blocks is None:
+                continue
+            try:
+                self._cut(unsent, blocks)
+                # The end of the session is in the inbox.
+                with contextlib.suppress(LinkClosed):
+                    self._send_next(session, unsent)
+            # An error would be lost with the thread.
+            except Exception as error:
+                session.fail(f"its host {host} cannot get a version: {error}")
 
-    def _send_cut(
-        self, session: StreamSession, message: GlobalFragment, version: Version, blocks: bytes | memoryview
-    ) -> None:
-        try:
-            digest, payload = version.cut(blocks)
-            cut, limit = CutFragment(message, digest), session.config.payload_bytes_max
-            # The end of the session is in the inbox.
-            with contextlib.suppress(LinkClosed):
-                session.send(cut, payload_parts(cut, payload, TO_HOST_TYPES, limit))
-        # An error would be lost with the thread.
-        except Exception as error:
-            session.fail(f"its host {session.host} cannot get a version: {error}")
+    def _cut(self, unsent: UnsentVersions, blocks: bytes) -> None:
+        """Take the digests of all versions that wait for a host, so that their values are freed."""
+        while True:
+            with self._lock:
+                if not unsent.versions:
+                    return
+                message, version = unsent.versions[0]
+            digest, make_payload = version.cut(blocks)
+            del version
+            with self._lock:
+                # The sessions may be over meanwhile.
+                if not unsent.versions:
+                    return
+                unsent.versions.popleft()
+                unsent.cuts.append((CutFragment(message, digest), make_payload))
+
+    def _send_next(self, session: StreamSession, unsent: UnsentVersions) -> None:
+        """Send the next cuts to a host; a payload may be a copy, so few of them wait in the queue to it."""
+        while session.cuts_waiting < CUTS_MAX:
+            with self._lock:
+                if not unsent.cuts:
+                    return
+                cut, make_payload = unsent.cuts.popleft()
+            session.send(cut, payload_parts(cut, make_payload(), TO_HOST_TYPES, session.config.payload_bytes_max))
 
     def _on_host(self, host: int, message: HostPart, payload: bytes | memoryview) -> bool:
         """Take what a host sends for its learner; on the thread of the host's session."""
         if not isinstance(message, HostBlocks):
             return self._on_value(host, message, payload)
+        if len(payload) > STATEMENT_BYTES_MAX:
+            self.leader.fail(
+                f"its host {host} stated its blocks in {len(payload)} bytes, the limit is {STATEMENT_BYTES_MAX}"
+            )
+            return False
         with self._lock:
-            again, self._unsent[host].blocks = self._unsent[host].blocks is not None, payload
+            again, self._unsent[host].blocks = self._unsent[host].blocks is not None, bytes(payload)
         if again:
             self.leader.fail(f"its host {host} stated its blocks twice")
             return False

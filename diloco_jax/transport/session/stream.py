@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import grpc
 
 from diloco_jax.core.codec import digest
-from diloco_jax.protocol.messages import SYNCER, Message
+from diloco_jax.protocol.messages import SYNCER, CutFragment, Message
 from diloco_jax.protocol.releases import PROTOCOL
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
@@ -38,6 +38,7 @@ class Outgoing(NamedTuple):
 
     body: bytes
     parts: tuple[memoryview, ...]
+    is_cut: bool = False
 
 
 class Outbox:
@@ -76,8 +77,11 @@ class Outbox:
         self.on_take()
         return item
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    @property
+    def cuts(self) -> int:
+        """Return the number of cut versions that wait."""
+        with self._changed:
+            return sum(item.is_cut for item in self._waiting)
 
     def close(self, reason: str, *, flush: bool) -> None:
         """Refuse further items; with `flush` waiting items are still sent, otherwise dropped."""
@@ -252,8 +256,8 @@ class StreamSession(Session):
         return self._established.wait() and self.open
 
     @property
-    def bulk_waiting(self) -> int:
-        return len(self._outboxes[True])
+    def cuts_waiting(self) -> int:
+        return self._outboxes[True].cuts
 
     def _on_take(self) -> None:
         if self.on_room is not None:
@@ -262,7 +266,7 @@ class StreamSession(Session):
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         bulk = is_bulk(message)
-        if self._outboxes[bulk].put(Outgoing(wire.pack_body(message), parts)):
+        if self._outboxes[bulk].put(Outgoing(wire.pack_body(message), parts, isinstance(message, CutFragment))):
             return
         lane = "bulk" if bulk else "control"
         self.fail(f"the {lane} queue to {self.peer!r} is full: it does not read what it is sent")

@@ -1,5 +1,7 @@
 """What the hosts of an island receive, pass on and hold, on emulated devices: each value against the whole one."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from diloco_jax.core.layout import value_digest, whole
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.blocks import IslandBlocks
+from diloco_jax.runtime.model import cuts as model_cuts
 from diloco_jax.runtime.model.cuts import COLUMNS, ROWS_MAX, Cuts, read_blocks
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.exchange import Exchange
@@ -78,7 +81,7 @@ class Hosts:
         format: Format = self.down if version else "float32"
         flat = whole(fragment).flat(value)
         sent = self.cuts.version(number, payload, flat, is_whole=not version)
-        got = [(digest, one_buffer(cut)) for digest, cut in (sent.cut(each.statement) for each in self.blocks)]
+        got = [(digest, one_buffer(make())) for digest, make in (sent.cut(each.statement) for each in self.blocks)]
         self.received += sum(len(cut) for _, cut in got)
         shared = self.blocks[0].for_others(number, got[0][1], format)
         self.passed += sum(map(len, shared.values()))
@@ -140,7 +143,8 @@ def test_a_damaged_cut_is_noticed_by_its_host_alone() -> None:
     payload = codec.encode(value, "float32")
     sent = hosts.cuts.version(0, payload, whole(fragment).flat(value), is_whole=True)
     message = GlobalFragment(0, 0, 0, 1, value_digest(value), len(payload))
-    digests, cuts = zip(*(sent.cut(each.statement) for each in hosts.blocks), strict=True)
+    digests, makers = zip(*(sent.cut(each.statement) for each in hosts.blocks), strict=True)
+    cuts = [make() for make in makers]
     assert digests[0] != digests[1] != message.digest
     shared = hosts.blocks[0].for_others(0, one_buffer(cuts[0]), "float32")
     damaged = bytearray(one_buffer(cuts[1]))
@@ -150,6 +154,31 @@ def test_a_damaged_cut_is_noticed_by_its_host_alone() -> None:
         hosts.values[1].read(message, own, digests[1])
     own = hosts.blocks[0].for_own(0, one_buffer(cuts[0]), b"", "float32")
     hosts.values[0].read(message, own, digests[0])
+
+
+def test_a_cut_that_waits_does_not_hold_the_value() -> None:
+    hosts = Hosts({"fsdp": 4}, 2)
+    fragment = hosts.plan.fragments[0]
+    flat = whole(fragment).flat(drawn(fragment, 0))
+    step = np.zeros(hosts.cuts.whole(0).layout.payload_bytes("int4"), np.uint8)
+    value = weakref.ref(flat)
+    cuts = Cuts([whole(each) for each in hosts.plan.fragments], "int4")
+    version = cuts.version(0, step.data, flat, is_whole=False)
+    _, make = version.cut(hosts.blocks[1].statement)
+    del flat, version
+    gc.collect()
+    assert value() is None
+    assert len(one_buffer(make())) == hosts.blocks[1].got[0].layout.payload_bytes("int4")
+
+
+def test_few_statements_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = whole(plan_fragments({"a": (300_000,)}, 1).fragments[0])
+    cuts = Cuts([layout], "int4")
+    monkeypatch.setattr(model_cuts, "KEPT_BYTES_MAX", 4 * 8 * COLUMNS)
+    statements = [np.array([(0, 0, 0, start, 1, 1, 1)], "<i8").tobytes() for start in range(6)]
+    for each in (*statements[:4], statements[0], *statements[4:]):
+        assert cuts.of(0, each).held.tables[0][0, 0] == each[24]
+    assert [*cuts._read] == [statements[3], statements[0], *statements[4:]]
 
 
 def test_a_delta_applies_to_the_version_that_it_names_until_all_hosts_have_a_newer_one() -> None:

@@ -159,8 +159,8 @@ class Pair:
         sent = self.cuts.version(0, payload, flat, is_whole=True)
         cuts = [sent.cut(blocks.statement) for blocks in self.blocks]
         # The syncer sends the other host its cut, with a wrong digest if it shall be damaged.
-        self.link.put(CutFragment(message, cuts[1][0] + damage), one_buffer(cuts[1][1]))
-        own = self.leader.share_out(message, one_buffer(cuts[0][1]))
+        self.link.put(CutFragment(message, cuts[1][0] + damage), one_buffer(cuts[1][1]()))
+        own = self.leader.share_out(message, one_buffer(cuts[0][1]()))
         arrived = self.heads.read(message, own, cuts[0][0])
         self.leader.wait_for_others(message, lambda: True)
         self.heads.keep(message, arrived)

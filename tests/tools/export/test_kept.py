@@ -71,6 +71,7 @@ def test_a_failure_leaves_the_model_before(tmp_path: Path) -> None:
         models.put(model(1), all_of)
         with pytest.raises(OSError, match="the disk is full"):
             models.put(model(2), fails)
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [".lock", NEWEST, "step-00000001"]
     assert value(tmp_path / "model" / NEWEST) == 1
     # The next process starts from the same folder.
     with kept(tmp_path / "model") as models:
@@ -123,6 +124,44 @@ def test_other_peoples_files_stay(tmp_path: Path) -> None:
         kept(tmp_path / "model", keep=0)
 
 
+@pytest.mark.parametrize("name", ["step-00000100", "step-by-step", NEWEST])
+def test_a_folder_of_another_program_with_the_name_of_ours_stays(tmp_path: Path, name: str) -> None:
+    theirs = tmp_path / "checkpoints" / name / "weights"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    with pytest.raises(ValueError, match=f"holds other files, such as {name}; choose another --out"):
+        kept(theirs.parents[1])
+    theirs.parent.rename(tmp_path / "aside")
+    with kept(theirs.parents[1], keep=1) as models:
+        # It appears while the models are renewed.
+        (tmp_path / "aside").rename(theirs.parents[1] / "step-mine")
+        for step in (1, 2):
+            models.put(model(step), all_of)
+    assert (theirs.parents[1] / "step-mine" / "weights").exists()
+
+
+def test_a_kill_while_a_model_is_removed_leaves_a_folder_that_can_be_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """The process ends at this place."""
+
+    def remove_some(path: Path, ignore_errors: bool = False) -> None:
+        if (path / VERSION_FILE).exists():
+            (path / VERSION_FILE).unlink()
+            raise Killed
+
+    with kept(tmp_path / "model", keep=1) as models:
+        models.put(model(1), all_of)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(shutil, "rmtree", remove_some)
+            models.put(model(2), all_of)
+    with kept(tmp_path / "model", keep=1) as models:
+        models.put(model(3), all_of)
+    names = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert names == [".lock", NEWEST, "step-00000003"]
+
+
 def test_the_server_has_the_files_of_the_models_and_no_others(tmp_path: Path) -> None:
     out = tmp_path / "model"
     with kept(out) as models:
@@ -138,7 +177,17 @@ def test_the_server_has_the_files_of_the_models_and_no_others(tmp_path: Path) ->
             with urllib.request.urlopen(f"{server.url}{told['folder']}/{name}") as answer:
                 content = answer.read()
             assert content == (out / NEWEST / name).read_bytes() and len(content) == size
-        for path in ("../secret", "other", "step-00000004/../../secret", "step-9/x", "step-00000004", "%2e%2e/secret"):
+        for path in (
+            "../secret",
+            "other",
+            "step-00000004/../../secret",
+            "step-9/x",
+            "step-00000004",
+            "%2e%2e/secret",
+            ".",
+            "%00",
+            "/[",
+        ):
             # http.client sends the path as it is.
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
             connection.request("GET", f"/{path}")

@@ -1,17 +1,30 @@
 """Sessions: permission to connect, replacement, the limit of waiting bytes, and values from several hosts."""
 
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
+from operator import mul
 
 import pytest
 
 from diloco_jax.core.host_bytes import pack_host_bytes, runs_of_box
-from diloco_jax.protocol.messages import CutFragment, FragmentValue, GlobalFragment, Heartbeat, HostBlocks
+from diloco_jax.protocol.messages import (
+    SYNCER,
+    CutFragment,
+    FragmentValue,
+    GlobalFragment,
+    Heartbeat,
+    HostBlocks,
+    StateChunk,
+)
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
+from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import sessions
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, HostParts, HostSessions, Refused, SessionBook
+from diloco_jax.transport.session.stream import StreamSession
 from tests.transport.ends import WAIT_S, Quiet, comes_true, value
 
 
@@ -328,10 +341,10 @@ class Letters:
     def __init__(self, number: int) -> None:
         self.message = GlobalFragment(number, 0, number, 1, number, 5)
 
-    def cut(self, blocks: bytes | memoryview) -> tuple[int, bytes]:
+    def cut(self, blocks: bytes) -> tuple[int, Callable[[], bytes]]:
         if blocks == b"?":
             raise ValueError("'?' is not a block")
-        return len(blocks), bytes(blocks) * self.message.version
+        return len(blocks), partial(mul, blocks, self.message.version)
 
 
 def received(session: Quiet) -> list[tuple[int, int, bytes]]:
@@ -382,6 +395,28 @@ def test_a_host_states_its_blocks_once_and_only_where_there_are_several() -> Non
     assert alone.reason == "a learner with one host has no blocks to state"
 
 
+def test_a_statement_larger_than_the_limit_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "STATEMENT_BYTES_MAX", 7)
+    leader, follower = learner(2)
+    assert follower.offer(HostBlocks("a", 0), bytes(7))
+    assert not leader.offer(HostBlocks("a", 0), bytes(8)) and not follower.open
+    assert leader.reason == "its host 0 stated its blocks in 8 bytes, the limit is 7"
+
+
+def test_chunks_of_a_state_that_wait_for_a_slow_leader_do_not_hold_up_versions() -> None:
+    header, config = pb.Header(sender="a", hosts=2, stripes=1), TransportConfig()
+    leader = StreamSession(Inbox(), header, SYNCER, "a", config, Partials(0, 1.0), (HostBlocks,))
+    joined = HostSessions(leader, at_once)
+    leader.offer(HostBlocks("a", 0), b"x")
+    for part_number in range(4):
+        leader.send(StateChunk("b", 0, "a", 1, part_number, 4, 0, 1), (memoryview(b"chunk"),))
+    for version in map(Letters, range(4)):
+        joined.send_version(version.message, version)
+    waiting = [bytes(item.parts[0]) if item.parts else b"" for item in leader._outboxes[True]._waiting]
+    assert waiting == [b"chunk"] * 4 + [b"", b"x"], "two cuts follow the chunks, and two wait for room"
+    leader.fail("done")
+
+
 def test_versions_that_wait_for_a_statement_are_bounded() -> None:
     leader, _ = learner(2)
     limit = leader.config.queue_payloads_max
@@ -398,7 +433,7 @@ def test_versions_that_wait_for_a_statement_are_bounded() -> None:
 def test_few_cuts_wait_for_a_slow_host_and_the_next_follow_as_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, follower = learner(2)
     waiting = {leader: 0, follower: 0}
-    monkeypatch.setattr(Quiet, "bulk_waiting", property(lambda self: waiting[self]))
+    monkeypatch.setattr(Quiet, "cuts_waiting", property(lambda self: waiting[self]))
     for each in (leader, follower):
         each.offer(HostBlocks("a", 0), b"x")
     for number in range(3):
@@ -407,6 +442,9 @@ def test_few_cuts_wait_for_a_slow_host_and_the_next_follow_as_it_reads(monkeypat
         hosts_of(leader).send_version(version.message, version)
     assert [number for number, *_ in received(leader)] == [0, 1]
     assert [number for number, *_ in received(follower)] == [0, 1, 2]
+    freed = weakref.ref(version)
+    del version
+    assert freed() is None, "what waits for room has no value"
     waiting[leader] = 1
     assert leader.on_room is not None
     leader.on_room()
