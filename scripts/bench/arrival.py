@@ -61,6 +61,7 @@ class Job:
         self._values = GlobalValues([self._fragment], format)
         whole = codec.encode(first, "float32")
         message = GlobalFragment(1, 0, 1, 1, value_digest(first), len(whole), NO_VERSION)
+        self._version = 1
         self._keep(message, whole)
         # The value and the digest that NumPy gave last.
         self._by_numpy: tuple[Values, int] = first, message.digest
@@ -78,7 +79,8 @@ class Job:
 
     def island(self) -> Values:
         """Make the next value as an island does, which checks that it is the one of NumPy."""
-        message = GlobalFragment(2, 0, 2, 1, self._by_numpy[1], len(self._payload), 1)
+        base, self._version = self._version, self._version + 1
+        message = GlobalFragment(self._version, 0, self._version, 1, self._by_numpy[1], len(self._payload), base)
         return self._keep(message, self._payload)
 
 

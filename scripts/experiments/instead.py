@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco_jax.core import codec, fragments, passes, shards
+from diloco_jax.core import codec, fragments, merge, passes
 from diloco_jax.core.kinds import Kind
 from diloco_jax.core.merge import MergeConfig, Rule, coefficients
 from diloco_jax.tools.replay.replica import Replica
@@ -66,7 +66,7 @@ def _by_row() -> None:
         usual = original(path, shape, kind, config)
         return usual if usual.method == "average" else Rule(usual.method, shape[-1])
 
-    original, shards.merge_rule = shards.merge_rule, rule
+    original, merge.merge_rule = merge.merge_rule, rule
 
 
 def _by_fragment() -> None:
