@@ -90,7 +90,7 @@ class HostShared(NamedTuple):
 class HostHandled(NamedTuple):
     """Notice that the leader has handled so many versions of this link; hosts read only a few versions ahead of it."""
 
-    versions: int
+    handled: int
 
 
 class HostSupersede(NamedTuple):

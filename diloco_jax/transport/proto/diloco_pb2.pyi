@@ -772,10 +772,10 @@ class HostShared(_message.Message):
     def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
 
 class HostHandled(_message.Message):
-    __slots__ = ("versions",)
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    versions: int
-    def __init__(self, versions: _Optional[int] = ...) -> None: ...
+    __slots__ = ("handled",)
+    HANDLED_FIELD_NUMBER: _ClassVar[int]
+    handled: int
+    def __init__(self, handled: _Optional[int] = ...) -> None: ...
 
 class HostSupersede(_message.Message):
     __slots__ = ("value",)

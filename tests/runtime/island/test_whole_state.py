@@ -105,7 +105,7 @@ def test_what_a_round_waits_for_goes_before_a_state() -> None:
     for index in range(3):
         sender.part(wire, part(index), big)
     sender.value(wire, VALUE, Update(b"update"))
-    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
+    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR["w"].tobytes)
     # The state has no chunk of this number, so there is no answer.
     sender.part(wire, part(big.count(STATE_PART_BYTES)), big)
     wire.go.set()
@@ -143,11 +143,11 @@ def test_a_lost_link_is_not_a_failure_and_a_value_that_does_not_fit_is_an_empty_
     assert wire.sent == [(VALUE, b"")] and failures == []
     # A fault of ours is told: taken for NaN it would end the fragment's training in silence.
     sender.value(wire, VALUE, Update(ValueError("a size is wrong")))
-    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
+    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR["w"].tobytes)
     wire.await_messages(1)
     assert [str(error) for error in failures] == ["a size is wrong"]
     sender.close()
-    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
+    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR["w"].tobytes)
     assert len(wire.sent) == 2
 
 

@@ -266,7 +266,8 @@ def test_what_waiting_costs(round_trip_ms: float) -> None:
     case = small(protocol={"wait_steps": 0.5, "num_fragments": 4, "overlap_steps": 3}, given=given)
     found, rounds, rate = link_state(case)["wait"], case.rounds(), case.usable_gbit_per_s()
     # Two round trips: report and request, value and new version. Four of eight steps have a fragment, each of a second.
-    needs_s = 2e-3 * round_trip_ms + rounds.merge_s + (rounds.up_bytes + rounds.down_bytes) / (rate * 1e9 / 8)
+    moved_s = (rounds.up_bytes + rounds.down_bytes) / (rate * 1e9 / 8)
+    needs_s = 2e-3 * round_trip_ms + rounds.merge_s + rounds.arrive_s + moved_s
     assert case.step_s == 1.0 and found["needs_s"] == pytest.approx(needs_s) and found["limit_s"] == 0.5
     text = describe(forecast(case, advise(case)))
     if round_trip_ms == 100.0:

@@ -276,8 +276,8 @@ def test_half_a_session_of_a_newer_incarnation_ends_nobodys(
 ) -> None:
     link, admitted, right = ends.meet(), threading.Event(), GrpcListener._open_lane
 
-    def open_lane(self: GrpcListener, context: Any) -> Any:
-        made = right(self, context)
+    def open_lane(self: GrpcListener, book: Any, context: Any) -> Any:
+        made = right(self, book, context)
         admitted.set()
         return made
 
@@ -323,9 +323,9 @@ def test_a_connection_for_each_stream_and_the_real_port(ends: Ends, monkeypatch:
     peers, bulk = set[str](), list[socket.socket]()
     right, serve_bulk = GrpcListener._open_lane, GrpcListener._serve_bulk
 
-    def open_lane(self: GrpcListener, context: Any) -> Any:
+    def open_lane(self: GrpcListener, book: Any, context: Any) -> Any:
         peers.add(context.peer())
-        return right(self, context)
+        return right(self, book, context)
 
     def count(self: GrpcListener, stream: socket.socket) -> None:
         bulk.append(stream)
