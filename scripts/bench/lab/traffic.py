@@ -4,7 +4,6 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def wire_section(arguments: argparse.Namespace) -> dict[str, str]:
 
 def formats(config: RunConfig) -> dict[str, str]:
     """Return the formats "up" and "down"."""
-    return asdict(config.wire)
+    return {"up": config.wire.up, "down": config.wire.down}
 
 
 def island_names(arguments: argparse.Namespace) -> list[str]:

@@ -99,7 +99,7 @@ def test_orbax_opens_the_folder(tmp_path: Path) -> None:
 
 
 def test_transformers_opens_the_folder_and_finds_what_export_writes(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+    transformers = pytest.importorskip("transformers")
 
     config = RunConfig(model=model_of())
     values = drawn(config.model)
@@ -109,8 +109,8 @@ def test_transformers_opens_the_folder_and_finds_what_export_writes(tmp_path: Pa
         models.put(FollowedModel("small", 1, 1, (1,), True, values), lambda parameters, _: parameters)
     theirs = tmp_path / "out" / "model.safetensors"
     assert (out / NEWEST / theirs.name).read_bytes() == theirs.read_bytes()
-    ours = AutoModelForCausalLM.from_pretrained(out / NEWEST).state_dict()
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(out / NEWEST).state_dict()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert {name: value.tolist() for name, value in ours.items()} == {k: v.tolist() for k, v in expected.items()}
 
 
