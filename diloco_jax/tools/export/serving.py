@@ -3,32 +3,29 @@
     GET /                              model_version.json of the newest model, with its `folder` and `files`
     GET /step-00000120/FILE            a file of a model that is kept
 
-There is no password. So the address is loopback unless a person allows more.
+No password is asked. So the address is loopback unless a person allows more.
 """
 
 import contextlib
 import json
 import os
 import shutil
-import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from diloco_jax.tools.export.kept import NEWEST, PREFIX, VERSION_FILE
+from diloco_jax.transport.endpoints.web import IDLE_S, WebServer
 from diloco_jax.transport.link import split_address
-from diloco_jax.transport.session.calls import cannot_listen
 from diloco_jax.transport.trust.security import is_loopback
 
 # Connections at the same time.
 CALLERS_MAX = 16
-# A connection that neither takes nor sends a byte for this time is closed.
-IDLE_S = 20.0
 
 
-class ModelServer(ThreadingHTTPServer):
+class ModelServer(WebServer):
     """The server of the models in one folder; `url` is its address.
 
     Args:
@@ -39,24 +36,17 @@ class ModelServer(ThreadingHTTPServer):
         ValueError: the address is not allowed, is taken, or is not an address of this machine.
     """
 
-    daemon_threads = True
-
     def __init__(self, out: Path, address: str, *, allow_plaintext: bool) -> None:
-        host, port = split_address(address, "--serve")
+        # An address with a mistake is refused under the option's name.
+        split_address(address, "--serve")
         if not (is_loopback(address) or allow_plaintext):
             raise ValueError(
                 f"--serve {address} is not loopback, and anyone who reaches it can read the model: use an ssh tunnel "
                 "to 127.0.0.1, or --allow-plaintext in a network that you trust"
             )
         self.out = out.resolve()
-        self._places = threading.BoundedSemaphore(CALLERS_MAX)
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        try:
-            super().__init__((host, port), _Request)
-        except OSError as error:
-            raise cannot_listen(address, str(error.strerror), "--serve") from None
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
+        super().__init__(address, _Request, setting="--serve", places=CALLERS_MAX)
+        self.url = f"http://{self.at}/"
 
     def __enter__(self) -> "ModelServer":
         threading.Thread(target=self.serve_forever, name="diloco-serve-model", daemon=True).start()
@@ -65,23 +55,6 @@ class ModelServer(ThreadingHTTPServer):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Give the connection a thread, or close it if there are too many."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing, because callers may leave at any time."""
 
 
 class _Request(BaseHTTPRequestHandler):

@@ -9,11 +9,9 @@ import json
 import os
 import re
 import secrets
-import socket
 import ssl
-import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -24,14 +22,13 @@ from diloco_jax.runtime.records.status import syncer_at
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.page import compose_page
+from diloco_jax.transport.endpoints.web import IDLE_S, WebServer
 from diloco_jax.transport.link import TransportConfig, split_address
-from diloco_jax.transport.session.calls import ask_drain, cannot_listen
+from diloco_jax.transport.session.calls import ask_drain
 from diloco_jax.transport.trust.security import is_loopback
 
 # Connections at the same time.
 VIEWERS_MAX = 64
-# A connection that neither takes nor sends a byte for this time is closed.
-IDLE_S = 20.0
 # Size of the end of a log that is sent.
 LOG_BYTES = 64 << 10
 BODY_MAX = 4096
@@ -51,7 +48,7 @@ def read_token(path: Path) -> str:
     return token
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(WebServer):
     """The server of the page of some runs; `url` is its address with the token.
 
     Args:
@@ -63,7 +60,6 @@ class PageServer(ThreadingHTTPServer):
         ValueError: the address is not allowed without encryption, is taken, or is not an address of this machine.
     """
 
-    daemon_threads = True
     request_queue_size = 32
 
     def __init__(
@@ -75,7 +71,8 @@ class PageServer(ThreadingHTTPServer):
         allow_plaintext: bool = False,
         token: str = "",
     ) -> None:
-        host, port = split_address(address, "--listen")
+        # An address with a mistake is refused under the option's name.
+        split_address(address, "--listen")
         encrypted = not is_loopback(address) and transport is not None and transport.encrypted
         if not (encrypted or is_loopback(address) or allow_plaintext):
             raise ValueError(
@@ -87,38 +84,14 @@ class PageServer(ThreadingHTTPServer):
         self.page = page.encode()
         self.board = Board(feeds)
         self.token = token or secrets.token_urlsafe(18)
-        self._places = threading.BoundedSemaphore(VIEWERS_MAX)
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        try:
-            super().__init__((host, port), PageHandler)
-        except OSError as error:
-            raise cannot_listen(address, str(error.strerror), "--listen") from None
+        super().__init__(address, PageHandler, setting="--listen", places=VIEWERS_MAX)
         if encrypted and transport is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             files = transport.tls_certificate, transport.tls_key
             context.load_cert_chain(*(each.replace("{name}", SYNCER) for each in files))
             # Handshakes happen in the thread of each connection, so that a slow one does not delay the others.
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http{'s' if encrypted else ''}://{shown}:{self.server_port}/#{self.token}"
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Give the connection a thread, or close it if there are too many."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing, because connections of browsers break often."""
+        self.url = f"http{'s' if encrypted else ''}://{self.at}/#{self.token}"
 
     def server_close(self) -> None:
         """Stop listening, and end the reader of the folders."""
