@@ -64,7 +64,7 @@ def _follow_options(parser: Parser) -> None:
     example="diloco follow 127.0.0.1:50051 --out model --every 24",
 )
 def follow(arguments: argparse.Namespace) -> int:
-    """Receive the global model until the run is complete, and write it every N rounds."""
+    """Receive the global model until the run is complete, and write it every N global steps."""
     import tempfile
 
     from diloco_jax.runtime.records.log_lines import show_lines

@@ -6,7 +6,7 @@ protocol/syncer/subscribers.py has the syncer's side. A subscription asks for va
 * A fragment comes a second time: the syncer has sent every other value that was missing in between. This happens when
   values take longer than rounds. The values then have different ages, but each is as new as the first request or newer.
 
-Between two models it only listens to Advance, so that a model every N rounds costs the syncer one value per fragment.
+Between two models it only listens to Advance, so that a model every N global steps costs the syncer one value per fragment.
 """
 
 import logging
@@ -114,7 +114,7 @@ class Subscription:
         self, transport: TransportConfig, run: ResolvedRun, name: str, stop: threading.Event, every: int = 1
     ) -> None:
         if every < 1:
-            raise ValueError(f"every is {every} rounds; use at least 1")
+            raise ValueError(f"every is {every} global steps; use at least 1")
         self._transport, self._run, self._name, self._stop, self._every = transport, run, check_name(name), stop, every
         self._incarnation = int(time.time() * 1000)
         self._partials = Partials(transport.payload_bytes_max, transport.resume_s)
@@ -143,7 +143,7 @@ class Subscription:
         return self._run
 
     def models(self) -> Iterator[FollowedModel]:
-        """Yield the first model, then a model every N rounds, and the last model of the run.
+        """Yield the first model, then a model every N global steps, and the last model of the run.
 
         A lost connection is opened again, without a limit of attempts. The first connection must succeed.
 
@@ -215,7 +215,7 @@ class Subscription:
         return False
 
     def _model(self, exact: bool) -> FollowedModel | None:
-        """Return the present model, None if it was returned before; the next one is due every N rounds later."""
+        """Return the present model, None if it was returned before; the next one is due N global steps later."""
         self._came.clear()
         self._due = self._clock + self._every
         key = (tuple(self._versions), tuple(self._digests), exact)
@@ -304,7 +304,7 @@ def follow(
     transport: TransportConfig | None = None,
     stop: threading.Event | None = None,
 ) -> Iterator[FollowedModel]:
-    """Yield the global model of a run while it trains: first the present model, then one every N rounds.
+    """Yield the global model of a run while it trains: first the present model, then one every N global steps.
 
     The loop gets no data and has no weight in a merge, and the run does not wait for it. The last model is that of the
     complete run.

@@ -247,7 +247,7 @@ def models_until_exact(models: Iterator[FollowedModel]) -> Iterator[FollowedMode
 
 @pytest.mark.parametrize("every", [0, -1])
 def test_a_wrong_number_of_rounds(run: Run, every: int) -> None:
-    with pytest.raises(ValueError, match=f"every is {every} rounds; use at least 1"):
+    with pytest.raises(ValueError, match=f"every is {every} global steps; use at least 1"):
         Subscription(TransportConfig(), run.resolved, "s", threading.Event(), every)
 
 
