@@ -6,7 +6,7 @@ protocol/syncer/subscribers.py has the syncer's side. A subscription asks for va
 * A fragment comes a second time: the syncer has sent every other value that was missing in between. This happens when
   values take longer than rounds. The values then have different ages, but each is as new as the first request or newer.
 
-Between two models it only listens to Advance, so that a model every N global steps costs the syncer one value per fragment.
+Between two models it only listens to Advance, so a model every N steps costs the syncer one value per fragment.
 """
 
 import logging
