@@ -40,13 +40,16 @@ class MergeConfig:
     """Settings of the merge: the method for each tensor, and the limit for outliers."""
 
     method: Method = "rda"
-    """'rda' keeps the mean norm of the learners' outer gradients. With 'average' the norm shrinks as learners are
-    added, so its best optimizer.learning_rate is higher, 1.4 to 2 times that of rda with four islands: tune each by
-    itself. Vectors and embeddings (first axis `vocab`) are always averaged. Set it to average for periods of 3 to 6 and
-    up to four islands, together with a new learning rate (docs/settings.md)."""
+    """rda averages the directions and the norms of the islands' outer gradients separately, so that the merged one is
+    as long as those of single islands (radial-directional averaging, the paper). average is their weighted mean, which
+    becomes shorter as islands are added, because their directions differ. So average needs a higher
+    optimizer.learning_rate: 1.4 times that of rda with four islands and 0.12M parameters. Vectors and embeddings (first
+    axis `vocab`) are always averaged. Set it to average for H of 3 to 6 with up to four islands, together with a new
+    learning rate (docs/settings.md). With the same rate rda looks better than it is."""
     average_paths: tuple[str, ...] = ("*embed*",)
     """Parameters that are averaged with every `method`: case-sensitive patterns of the whole path, where '*' stands for
-    any characters, '/' included. ('*',) averages all parameters."""
+    any characters, '/' included. ('*',) averages all parameters. Set it if your model has tables that few tokens use,
+    such as embeddings, under names that do not match and without a first axis vocab."""
     outlier_factor: float = 100.0
     """A learner's outer gradient is excluded, and the learner warned, when its norm per inner step is this many times
     the usual one of the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes near

@@ -31,18 +31,21 @@ class OuterConfig:
 
     optimizer: OptimizerName = "nesterov"
     """'nesterov' (DiLoCo), 'sgd' (no momentum; with learning rate 1.0 the merged value replaces the global one), or
-    'adam'."""
+    'adam'. Leave it unless you compare outer optimizers: without momentum, nesterov and sgd do the same."""
     learning_rate: float = 1.0
     """Size of the outer step, above 0. Below 1 the global model lags behind the learners, and above 1 it overshoots.
-    With momentum mu a steady gradient moves 1 / (1 - mu) times as far; the defaults won the sweep in docs/log.md."""
+    With momentum mu a steady gradient moves 1 / (1 - mu) times as far; the defaults won the sweep in docs/log.md. Lower
+    it if the global model's loss jumps after merges. Tune it again with every change of momentum."""
     momentum: float = 0.0
     """mu of 'nesterov' and first-moment decay of 'adam', at least 0 and below 1; 'sgd' does not use it. With a large
-    value old rounds dominate."""
+    value old rounds dominate. Raise it to 0.9 together with a lower learning_rate to repeat DiLoCo; momentum did not
+    help at the sizes that we measured."""
     module: str = ""
     """Your own function as package.module:Name, which returns an optax.GradientTransformation that includes its rate;
-    it replaces the settings before this one. Each fragment has a state."""
+    it replaces the settings before this one. Each fragment has a state. Set it to try another outer optimizer. Only the
+    syncer imports the file, and it holds the optimizer's state for the whole model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that function."""
+    """Keyword arguments of that function. Set it if your function takes arguments."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):

@@ -43,7 +43,8 @@ class ProtocolConfig:
     step even. Lower it if fragments get smaller than 100 kB."""
     class_fragments: tuple[int, ...] = ()
     """Fragments of each class, in the order of sync_every; classes with equal periods count as one. The numbers add up
-    to num_fragments. Empty: chosen by size."""
+    to num_fragments. Empty: chosen by size. Leave it empty unless you repeat a run of another release, or compare
+    divisions; the choice by size sends about as many bytes in every step."""
     overlap_steps: int = 2
     """tau: inner steps that a round may take while training continues; as many rounds are in flight. 0: learners
     wait. Raise it if rounds take longer than this on your link; they then merge older values."""
@@ -64,7 +65,8 @@ class ProtocolConfig:
     of it and grace_steps_max is above 0. A round then waits for learners with such steps, even without slack. In the
     first turn of the fragments it waits up to 1 s for learners that are still starting. With 0 and steps of
     milliseconds, the first learner to report is merged alone. With a large value each round waits longer for a fast
-    learner that hangs."""
+    learner that hangs. Raise it if steps take milliseconds and a round merges fewer islands than are training. Set it
+    to 0 to close rounds as the paper does."""
     grace_safety: float = 0.9
     """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Lower it if rounds end
     late; they then close earlier, with fewer islands."""
@@ -75,7 +77,8 @@ class ProtocolConfig:
     """A connected learner without a sign of life for so many seconds counts as lost. Heartbeats continue while a step
     compiles. Raise it if working islands count as lost; rounds then wait longer for an island that hangs."""
     heartbeat_s: float = 2.0
-    """Seconds between two heartbeats of a learner, at most half of silence_s."""
+    """Seconds between two heartbeats of a learner, at most half of silence_s. Lower it together with silence_s if a
+    hanging island must be noticed sooner. Each heartbeat is a small message to the syncer."""
     resend_s: float = 2.0
     """Seconds until a request without an answer (hello, pull) is repeated. Raise it if answers take longer than
     this."""
@@ -85,7 +88,8 @@ class ProtocolConfig:
     time."""
     anchor_history: int = 2
     """Versions of a fragment that the syncer keeps. A value against an older version is refused, and its sender gets
-    the newest one. Each version takes memory of the syncer. With 1, values in transit during a merge may be lost."""
+    the newest one. Each version takes memory of the syncer. With 1, values in transit during a merge may be lost. Raise
+    it if values of slow islands are often refused as too old and the syncer has memory to spare."""
     learners_max: int = 64
     """Most learners that the syncer accepts at a time. Raise it for more islands; a higher limit costs nothing."""
     lease_ahead_steps: int = 64

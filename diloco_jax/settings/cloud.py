@@ -26,67 +26,88 @@ class CloudConfig:
     islands.topology."""
 
     project: str = ""
-    """Google Cloud project."""
+    """Google Cloud project. Set it for diloco launch on Google Cloud, which bills this project."""
     image: str = ""
-    """Container image with this package, such as us-docker.pkg.dev/PROJECT/diloco/diloco:1; the Dockerfile builds
-    it."""
+    """Container image with this package, such as us-docker.pkg.dev/PROJECT/diloco/diloco:1; the Dockerfile builds it.
+    Set it for diloco launch on Google Cloud, and for sky if machines run containers. An image with your own code is
+    needed for your own model, data or loop."""
     network: str = "default"
-    """VPC network of all machines."""
+    """VPC network of all machines. Set it if your project has no network named default, or if machines must be in
+    another one."""
     subnetwork: str = ""
-    """Subnetwork with the same name in every region; empty: the network's name, as in auto mode."""
+    """Subnetwork with the same name in every region; empty: the network's name, as in auto mode. Set it if the network
+    is in custom mode and its subnetworks have another name."""
     service_account: str = ""
     """E-mail address of the account that machines and, on GKE, pods run as. It needs to read the image and to read and
-    write the bucket."""
+    write the bucket. Set it for diloco launch on Google Cloud; an account with few permissions limits what a stolen
+    machine can do."""
     tpu_image_family: str = ""
-    """Image family of TPU hosts in the project ubuntu-os-accelerator-images; for gce."""
+    """Image family of TPU hosts in the project ubuntu-os-accelerator-images; for gce. Set it for launch gce, which
+    refuses to start without it; the other ways do not use it."""
     bucket: str = ""
     """Cloud Storage bucket, without gs://, for what a new machine needs to continue: saved states and compiled programs
-    of the islands. It also holds the data if data.path names it."""
+    of the islands. It also holds the data if data.path names it. Set it for diloco launch on Google Cloud. Place it in
+    the islands' region if you can, because traffic between regions costs money."""
     capacity: Capacity = "on-demand"
     """Kind of the islands' machines. spot: spare machines, cheaper, which Google may take away at any time.
     reservation: the machines of cloud.reservation. flex-start: machines as soon as they are free (Dynamic Workload
-    Scheduler), for at most 7 days."""
+    Scheduler), for at most 7 days. Set it to spot to pay less for islands that come and go, and to reservation or
+    flex-start if your project has no quota on demand. Not every way of launching has all of them
+    (docs/launch-reference.md)."""
     reservation: str = ""
-    """Name of the reservation; with capacity: reservation."""
+    """Name of the reservation; with capacity: reservation. Set it together with capacity reservation."""
     queue: str = ""
-    """Kueue's LocalQueue in the namespace, which admits the islands' jobs; for gke. Empty: they start immediately."""
+    """Kueue's LocalQueue in the namespace, which admits the islands' jobs; for gke. Empty: they start immediately. Set
+    it if your cluster shares its TPUs through Kueue; islands then wait for their turn."""
     priority_class: str = ""
-    """Kubernetes PriorityClass of the islands' pods; for gke."""
+    """Kubernetes PriorityClass of the islands' pods; for gke. Set it if pods of other users may take the islands'
+    nodes, or islands must yield to others."""
     private: bool = False
-    """Give no machine a public address. The subnetwork then needs Private Google Access."""
+    """Give no machine a public address. The subnetwork then needs Private Google Access. Set it if your organisation
+    forbids public addresses. Images and data must then be in Google's services, or cloud.nat must be set."""
     nat: str = ""
     """Name of a Cloud NAT and its router, which connect private machines to the internet; created in each region that
-    has none with this name. Empty: no NAT, so everything must come from Google's APIs."""
+    has none with this name. Empty: no NAT, so everything must come from Google's APIs. Set it if private machines need
+    the internet, for example for packages or data of other clouds; NAT costs money for each GB."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the islands' processes."""
+    """Environment variables of the islands' processes. Set it for variables that your code or a tracker reads. The
+    values are readable in the written files and in machines' metadata, so keep secrets out."""
     xla_flags: dict[str, str] = field(default_factory=dict)
-    """Options of XLA's compiler, {xla_name: value}, added to the defaults of the TPU generation; "" removes a
-    default."""
+    """Options of XLA's compiler, {xla_name: value}, added to the defaults of the TPU generation; "" removes a default.
+    Set it to try an option of the compiler; diloco preflight shows what it changes. Without TPUs the options go into
+    XLA_FLAGS."""
     syncer_zone: str = ""
-    """Zone of the syncer; empty: the zone of the first island."""
+    """Zone of the syncer; empty: the zone of the first island. Set it if another zone is closer to most islands, or has
+    machines with enough memory."""
     syncer_machine_type: str = AUTO
-    """Machine type of the syncer's host; auto: the smallest listed type with enough memory."""
+    """Machine type of the syncer's host; auto: the smallest listed type with enough memory. Set it if diloco launch
+    warns that the type is too small, or if merges need more cores."""
     head_machine_type: str = AUTO
     """Machine type of the host with Pathways' resource manager and proxy and the one process of all islands; auto: the
-    smallest listed type with enough memory; for pathways."""
+    smallest listed type with enough memory; for pathways. Set it if the head runs out of memory; other ways of
+    launching do not use it."""
     pathways_version: str = "latest"
-    """Tag of Pathways' images; for pathways. Choose the one for the image's release of JAX."""
+    """Tag of Pathways' images; for pathways. Choose the one for the image's release of JAX. Set it to the tag of your
+    release of JAX, because latest may change while a run restarts."""
     syncer_disk_gb: int = 500
     """Size in GB of the disk with the run's folder, which is kept when the syncer's machine is deleted. It must hold
-    the snapshots."""
+    the snapshots. Raise it if diloco launch warns that saved states need more; checkpoints.keep multiplies them."""
     host_disk_gb: int = 200
     """Size in GB of the boot disk of TPU hosts, where an island saves its state; for gke and gce. Every host pays for
-    it."""
+    it. Raise it if diloco launch warns that saved states need more, or if the hosts copy a large data store."""
     port: int = 50051
-    """Port where the syncer listens."""
+    """Port where the syncer listens. Change it if your firewall allows only another port, or several runs share a
+    host."""
     source_ranges: tuple[str, ...] = ("10.0.0.0/8",)
-    """Address ranges that may reach the syncer."""
+    """Address ranges that may reach the syncer. Set it to the addresses of your islands only, because anyone in these
+    ranges can try to connect."""
     external: bool = False
-    """Give the syncer a public address, for islands outside of its network."""
+    """Give the syncer a public address, for islands outside of its network. Set it if an island is on another network,
+    such as a laptop at home, together with source_ranges; certificates then protect the run from the internet."""
     cluster: str = "diloco"
-    """Name of the GKE cluster in each region that has islands."""
+    """Name of the GKE cluster in each region that has islands. Set it to use a cluster that is there already."""
     namespace: str = "diloco"
-    """Kubernetes namespace."""
+    """Kubernetes namespace. Set it if several runs or teams share a cluster."""
     restarts_max: int = 100
     """How often GKE restarts an island that failed. Preemptions and maintenance do not count, and an island with wrong
     input is never restarted. Lower it if an island that cannot run must not keep costing money."""
@@ -132,11 +153,14 @@ class GpuConfig:
     """GPU hosts, for `diloco launch slurm` and `sky`; cloud.env, port, image and restarts_max apply there too."""
 
     accelerator: str = ""
-    """GPU by SkyPilot's name, such as H100."""
+    """GPU by SkyPilot's name, such as H100. Set it for launch sky, which refuses to start without it; Slurm does not
+    use it."""
     options: tuple[str, ...] = ()
-    """Options of sbatch for every job: [--partition=gpu, --account=me, --time=48:00:00]."""
+    """Options of sbatch for every job: [--partition=gpu, --account=me, --time=48:00:00]. Set it to what your Slurm
+    cluster requires, such as partition, account and time limit; sky does not use it."""
     setup: str = ""
-    """One line of bash that runs before each process, such as source /shared/venv/bin/activate."""
+    """One line of bash that runs before each process, such as source /shared/venv/bin/activate. Set it if processes
+    need an environment, modules or variables before they start."""
 
     def __post_init__(self) -> None:
         for option in self.options:

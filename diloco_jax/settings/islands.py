@@ -23,17 +23,19 @@ class IslandOverride:
     """The settings of one island that differ from the common ones. A setting that is left out has the common value."""
 
     devices: Devices | None = None
-    """See islands.devices."""
+    """See islands.devices. Set it if this island has another number of devices than the others."""
     hosts: int | None = None
-    """See islands.hosts."""
+    """See islands.hosts. Set it if this island has another number of processes than the others."""
     topology: str | None = None
-    """See islands.topology."""
+    """See islands.topology. Set it if this island's slice differs from the others; its batch should then fit its
+    speed."""
     mesh: MeshConfig | None = None
-    """See islands.mesh."""
+    """See islands.mesh. Set it if this island needs another division of its devices than the others."""
     batch_size: int | None = None
-    """See islands.batch_size."""
+    """See islands.batch_size. Set it if this island is faster or slower, or has more or less memory, than the
+    others."""
     zone: str | None = None
-    """See islands.zone."""
+    """See islands.zone. Set it for each island if islands are in different zones."""
 
 
 class IslandConfig(NamedTuple):
@@ -65,7 +67,8 @@ class IslandsConfig:
 
     count: int = 4
     """M: number of islands. More islands train more samples per second; the loss after the same tokens is somewhat
-    higher."""
+    higher. Raise it if you have more machines or devices; the syncer's work and traffic grow in proportion. Keep
+    train.batch_size a multiple of it."""
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
     GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
@@ -75,8 +78,8 @@ class IslandsConfig:
     """Processes of an island that run one SPMD program together. A topology determines this number. If one process
     fails, the island restarts as a whole. Set it for an island of several GPU hosts."""
     topology: str = ""
-    """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices
-    auto."""
+    """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices auto.
+    Set it to compile for TPU slices with diloco preflight, or to create them with diloco launch."""
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
     """Layout of an island's devices."""
     batch_size: int = 0
@@ -84,39 +87,46 @@ class IslandsConfig:
     islands differ in memory or speed, or join and leave often. A larger batch takes more memory, and gives the island
     more weight in a merge."""
     zone: str = ""
-    """Cloud zone of an island, such as us-east5-a; for launch."""
+    """Cloud zone of an island, such as us-east5-a; for launch. Set it to create machines with diloco launch, in a zone
+    that offers the topology."""
     controller: Controller = "processes"
     """processes: each island has a separate process. single: one process drives all islands, each in a thread with
     separate devices; for a controller that sees several slices, such as Pathways. If that process fails, all islands
-    restart."""
+    restart. Leave it unless a controller such as Pathways gives one process all slices: with single, islands do not
+    survive the failure of a process separately."""
     pathways: bool = False
-    """Let the one process of controller single see its devices through Pathways; it needs the package pathwaysutils
-    and JAX_PLATFORMS=proxy."""
+    """Let the one process of controller single see its devices through Pathways; it needs the package pathwaysutils and
+    JAX_PLATFORMS=proxy. Set it only on a cluster that runs Pathways (docs/pathways.md); diloco_jax has never run
+    there."""
     slice_wait_s: float = 86400.0
     """Seconds that an island waits for its slice after Pathways took it away; the wait does not count for restarts_max.
     After that the island is given up. Raise it if slices may return later than this."""
     profiles: str = ""
     """Folder for the results of `diloco profile` on Pathways, whose profiler writes to Cloud Storage only, such as
-    gs://bucket/profiles."""
+    gs://bucket/profiles. Set it if you profile on Pathways. Elsewhere it is ignored, and diloco launch pathways sets
+    it."""
     command: tuple[str, ...] = ()
     """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
     [python, my_loop.py]; python is the interpreter that runs diloco. The program sees islands.devices, and finds its
     place in the run in DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and similar variables. Empty: the built-in loop.
     Set it to train your own loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
-    """Differences of single islands by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
+    """Differences of single islands by name: {island-3: {topology: v6e:16x16, batch_size: 512}}. Set it if islands
+    differ in slice, batch, mesh or zone; equal islands compile once on a machine, unequal ones each."""
     generations: dict[str, Generation] = field(default_factory=dict)
     """TPU generations that the package does not know, by the first word of their topology names. libtpu must know them.
-    A generation with a known name replaces the known one."""
+    A generation with a known name replaces the known one. Set it for a TPU that is newer than this release, with the
+    values from its public documentation."""
     peak_tflops: float = 0.0
     """Peak of one device in TFLOP/s; MFU is the share of it that a step uses. 0: the known peak of TPUs and GPUs, and
-    no MFU on other devices."""
+    no MFU on other devices. Set it if you want MFU on a device that is not in the table; nothing else depends on it."""
     restarts_max: int = 10
     """How often a local run restarts a failed island. The count restarts after ten minutes without a failure. 0: an
     island is given up after its first failure. Raise it if islands fail often and return, as on spot machines."""
     restart_delay_s: float = 1.0
     """Seconds between a failure of an island and its next start in a local run. While the island fails within 20 s of
-    each start, the delay doubles up to one minute."""
+    each start, the delay doubles up to one minute. Raise it if a failed process needs a while until its devices or
+    ports are free; the island trains that much later."""
     standby: bool = False
     """Keep a spare process for each island in a local run, which replaces the island immediately when it fails. A spare
     has done its imports and, on emulated devices, has loaded the model and its programs, so it takes as much memory as

@@ -24,47 +24,67 @@ class Generation:
     """A TPU generation. Settings that only some ways of launching need may stay empty."""
 
     dims: int
-    """Dimensions of the network between chips, 2 or 3."""
+    """Dimensions of the network between chips, 2 or 3. Set it to 3 for a torus of three dimensions; it decides how many
+    sizes a topology has."""
     chips_max: int
-    """Chips of the largest slice."""
+    """Chips of the largest slice. Set it to the vendor's limit. Larger topologies are refused before anything is
+    created."""
     peak_tflops: float
-    """Dense bfloat16 operations of a chip, TFLOP/s."""
+    """Dense bfloat16 operations of a chip, TFLOP/s. Set it to the data sheet's value without sparsity; the step times
+    of plan and preflight follow from it."""
     hbm_gb: float
-    """Memory of a chip, GB."""
+    """Memory of a chip, GB. Set it to the data sheet's value; preflight and plan compare a step's memory with it."""
     host_gb: float
-    """Memory of a host with 4 chips, GB."""
+    """Memory of a host with 4 chips, GB. Set it to the machine type's memory; plan and launch compare what an island's
+    processes need with it."""
     hbm_gb_per_s: float = 0.0
-    """Bandwidth of a chip's memory, GB/s; 0: unknown."""
+    """Bandwidth of a chip's memory, GB/s; 0: unknown. Set it if you use preflight --search, which then includes the
+    reads of attention in its choice of tiles."""
     ici_gb_per_s: float = 0.0
-    """Bandwidth of all of a chip's links to other chips, both directions together, GB/s; 0: unknown."""
+    """Bandwidth of all of a chip's links to other chips, both directions together, GB/s; 0: unknown. Set it if you use
+    preflight --search, which otherwise estimates that communication takes no time."""
     cores_per_chip: int = 1
-    """Cores per chip in the number of an accelerator type."""
+    """Cores per chip in the number of an accelerator type. Set it to 2 if accelerator types count two cores for each
+    chip, as v5p-256 does for 128 chips; a wrong number requests a slice of another size."""
     devices_per_chip: int = 1
-    """JAX devices per chip; they share its memory and its peak."""
+    """JAX devices per chip; they share its memory and its peak. Set it to 2 if JAX shows two devices for each chip, as
+    on TPU7x."""
     shapes: tuple[str, ...] = ()
-    """Available slices, such as 2x2x1; if this and cube are empty: any."""
+    """Available slices, such as 2x2x1; if this and cube are empty: any. Set it to have a wrong topology refused before
+    anything is created."""
     cube: int = 0
-    """Slices whose sizes are all multiples of this number are available too; 0: none."""
+    """Slices whose sizes are all multiples of this number are available too; 0: none. Set it if larger slices consist
+    of cubes, such as 4 for v5p."""
     alone: tuple[int, ...] = ()
-    """Numbers of chips, other than 4, that fit on one host."""
+    """Numbers of chips, other than 4, that fit on one host. Set it if slices on a single host may have fewer or more
+    than 4 chips; it decides the number of processes of an island."""
     accelerator: str = ""
-    """First part of accelerator types in the Cloud TPU API; empty: the generation's name."""
+    """First part of accelerator types in the Cloud TPU API; empty: the generation's name. Set it for launch tpu-vm if
+    the name differs, as v5litepod does for v5e."""
     gke_accelerator: str = ""
-    """Value of the node label cloud.google.com/gke-tpu-accelerator."""
+    """Value of the node label cloud.google.com/gke-tpu-accelerator. Set it for launch gke and pathways, which refuse a
+    generation without it."""
     pathways: str = ""
-    """Name in the instance types of Pathways; empty: Pathways does not offer this generation."""
+    """Name in the instance types of Pathways; empty: Pathways does not offer this generation. Set it for launch
+    pathways, which refuses a generation without it."""
     gke_policy: bool = False
-    """GKE places the hosts of a slice by a workload policy instead of a pool's topology."""
+    """GKE places the hosts of a slice by a workload policy instead of a pool's topology. Set it if GKE's documentation
+    asks for a workload policy, as for TPU7x."""
     machine_family: str = ""
-    """First part of machine types, which are FAMILY-Nt with N chips."""
+    """First part of machine types, which are FAMILY-Nt with N chips. Set it for launch gke, gce and pathways, which
+    refuse a generation without it."""
     runtime_version: str = ""
-    """Software version for the Cloud TPU API; empty: the API does not offer this generation."""
+    """Software version for the Cloud TPU API; empty: the API does not offer this generation. Set it for launch tpu-vm,
+    which refuses a generation without it."""
     device_kinds: tuple[str, ...] = ()
-    """JAX's names of its devices."""
+    """JAX's names of its devices. Leave it in a config: only the built-in table uses it, for MFU. Set
+    islands.peak_tflops for your own generation."""
     libtpu_options: dict[str, str] = field(default_factory=dict)
-    """Arguments that describe a slice to libtpu, beside its name."""
+    """Arguments that describe a slice to libtpu, beside its name. Set it if preflight reports that libtpu does not know
+    the slice; v4 needs chip_config_name: megacore."""
     compiler_options: dict[str, str] = field(default_factory=dict)
-    """Options of the compiler by name, for islands and preflight."""
+    """Options of the compiler by name, for islands and preflight. Set it to options that the vendor recommends for
+    large models. Compile with diloco preflight first, which fails on options that libtpu does not know."""
 
     def __post_init__(self) -> None:
         if self.dims not in (2, 3) or min(self.chips_max, self.cores_per_chip, self.devices_per_chip) < 1:

@@ -147,7 +147,9 @@ class TransportConfig:
     """host:port where the syncer listens and learners connect. Port 0 lets the system choose one. Set it for islands on
     other machines, to an address that they can reach."""
     allow_plaintext: bool = False
-    """Allow an address other than loopback although nothing is encrypted. Only on a network that you trust."""
+    """Allow an address other than loopback although nothing is encrypted. Only on a network that you trust. Set it only
+    where every machine of the network may read and change the run's messages; otherwise make certificates with diloco
+    certs."""
     connect_timeout_s: float = 30.0
     """Seconds that a learner waits for the syncer to answer, and the syncer for the last connection of a session. Raise
     it if islands may start long before the syncer; a wrong address is then noticed later."""
@@ -176,7 +178,8 @@ class TransportConfig:
     it if peers that stall for a moment lose their session."""
     queue_payloads_max: int = 256
     """Bulk messages that may wait for one peer, in each direction. It must be at least the number of fragments, which a
-    joining learner gets."""
+    joining learner gets. Raise it if protocol.num_fragments is larger. A peer that reads slowly then makes the sender
+    hold as many payloads in memory."""
     connections_max: int = 1024
     """Connections that the syncer takes; a learner has stripes + 1, at times twice. Raise it for more islands or
     stripes; each connection is an open file."""
@@ -185,9 +188,11 @@ class TransportConfig:
     every connection is encrypted and both sides prove who they are; `diloco certs` makes all three. Set it for every
     run over a network that you do not trust."""
     tls_certificate: str = ""
-    """File with this process's certificate (PEM). "{name}" in it stands for the learner's name, or for "syncer"."""
+    """File with this process's certificate (PEM). "{name}" in it stands for the learner's name, or for "syncer". Set it
+    together with tls_ca and tls_key."""
     tls_key: str = ""
-    """File with the private key of that certificate (PEM, without a password). "{name}" as above."""
+    """File with the private key of that certificate (PEM, without a password). "{name}" as above. Set it together with
+    tls_ca and tls_certificate, and let only the process's user read the file."""
     token_file: str = ""
     """File with a secret that all processes of the run share. The syncer refuses anyone who does not send it. Set it
     together with the certificates."""

@@ -8,7 +8,7 @@ from typing import Any
 from diloco_jax.settings.schema import Setting, sections
 
 # The first sentence of a help text that is advice; all sentences after it are advice too.
-ADVICE = re.compile(r"(?<=[.;:]) (?=(?:Raise|Lower|Set|Tune) it\b)")
+ADVICE = re.compile(r"(?<=[.;:]) (?=(?:Raise|Lower|Set|Tune|Change|Leave) it\b)")
 
 HEAD = """---
 tocdepth: 2

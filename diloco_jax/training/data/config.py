@@ -24,18 +24,19 @@ class SourceConfig:
     """A source of a mixture or of an evaluation; its settings mean the same as those of `data`."""
 
     path: str
-    """A file, a folder, or a URL such as gs://bucket/folder."""
+    """A file, a folder, or a URL such as gs://bucket/folder. Set it for each source; the path may differ between
+    machines, but the content must be the same."""
     format: DataFormat = "store"
-    """See data.format."""
+    """See data.format. Set it to what the path holds; the default is a folder of diloco tokenize."""
     weight: float = 1.0
     """Share of the samples, relative to the other sources. A source with a large weight and few samples is read several
-    times."""
+    times. Raise it to read more of this source in a mixture. Sources under data.evaluation do not use it."""
     patterns: tuple[str, ...] = ("*",)
-    """See data.patterns."""
+    """See data.patterns. Set it if the folder also has other files."""
     field: str = "text"
-    """See data.field."""
+    """See data.field. Set it if the column or key with the text has another name."""
     token_dtype: TokenDtype = "uint16"
-    """See data.token_dtype."""
+    """See data.token_dtype. Set it to uint32 if ids reach 65,536."""
 
     def __post_init__(self) -> None:
         if not 1e-9 <= self.weight <= 1e9:
@@ -52,16 +53,22 @@ class ImagesConfig:
     """The most soft tokens of one image, which keeps its aspect ratio; Gemma 4 supports 70, 140, 280, 560 and 1120.
     Raise it if the texts depend on fine details; samples then become longer."""
     column: str = "image"
-    """Column of Parquet with the image: its bytes, or a struct with the field `bytes`."""
+    """Column of Parquet with the image: its bytes, or a struct with the field `bytes`. Set it if your table names the
+    column differently; a folder of image files does not use it."""
     broken: Literal["refuse", "skip"] = "refuse"
-    """What happens to images that cannot be decoded. refuse: the run does not start. skip: they are left out."""
+    """What happens to images that cannot be decoded. refuse: the run does not start. skip: they are left out. Set it to
+    skip if a large collection has some damaged files that you can do without; the samples of these images are then
+    missing."""
     begin_token: str = "<|image>"
-    """Special token of tokenizer.json before the soft tokens of an image; the tokenizer bytes uses id 256 instead."""
+    """Special token of tokenizer.json before the soft tokens of an image; the tokenizer bytes uses id 256 instead. Set
+    it if your tokenizer has another name for it. Its id must be the one in model.args."""
     image_token: str = "<|image|>"
     """Special token in the place of each soft token of an image, and once in a text to place the image there; the
-    tokenizer bytes uses id 257."""
+    tokenizer bytes uses id 257. Set it if your tokenizer has another name for it. Its id must be the one in
+    model.args."""
     end_token: str = "<image|>"
-    """Special token after the soft tokens of an image; the tokenizer bytes uses id 258."""
+    """Special token after the soft tokens of an image; the tokenizer bytes uses id 258. Set it if your tokenizer has
+    another name for it. Its id must be the one in model.args."""
 
     def __post_init__(self) -> None:
         check_choices("data.images", self)
@@ -79,15 +86,19 @@ class DataConfig:
     format: DataFormat = "bytes"
     """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder that
     diloco tokenize wrote). text, jsonl, parquet, arrow, arrayrecord and images (a folder of images with texts, or
-    Parquet with both) become a store in $DILOCO_CACHE at the first read."""
+    Parquet with both) become a store in $DILOCO_CACHE at the first read. Set it together with path. For several
+    machines or large texts, run diloco tokenize once and use store, because otherwise each machine tokenizes at its
+    first start."""
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
     or text may also be at gs://, s3:// or another URL that fsspec reads. Set it for your own data."""
     field: str = "text"
-    """Column or key with the text, for jsonl, parquet, arrow and images."""
+    """Column or key with the text, for jsonl, parquet, arrow and images. Set it if your column or key has another
+    name."""
     tokenizer: str = ""
     """A folder with tokenizer.json, train:SIZE or bytes, for text and images that become a store; for format tokens,
-    the tokenizer that produced the ids. A store contains its tokenizer."""
+    the tokenizer that produced the ids. A store contains its tokenizer. Set it for text that becomes a store. Set it
+    for format tokens if you want bits per byte and readable samples."""
     images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
     """Settings of samples made from images with texts, for format images."""
     documents: Literal["joined", "separate", "whole"] = "joined"
@@ -98,27 +109,34 @@ class DataConfig:
     """Several sources by name, read in proportion to their weights; they replace path and format. Set it to train on
     more than one source."""
     evaluation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    """Further sources by name that are only used for evaluation."""
+    """Further sources by name that are only used for evaluation. Set it to see the loss on texts that are not trained
+    on, such as another language; each source adds its batches to every evaluation."""
     patterns: tuple[str, ...] = ("*",)
-    """Which files of a folder to read, by file name; for stdlib always '*.py'."""
+    """Which files of a folder to read, by file name; for stdlib always '*.py'. Set it if the folder also has files that
+    must not be trained on. All machines must read the same files, because islands with other data are refused."""
     token_dtype: TokenDtype = "uint16"
-    """Type of the ids in a token file, little-endian."""
+    """Type of the ids in a token file, little-endian. Set it to uint32 if your tokenizer has more than 65,536 ids. With
+    the wrong type the file is read as other ids, which is noticed only if an id exceeds vocab_size."""
     vocab_size: int = 65_536
-    """Upper bound of the ids in a token file or in your own source (checked on every batch); bytes always have 256."""
+    """Upper bound of the ids in a token file or in your own source (checked on every batch); bytes always have 256. Set
+    it to the number of ids of your tokenizer, so that a wrong file is noticed; model.args.vocab_size must be at least
+    as large."""
     held_out_fraction: float = 0.02
     """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1. Raise it if the corpus is small
     and the evaluation loss is noisy."""
     shuffle_seed: int = 0
-    """Seed of the global order of the samples; islands of one run must agree."""
+    """Seed of the global order of the samples; islands of one run must agree. Change it to train on another order of
+    the data from the same initial parameters."""
     prefetch: int = 4
     """Batches that each process of an island reads ahead on a separate thread, 1 GB at most. 0: the thread of the steps
     reads each batch while the previous step runs, for a source that must not be read on another thread. Raise it if the
     metric waiting_for_data shows that steps wait for the source; each batch takes host memory."""
     module: str = ""
     """Your own source as package.module:Name, instead of path and format: a class with `__len__` and `__getitem__`,
-    whose samples are arrays of train.seq_len + 1 ids below vocab_size."""
+    whose samples are arrays of train.seq_len + 1 ids below vocab_size. Set it if your samples come from a database, a
+    simulation or a format that is not listed. The file must be on every machine."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of that class; all machines of a run must agree."""
+    """Keyword arguments of that class; all machines of a run must agree. Set it if your class takes arguments."""
 
     def __post_init__(self) -> None:
         check_setting("data", self.module, self.args)

@@ -36,14 +36,17 @@ class LoraConfig:
     0: no adapters, and the whole model is trained. Raise it if the adapters cannot learn the task; more parameters are
     then trained and exchanged."""
     alpha: float = 16.0
-    """The adapters' results are multiplied by alpha / rank. A larger alpha lets a step change the model more."""
+    """The adapters' results are multiplied by alpha / rank. A larger alpha lets a step change the model more. Change it
+    together with rank, so that alpha / rank stays the same; otherwise a new rank also needs a new learning rate."""
     targets: tuple[str, ...] = ("all",)
     """Linear maps of a layer that get adapters: q, k, v, out, gate, up, down and others that the model has, or all.
-    Experts and routers of a mixture get none."""
+    Experts and routers of a mixture get none. Set it to fewer maps, such as q and v, if adapters take too much of the
+    link; the model then has fewer ways to adapt."""
     base_dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
     """Type of the frozen weights on an island. bfloat16: of every matrix; nothing is lost if the files have it. int8
     and int4: of the layers' linear maps, in blocks of 64 with a scale each; other matrices are bfloat16. These two save
-    memory only with model.args.scan_layers and a model.args.remat other than none."""
+    memory only with model.args.scan_layers and a model.args.remat other than none. Set it to bfloat16 if the files have
+    it, and to int8 or int4 if the frozen weights do not fit; these two change the model's values slightly."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -66,11 +69,13 @@ class ModelConfig:
     """Name of a public model that provides module and arguments, such as qwen3-0.6b or llama3-tiny (docs/models.md
     lists all); `args` replace single arguments. Set it to train a public model from random values."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the class; for the built-in decoder the fields of DecoderConfig."""
+    """Arguments of the class; for the built-in decoder the fields of DecoderConfig. Set it to choose the model's size
+    and kind. An island with other arguments is refused, and so is a resumed run."""
     weights: str = ""
     """A folder with config.json and safetensors of a public family, for the initial values. Only the syncer reads it,
     at every start; with `lora`, every island reads it instead, and the syncer does not. `diloco import` writes module,
-    args and weights."""
+    args and weights. Set it to continue from a public model instead of random values. The folder must be readable
+    wherever the syncer may start; with lora, on every island."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters that are trained in place of the model."""
 
