@@ -30,6 +30,6 @@ EXAMPLES = (
 )
 
 
-def make_parser() -> Parser:
-    """Build the parser of the command line with all commands."""
-    return build_parser(GROUPS, HIDDEN, EXAMPLES)
+def make_parser(only: str | None = None) -> Parser:
+    """Build the parser of the command line with all commands, or with the options of `only` one of them."""
+    return build_parser(GROUPS, HIDDEN, EXAMPLES, only)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.cli.commands import COMMANDS, make_parser
-from diloco_jax.cli.parser import check_command
+from diloco_jax.cli.first import completion
+from diloco_jax.cli.parser import check_command, command_of
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.local.machine import limit_jax, look
 from diloco_jax.runtime.records.os_errors import number_of
@@ -29,8 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As with `python -m`, modules of the user are found in the current folder.
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
-    parser = make_parser()
-    check_command(parser, sys.argv[1:] if arguments is None else arguments, COMMANDS)
+    words = sys.argv[1:] if arguments is None else arguments
+    name = command_of(words)
+    # Scripts for a shell have the options of all commands.
+    parser = make_parser(None if name == completion.name else name)
+    check_command(parser, words, COMMANDS)
     known, rest = parser.parse_known_args(arguments)
     if rest and not known.takes_overrides:
         known.sub.error(known.sub.near_option(rest[0]) or f"unrecognized arguments: {' '.join(rest)}")

@@ -130,9 +130,14 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def command_of(words: Sequence[str]) -> str | None:
+    """Return the name of the command in a command line, None if there is none."""
+    return next((word for word in words if not word.startswith("-")), None)
+
+
 def check_command(parser: Parser, words: Sequence[str], known: Iterable[Command]) -> None:
     """Exit with a suggestion unless the first argument is a command."""
-    name = next((word for word in words if not word.startswith("-")), None)
+    name = command_of(words)
     if name is None and not {"-h", "--help", "--version"} & set(words):
         parser.error("name a command, such as train")
     if name is not None and name not in {each.name for each in known}:
@@ -140,8 +145,14 @@ def check_command(parser: Parser, words: Sequence[str], known: Iterable[Command]
         parser.error(f"there is no command {name!r}{_nearest(name, listed)}")
 
 
-def build_parser(groups: Mapping[str, Sequence[Command]], hidden: Sequence[Command], examples: Sequence[str]) -> Parser:
-    """Build the parser of the command line from its commands."""
+def build_parser(
+    groups: Mapping[str, Sequence[Command]], hidden: Sequence[Command], examples: Sequence[str], only: str | None = None
+) -> Parser:
+    """Build the parser of the command line from its commands.
+
+    Args:
+        only: the one command that gets its options, because the options of all take a tenth of a second; None for all.
+    """
     parser = _GroupedParser(
         prog="diloco",
         description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
@@ -155,6 +166,6 @@ def build_parser(groups: Mapping[str, Sequence[Command]], hidden: Sequence[Comma
         sub = subparsers.add_parser(each.name, **described)
         sub.set_defaults(name=each.name, command=each, takes_overrides=False, sub=sub)
         sub.examples = (each.example,) if each.example else ()
-        if each.options is not None:
+        if each.options is not None and only in (None, each.name):
             each.options(sub)
     return parser

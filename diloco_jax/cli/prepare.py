@@ -11,7 +11,6 @@ from typing import Any
 from diloco_jax.cli.parser import CONFIG_HELP, Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.records.signals import FAILED
-from diloco_jax.sim.goodput.settings import Assumptions
 
 
 def _certs_options(parser: Parser) -> None:
@@ -242,6 +241,8 @@ def _path(option: str, text: str | None) -> Path | None:
 def _plan_options(parser: Parser) -> None:
     parser.takes_json()
     parser.takes_config(nargs="?")
+    from diloco_jax.sim.goodput.settings import Assumptions
+
     for each in fields(Assumptions):
         text, source = each.metadata["help"], each.metadata["source"]
         if each.default:
@@ -256,6 +257,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if not arguments.config:
         raise ValueError("no config is named; give a YAML file, or quickstart")
     from diloco_jax.runtime.records.telemetry import finite
+    from diloco_jax.sim.goodput.settings import Assumptions
     from diloco_jax.tools.plan.advice import advise
     from diloco_jax.tools.plan.case import case_of
     from diloco_jax.tools.plan.forecast import forecast

@@ -22,9 +22,9 @@ from diloco_jax.protocol.watch.alarms import (
     alarms_of,
     starving,
 )
-from diloco_jax.protocol.watch.health import CONDITIONS
 from diloco_jax.protocol.watch.signs import REPORTS_MIN, WAY_FACTOR, Losses
 from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.protocol.watch.terms import CONDITIONS
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.draw import random_scenario
 from diloco_jax.sim.network import NetworkOptions

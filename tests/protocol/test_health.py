@@ -12,7 +12,7 @@ from diloco_jax.protocol.effects import Effect, Note, Send
 from diloco_jax.protocol.member import ACTIVE, JOINING, SILENT
 from diloco_jax.protocol.messages import ON_PURPOSE, Adopted, Heartbeat, Leave, StateRequest, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch import health
+from diloco_jax.protocol.watch import health, terms
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.signs import EPISODES_MAX, FACTOR, SECONDS_MIN, STEPS_MIN, Episode, Outrun
 from tests.protocol.pair import Pair
@@ -321,4 +321,4 @@ def test_every_condition_is_listed() -> None:
     """Dashboards have one series for each."""
     returned: list[Any] = [n.value for n in ast.walk(ast.parse(inspect.getsource(health))) if isinstance(n, ast.Return)]
     made = {value.elts[0].value for value in returned if isinstance(value, ast.Tuple)}
-    assert made == set(health.CONDITIONS)
+    assert made == set(terms.CONDITIONS)

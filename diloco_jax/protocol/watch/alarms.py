@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diloco_jax.protocol.watch.health import conditions, shown
-from diloco_jax.protocol.watch.stats import WAITING, RunStats
+from diloco_jax.protocol.watch.health import conditions
+from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.protocol.watch.terms import STARVED, WAITING, shown
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
 
-# An island that waits for data for at least this share of its time has an alarm.
-STARVED = 0.05
 # Alarms of a run that are kept apart.
 KEPT_MAX = 64
 # By kind: what to do about an alarm.

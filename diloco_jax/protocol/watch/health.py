@@ -10,10 +10,6 @@ from diloco_jax.protocol.messages import ON_PURPOSE
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
 
-CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
-CONDITIONS += ("silent", "gone", "expelled", "left")
-# By condition: the word that people read, where it differs. Files of runs keep the names above.
-SHOWN = {"gone": "disconnected"}
 # A learner is slow if its steps take so many times the median.
 SLOW_FACTOR = 2.0
 
@@ -22,16 +18,11 @@ class Condition(NamedTuple):
     """A learner's condition: one word, how long it has lasted, and what it means."""
 
     learner_id: str
-    # One of CONDITIONS.
+    # One of CONDITIONS (terms.py).
     condition: str
     # Time on the driver's clock.
     since_s: float
     reason: str
-
-
-def shown(condition: str) -> str:
-    """Return the word that people read for one of CONDITIONS."""
-    return SHOWN.get(condition, condition)
 
 
 def conditions(syncer: Syncer, now_s: float) -> list[Condition]:

@@ -20,15 +20,12 @@ from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outrun
+from diloco_jax.protocol.watch.terms import FINISHING_S, WAITING
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
 
 BFLOAT16_BYTES = 2
-# Name of a learner's metric: the share of the time in its steps that it waited for samples.
-WAITING = "waiting_for_data"
-# An island that disconnects at most so long before the end is noticed has left because of the end.
-FINISHING_S = 5.0
 # Fragments that a warning names.
 NAMED_MAX = 8
 

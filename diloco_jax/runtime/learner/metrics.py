@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
-from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.runtime.island.host import DATA_WAIT
 from diloco_jax.runtime.trackers.outlets import Aside, close_all, find_callbacks
 from diloco_jax.settings.run import RunConfig

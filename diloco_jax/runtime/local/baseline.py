@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures.facts import IslandFacts
 from diloco_jax.runtime.figures.table import with_figures

@@ -13,11 +13,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.texts import clean_all
-from diloco_jax.protocol.watch.alarms import STARVED, Standing
-from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.protocol.watch.terms import STARVED, WAITING
 from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, SAMPLE_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, read_phases, signature
@@ -123,37 +122,13 @@ def starved(learners: Sequence[Mapping[str, Any]]) -> str:
     return f"; data: {', '.join(found[:STARVED_MAX])}" + ", ..." * (len(found) > STARVED_MAX) if found else ""
 
 
-class Earlier(NamedTuple):
-    """Facts that only the status of an earlier process has; they may be half a second old."""
-
-    wire: dict[str, int]
-    eval_loss: float | None
-    episodes: Sequence[Standing] = ()
-    # Global step of the evaluated model.
-    eval_step: int | None = None
-
-
-NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
-
-
-def _last_status(run_dir: Path) -> dict[str, Any]:
+def last_status(run_dir: Path) -> dict[str, Any]:
     """Return the status in a run's folder; {} if it cannot be read."""
     try:
         said = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
-
-
-def read_earlier(run_dir: Path) -> Earlier:
-    """Return the counts of the last process that wrote this folder's status; zeros if the status cannot be read."""
-    said = _last_status(run_dir)
-    try:
-        wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
-        episodes = [Standing.of(told) for told in said.get("episodes", ())]
-        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"))
-    except (ValueError, KeyError, TypeError):
-        return NOTHING_EARLIER
 
 
 def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
@@ -181,7 +156,7 @@ def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
 
 def start_again(run_dir: Path) -> None:
     """Mark the status of a folder as that of a run that restarts, because its processes have ended."""
-    if said := _last_status(run_dir):
+    if said := last_status(run_dir):
         told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
         told["left_s"] = None
         with contextlib.suppress(OSError):
@@ -190,7 +165,7 @@ def start_again(run_dir: Path) -> None:
 
 def last_state(run_dir: Path) -> str:
     """Return the last state that the syncer wrote, one of those in `compose_status`; "" if there is none."""
-    return str(_last_status(run_dir).get("state", ""))
+    return str(last_status(run_dir).get("state", ""))
 
 
 def complete(run_dir: Path) -> bool:

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.watch.alarms import REMEDIES
-from diloco_jax.protocol.watch.health import CONDITIONS
+from diloco_jax.protocol.watch.terms import CONDITIONS
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.table import Series

@@ -33,9 +33,9 @@ from diloco_jax.runtime.model.cuts import ModelVersion
 from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run
+from diloco_jax.runtime.records.earlier import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.files import ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
@@ -381,7 +381,8 @@ class SyncerRun:
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
-            life = Life(mode, machine.epoch, stop, self._fingerprint, self._description, numbers.number_of)
+            description = self._description._replace(began_unix_s=clock.began_unix_s)
+            life = Life(mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of)
             self._free_port()
             listener = open_listener(config, run_dir, life)
             watch.listens(listener)

@@ -20,14 +20,15 @@ from diloco_jax.protocol.messages import (
     StepReport,
 )
 from diloco_jax.protocol.watch.alarms import CALM, Alarm, AlarmBook, alarms_of, starving
-from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
+from diloco_jax.runtime.records.earlier import Earlier
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.status import Earlier, compose_status
+from diloco_jax.runtime.records.status import compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext

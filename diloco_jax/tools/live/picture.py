@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_jax.protocol.watch.health import shown
+from diloco_jax.protocol.watch.terms import shown
 from diloco_jax.runtime.figures import table as figures
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration

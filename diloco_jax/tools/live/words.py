@@ -24,8 +24,7 @@ An island's numbers may be null until it has reported a step.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from diloco_jax.protocol.watch.health import shown
-from diloco_jax.protocol.watch.stats import FINISHING_S
+from diloco_jax.protocol.watch.terms import FINISHING_S, shown
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.protocol.watch.terms import WAITING
 
 ROUNDS_KEPT = 240
 # Number of newest rounds that give the time per round.

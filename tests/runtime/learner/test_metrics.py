@@ -7,8 +7,8 @@ import pytest
 
 from diloco_jax.protocol.messages import METRICS_MAX, OWN_MACHINE, OWN_PROCESS, Metric, MetricsReport
 from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
+from diloco_jax.runtime.records.earlier import NOTHING_EARLIER
 from diloco_jax.runtime.records.liveness import machine_number
-from diloco_jax.runtime.records.status import NOTHING_EARLIER
 from diloco_jax.runtime.syncer.watch import Watch, merged_metrics
 
 STEPS: list[tuple[Any, ...]] = []

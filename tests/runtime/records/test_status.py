@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.runtime.records.earlier import read_earlier
 from diloco_jax.runtime.records.liveness import judge, signature, tell_phase
-from diloco_jax.runtime.records.status import read_earlier, read_status, start_again
+from diloco_jax.runtime.records.status import read_status, start_again
 from diloco_jax.transport.session.calls import ask_status
 
 

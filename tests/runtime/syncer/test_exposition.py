@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco_jax.protocol.watch.health import CONDITIONS
+from diloco_jax.protocol.watch.terms import CONDITIONS
 from diloco_jax.runtime.syncer.exposition import ABSENT, ISLANDS_MAX, STATES, expiries
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse

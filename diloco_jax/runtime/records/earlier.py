@@ -1,0 +1,35 @@
+"""What a syncer takes from the status of the process before it.
+
+It is apart from status.py because it needs the alarms, whose import would slow `diloco status`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_jax.protocol.watch.alarms import Standing
+from diloco_jax.runtime.records.status import last_status
+
+
+class Earlier(NamedTuple):
+    """Facts that only the status of an earlier process has; they may be half a second old."""
+
+    wire: dict[str, int]
+    eval_loss: float | None
+    episodes: Sequence[Standing] = ()
+    # Global step of the evaluated model.
+    eval_step: int | None = None
+
+
+NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
+
+
+def read_earlier(run_dir: Path) -> Earlier:
+    """Return the counts of the last process that wrote this folder's status; zeros if the status cannot be read."""
+    said = last_status(run_dir)
+    try:
+        wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
+        episodes = [Standing.of(told) for told in said.get("episodes", ())]
+        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"))
+    except (ValueError, KeyError, TypeError):
+        return NOTHING_EARLIER
