@@ -99,8 +99,9 @@ class Fleet:
 
     def _environment(self, tree: Path, step_s: float) -> dict[str, str]:
         found = f"{tree}:{Path(__file__).parents[1]}"
-        here = {"PYTHONPATH": found, "JAX_PLATFORMS": "cpu", STEP_S_ENV: str(step_s), PARENT_ENV: str(os.getpid())}
-        return {**os.environ, **here}
+        here = {"PYTHONPATH": found, STEP_S_ENV: str(step_s), PARENT_ENV: str(os.getpid())}
+        # The environment of a test has more devices than an island of this run.
+        return {**os.environ, **here, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 
     def who(self, number: int) -> str:
         """Return the release and the protocol of a program."""
