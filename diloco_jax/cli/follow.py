@@ -87,8 +87,9 @@ def follow(arguments: argparse.Namespace) -> int:
         run = find_run(transport, name, stop)
         if run is None:
             return INTERRUPTED
-        writer = ModelWriter(run.config, arguments.format, arguments.dtype, whole_model=arguments.merged)
-        kept = held.enter_context(KeptModels(out, writer, arguments.format, arguments.keep))
+        config = run.resolved.config
+        writer = ModelWriter(config, arguments.format, arguments.dtype, whole_model=arguments.merged)
+        kept = held.enter_context(KeptModels(out, run, writer, arguments.format, arguments.keep))
         if arguments.serve:
             server = held.enter_context(ModelServer(out, arguments.serve, allow_plaintext=arguments.allow_plaintext))
             _tell(arguments, {"serves": server.url}, f"the models are at {server.url}")

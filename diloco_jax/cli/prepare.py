@@ -17,6 +17,9 @@ def _certs_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("folder", help="folder for the files; existing files stay unchanged")
     parser.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
+    parser.add_argument(
+        "--subscribers", default="", help="names of subscribers, which may only follow the model (diloco follow)"
+    )
     parser.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
     parser.add_argument(
         "--renew",
@@ -27,13 +30,15 @@ def _certs_options(parser: Parser) -> None:
     )
 
 
-@command("certs", "Make certificates and a token for a run: test authority, syncer, learners.", _certs_options)
+@command("certs", "Make certificates and a token for a run: authority, syncer, learners, subscribers.", _certs_options)
 def certs(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.trust.certificates import describe, make, settings
 
     folder = Path(arguments.folder)
-    learners = [name for name in arguments.learners.split(",") if name]
-    made = make(folder, learners, days=arguments.days, renew_days=arguments.renew)
+    learners, subscribers = (
+        [name for name in names.split(",") if name] for names in (arguments.learners, arguments.subscribers)
+    )
+    made = make(folder, learners, subscribers, days=arguments.days, renew_days=arguments.renew)
     files = {name: [str(path) for path in paths] for name, paths in made._asdict().items()}
     show(arguments, {**files, "settings": settings(folder)}, lambda _: describe(folder, made))
     return 0

@@ -11,6 +11,7 @@ from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.endpoints.greeting import Description, ask_description
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import LEARNER_TYPES, SUBSCRIBER, TransportError
+from diloco_jax.transport.session.calls import ask_drain
 from diloco_jax.transport.trust import certificates
 from tests.transport.ends import CONFIG, LIMIT, Ends, greet, hear, hear_end, hear_message
 
@@ -102,6 +103,37 @@ def test_a_subscriber_that_requests_values_and_does_not_read_them_is_cut(
     for number in range(20):
         assert listener.send(f"{SUBSCRIBER}s", message._replace(version=number), value[:1000])
         assert hear(link).message.version == number  # type: ignore[union-attr]
+
+
+def test_a_certificate_of_a_subscriber_permits_nothing_but_to_follow(
+    ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_link, "PATIENCE_S", 0.1)
+    certificates.make(tmp_path, ["a"], ["reader"])
+    settings = certificates.settings(tmp_path)
+    listener = ends.listener = ends.keep(
+        grpc_link.listen(replace(CONFIG, **settings), run_id="run", epoch=1, subscribers_max=2)
+    )
+    # It also has the run's token, as every process does.
+    link = ends.connect("reader", subscribes=True, **settings)
+    link.send(HELLO._replace(learner_id="reader"))
+    assert hear(listener).peer == f"{SUBSCRIBER}reader"
+    message = m.GlobalFragment(1, 0, 1, 1, 7, 3)
+    assert listener.send(f"{SUBSCRIBER}reader", message, b"abc") and hear_message(link) == message
+    # The folder has the syncer's certificate, too, which permits more.
+    own = {name: path.replace("{name}", "reader") for name, path in settings.items()}
+    there = replace(CONFIG, address=listener.address, **own)
+    for attempt in (
+        lambda: ends.connect("reader", **own),
+        lambda: ask_description(there, "reader", numbered=True),
+        lambda: ask_drain(there, "reader"),
+    ):
+        with pytest.raises(TransportError, match="the certificate is that of 'subscriber/reader'"):
+            attempt()
+    # The certificate of a learner permits to follow under its name, too.
+    ends.connect("a", subscribes=True, **settings).send(HELLO._replace(learner_id="a"))
+    assert hear(listener).peer == f"{SUBSCRIBER}a"
+    assert listener.receive(0) is None, "the driver must not notice a refused call"
 
 
 def test_a_stranger_gets_nothing(ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from os import getpid
 from typing import NamedTuple
 
@@ -51,6 +52,19 @@ _LEFT_OUT = re.compile(r"[^A-Za-z0-9._-]+")
 log = logging.getLogger(__name__)
 
 
+class FollowedRun(NamedTuple):
+    """The run of a subscription."""
+
+    resolved: ResolvedRun
+    # When the run started, in seconds since 1970. It tells a run from others of its name; 0 if its syncer does not say.
+    began_unix_s: float
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run, which other runs may have too."""
+        return self.resolved.config.name
+
+
 class FollowedModel(NamedTuple):
     """The global model of a run at one moment, as its syncer has it."""
 
@@ -67,13 +81,23 @@ class FollowedModel(NamedTuple):
     parameters: Mapping[str, np.ndarray]
 
 
+def other_run(ours_unix_s: float, theirs_unix_s: float) -> bool:
+    """Return whether two times of a start, 0 if unknown, belong to different runs."""
+    return bool(ours_unix_s and theirs_unix_s) and ours_unix_s != theirs_unix_s
+
+
+def utc(unix_s: float) -> str:
+    """Return a time in seconds since 1970 for people; "an unknown day" for 0."""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC" if unix_s else "an unknown day"
+
+
 def default_name() -> str:
     """Return a name for a subscriber without one: those of the machine and of the process."""
     host = _LEFT_OUT.sub("-", socket.gethostname())[:60].strip(".-_") or "machine"
     return f"{host}-{getpid()}"
 
 
-def find_run(transport: TransportConfig, name: str, stop: threading.Event) -> ResolvedRun | None:
+def find_run(transport: TransportConfig, name: str, stop: threading.Event) -> FollowedRun | None:
     """Ask the syncer for the run's config and the layout of its model; wait while the run has no model.
 
     Returns:
@@ -89,7 +113,7 @@ def find_run(transport: TransportConfig, name: str, stop: threading.Event) -> Re
         described = ask_description(transport, name)
         if described.layout:
             config = parse_text(described.config, f"the config from the syncer at {transport.address}")
-            return resolve(config, *read_layout(described.layout))
+            return FollowedRun(resolve(config, *read_layout(described.layout)), described.began_unix_s)
         if not waiting:
             waiting = True
             log.info("the run has no model yet; waiting for its first island")
@@ -111,15 +135,16 @@ class Subscription:
     """
 
     def __init__(
-        self, transport: TransportConfig, run: ResolvedRun, name: str, stop: threading.Event, every: int = 1
+        self, transport: TransportConfig, run: FollowedRun, name: str, stop: threading.Event, every: int = 1
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every} global steps; use at least 1")
-        self._transport, self._run, self._name, self._stop, self._every = transport, run, check_name(name), stop, every
+        self._transport, self._name, self._stop, self._every = transport, check_name(name), stop, every
+        self._began_unix_s, self._run = run.began_unix_s, run.resolved
         self._incarnation = int(time.time() * 1000)
         self._partials = Partials(transport.payload_bytes_max, transport.resume_s)
-        self._layouts: list[Layout] = [whole(fragment) for fragment in run.fragments]
-        self._parameters = {path: np.zeros(shape, np.float32) for path, shape in run.plan.shapes.items()}
+        self._layouts: list[Layout] = [whole(fragment) for fragment in self._run.fragments]
+        self._parameters = {path: np.zeros(shape, np.float32) for path, shape in self._run.plan.shapes.items()}
         self._versions, self._digests = [NO_VERSION] * len(self._layouts), [0] * len(self._layouts)
         self._link: GrpcLink | None = None
         # Attempts to connect since the last message.
@@ -268,12 +293,22 @@ class Subscription:
         if self._stop.is_set():
             return
         try:
+            self._check_same_run()
             self._connect()
         except Rejected:
             raise
         # A ValueError comes from a certificate that has expired; it may be renewed.
         except (TransportError, ValueError) as error:
             log.info(f"attempt {self._attempts}: {error}")
+
+    def _check_same_run(self) -> None:
+        """Raise Rejected if the syncer at the address serves another run now, although it may have the same name."""
+        theirs = ask_description(self._transport, self._name).began_unix_s
+        if other_run(self._began_unix_s, theirs):
+            raise Rejected(
+                f"the syncer at {self._transport.address} serves another run now, which started on "
+                f"{utc(theirs)}; follow it with another process and into another folder"
+            )
 
     def _lose(self) -> None:
         """End a connection that is lost, and what was expected of it."""

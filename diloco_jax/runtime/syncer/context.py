@@ -40,6 +40,8 @@ class RunClock:
             except OSError as error:
                 what = f"{path} cannot be written ({error})"
                 log.warning(f"{what}: after a restart the run's clock continues from its tape")
+        # In seconds since 1970.
+        self.began_unix_s = began_s
         # The wall clock of another machine, or one that was set back, must not turn time back.
         self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
 

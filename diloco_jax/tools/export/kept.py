@@ -17,10 +17,12 @@ from typing import Any, Self
 
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.folder_lock import FolderLock
-from diloco_jax.runtime.subscriber.subscription import FollowedModel
+from diloco_jax.runtime.subscriber.subscription import FollowedModel, FollowedRun, other_run, utc
 from diloco_jax.tools.export.files import ModelWriter, Watch
 
 NEWEST, VERSION_FILE = "newest", "model_version.json"
+# The time of the run's start in VERSION_FILE.
+BEGAN = "began_unix_s"
 PREFIX, _PARTIAL, _NEXT_LINK, _LOCK = "step-", ".partial", ".newest", ".lock"
 
 
@@ -28,22 +30,24 @@ class KeptModels:
     """The newest models of a run in one folder, which only this process writes.
 
     Args:
+        run: the run whose models these are; a folder never holds models of two runs.
         writer: writes the models.
         form: name of their format, for their description.
         keep: number of models that stay, the newest one included.
 
     Raises:
-        ValueError: `out` holds other files, another process writes it, or `keep` is below 1.
+        ValueError: `out` holds other files or models of another run, another process writes it, or `keep` is below 1.
     """
 
-    def __init__(self, out: Path, writer: ModelWriter, form: str, keep: int) -> None:
+    def __init__(self, out: Path, run: FollowedRun, writer: ModelWriter, form: str, keep: int) -> None:
         if keep < 1:
             raise ValueError(f"--keep is {keep}; use at least 1")
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file; choose another --out")
         if foreign := sorted(path.name for path in out.iterdir() if not _is_ours(path)) if out.exists() else []:
             raise ValueError(f"{out} holds other files, such as {foreign[0]}; choose another --out, or a new folder")
-        self._out, self._writer, self._form, self._keep = out, writer, form, keep
+        _check_same_run(out, run)
+        self._out, self._run, self._writer, self._form, self._keep = out, run, writer, form, keep
         out.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(out, _LOCK, "--out")
 
@@ -65,8 +69,8 @@ class KeptModels:
         if self._form == "orbax":
             snapshot = checkpoint.save_parameters(snapshot, parameters, {"global_step": model.global_step})
         self._writer.write(whole, iter(parameters.items()), len(parameters), watch, snapshot)
-        about = json.dumps(describe(model) | {"format": self._form, "written_unix_s": time.time()}, indent=2)
-        (whole / VERSION_FILE).write_text(about + "\n", encoding="utf-8")
+        about = describe(model) | {BEGAN: self._run.began_unix_s, "format": self._form, "written_unix_s": time.time()}
+        (whole / VERSION_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         target = self._free_name(model.global_step)
         os.replace(whole, target)
         shutil.rmtree(part, ignore_errors=True)
@@ -101,6 +105,25 @@ def _is_ours(path: Path) -> bool:
     if path.name.startswith(PREFIX):
         return (path / VERSION_FILE).is_file()
     return path.name in (_NEXT_LINK, _LOCK) or path.name.startswith(_PARTIAL)
+
+
+def _check_same_run(out: Path, run: FollowedRun) -> None:
+    """Check that all models of a folder are of this run, since they would be removed in its favour.
+
+    Raises:
+        ValueError: a model is of another run, or its description cannot be read.
+    """
+    for path in sorted(out.glob(f"{PREFIX}*/{VERSION_FILE}")):
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            name, began_unix_s = str(about["run"]), float(about.get(BEGAN, 0.0))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be read ({error!r}); choose another --out, or remove {out}") from None
+        if name != run.name or other_run(began_unix_s, run.began_unix_s):
+            raise ValueError(
+                f"{out} holds models of run {name!r} that started on {utc(began_unix_s)}, and this is run "
+                f"{run.name!r} that started on {utc(run.began_unix_s)}; choose another --out, or remove that folder"
+            )
 
 
 def describe(model: FollowedModel) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class Description(NamedTuple):
     coming: bool = False
     # The number of the learner that asked, from 1; 0 if it asked for none, or the syncer gives none.
     number: int = 0
+    # When the run started, in seconds since 1970. It tells a run from others of its name; 0 if unknown.
+    began_unix_s: float = 0.0
 
 
 class ModelOffer(NamedTuple):
@@ -53,7 +55,7 @@ def ask_description(config: TransportConfig, learner_id: str, *, numbered: bool 
     """Return the description of the run at `config.address`, with this learner's number if wanted; raises as `ask`."""
     request = pb.DescribeRequest(learner_id=learner_id if numbered else "").SerializeToString()
     reply: pb.DescribeReply = ask(config, DESCRIBE, request, pb.DescribeReply.FromString, check_name(learner_id))
-    return Description(reply.config, reply.layout, reply.coming, reply.number)
+    return Description(reply.config, reply.layout, reply.coming, reply.number, reply.began_unix_s)
 
 
 def offer_model(config: TransportConfig, learner_id: str, layout: str, values: Iterable[memoryview]) -> str:
@@ -105,7 +107,10 @@ class DescriptionDesk:
         except (DecodeError, ValueError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         found = self.description
-        return pb.DescribeReply(config=found.config, layout=found.layout, coming=self._coming(), number=number)
+        coming, began_unix_s = self._coming(), found.began_unix_s
+        return pb.DescribeReply(
+            config=found.config, layout=found.layout, coming=coming, number=number, began_unix_s=began_unix_s
+        )
 
 
 class ModelDesk:

@@ -371,7 +371,8 @@ class GrpcListener:
         try:
             session = self._tickets.get(ticket)
             if session is not None:
-                self._gate.check_speaks_for(session.header.sender, caller)
+                subscribes = session.peer.startswith(SUBSCRIBER)
+                self._gate.check_speaks_for(session.header.sender, caller, or_subscriber=subscribes)
             session, lane = find_lane(session, number, connection)
         except (Denied, Refused) as error:
             refuse_stripe(connection, str(error))
@@ -386,13 +387,11 @@ class GrpcListener:
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
         header = calls.read_header(metadata)
-        self._gate.check_speaks_for(header.sender, context.auth_context())
+        subscribes = book is self._subscribers
+        self._gate.check_speaks_for(header.sender, context.auth_context(), or_subscriber=subscribes)
         held = calls.read_holdings(metadata)
         calls.check_connections(header, self.config)
-        make = partial(self._make_session, header)
-        if book is self._subscribers:
-            make = partial(self._make_subscription, header)
-        session = book.admit(header, make)
+        session = book.admit(header, partial(self._make_subscription if subscribes else self._make_session, header))
         lane = session.lanes.get((header.lane, header.stripe))
         if lane is None or lane.bulk or lane.ours.stripes != header.stripes:
             raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")

@@ -56,16 +56,18 @@ class DescribeRequest(_message.Message):
     def __init__(self, learner_id: _Optional[str] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("config", "layout", "coming", "number")
+    __slots__ = ("config", "layout", "coming", "number", "began_unix_s")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     config: str
     layout: str
     coming: bool
     number: int
-    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ..., coming: bool = ..., number: _Optional[int] = ...) -> None: ...
+    began_unix_s: float
+    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ..., coming: bool = ..., number: _Optional[int] = ..., began_unix_s: _Optional[float] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("learner_id", "layout", "digest", "values")

@@ -4,8 +4,9 @@ Names in a certificate
   * The syncer's certificate names the host `syncer.diloco` (SAN, DNS).
   * A learner's certificate names the learner (SAN: the URI diloco://learner/NAME, or the DNS name NAME; without either,
     the CN) and the host `NAME.island.diloco` (SAN, DNS). The leader of an island serves its other hosts by that name.
-Clients and servers may use both. A learner's certificate does not name the syncer's host, so no learner can pose as the
-syncer.
+  * A subscriber's certificate names the subscriber alone (SAN: the URI diloco://subscriber/NAME). It is for clients.
+Clients and servers may use the first two. A learner's certificate does not name the syncer's host, so no learner can
+pose as the syncer. A subscriber's certificate represents no learner, so its owner can only follow the run's model.
 """
 
 import datetime
@@ -24,9 +25,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, check_name
+from diloco_jax.transport.link import ISLAND_HOSTS, SUBSCRIBER, SYNCER_HOST, check_name
 
-LEARNER_URI = "diloco://learner/"
+LEARNER_URI, SUBSCRIBER_URI = "diloco://learner/", "diloco://subscriber/"
 CA_FILE, TOKEN_FILE = "ca.pem", "token"
 CA_DAYS = 3650
 LEARNERS_MAX = 4096
@@ -92,27 +93,32 @@ def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.C
 
 
 def learner_names(common_name: str, dns: Iterable[str], uris: Iterable[str]) -> set[str]:
-    """Return the learners that a certificate with these names represents."""
+    """Return the learners that a certificate with these names represents; a subscriber is `subscriber/NAME`."""
     dns = [name for name in dns if not name.endswith(ISLAND_HOSTS)]
-    names = {uri.removeprefix(LEARNER_URI) for uri in uris if uri.startswith(LEARNER_URI)} | set(dns)
-    return names if names else {common_name}
+    prefixes = {LEARNER_URI: "", SUBSCRIBER_URI: SUBSCRIBER}
+    told = {role + uri.removeprefix(start) for uri in uris for start, role in prefixes.items() if uri.startswith(start)}
+    return told | set(dns) or {common_name}
 
 
 def check_owner(certificate: x509.Certificate, name: str) -> None:
-    """Check that the certificate represents the learner, or the syncer, of this name; Defect if not."""
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        dns = names.get_values_for_type(x509.DNSName)
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except x509.ExtensionNotFound:
-        dns, uris = [], []
-    except ValueError as error:
-        raise Defect(f"has unreadable extensions ({_first_line(error)})") from None
+    """Check that the certificate represents the learner, subscriber or syncer of this name; Defect if not."""
+    dns, uris = _alternatives(certificate)
     common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     known = learner_names(str(common[0].value) if common else "", dns, uris)
     wanted = SYNCER_HOST if name == SYNCER else name
-    if wanted not in known:
+    if wanted not in known and SUBSCRIBER + wanted not in known:
         raise Defect(f"belongs to {', '.join(sorted(known))[:200]!r}, not to {wanted!r}")
+
+
+def _alternatives(certificate: x509.Certificate) -> tuple[list[str], list[str]]:
+    """Return the DNS names and the URIs of a certificate; Defect if they cannot be read."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        return names.get_values_for_type(x509.DNSName), names.get_values_for_type(x509.UniformResourceIdentifier)
+    except x509.ExtensionNotFound:
+        return [], []
+    except ValueError as error:
+        raise Defect(f"has unreadable extensions ({_first_line(error)})") from None
 
 
 def check_serves(certificate: x509.Certificate, host: str) -> None:
@@ -155,15 +161,20 @@ class Made(NamedTuple):
     kept: list[Path]
 
 
-def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: int = 0) -> Made:
+def make(
+    folder: Path, learners: Sequence[str], subscribers: Sequence[str] = (), *, days: int = 365, renew_days: int = 0
+) -> Made:
     """Create an authority, a token and certificates, except for those that exist.
 
     Args:
+        learners: Names of learners, which train.
+        subscribers: Names of subscribers, which may only follow the model.
         days: Validity of the certificates in days; the authority is valid for ten years.
         renew_days: A certificate with less remaining days is signed again for its key; 0 renews none.
 
     Raises:
-        ValueError: A name or `days` is not allowed, or half of a certificate's two files is missing.
+        ValueError: A name or `days` is not allowed, half of a certificate's two files is missing, or a certificate
+            of that name is for the other role.
         OSError: A file cannot be read or written.
     """
     if not 1 <= days <= CA_DAYS:
@@ -172,8 +183,10 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: 
         raise ValueError(f"--renew is {renew_days}: use 0 to {days - 1}, less than --days")
     if len(learners) > LEARNERS_MAX:
         raise ValueError(f"{len(learners)} learners were named, the limit is {LEARNERS_MAX}: call it several times")
-    for name in learners:
+    for name in (*learners, *subscribers):
         check_name(name)
+    if both := sorted({*learners} & {*subscribers}):
+        raise ValueError(f"{both[0]!r} is the name of a learner and of a subscriber: give each its own")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = Made([], [])
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
@@ -183,11 +196,14 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: 
         _write_pair(folder, "ca", _new_pair(name, None, now, now + datetime.timedelta(days=CA_DAYS)), made)
     authority = _read_pair(folder)
     until = min(now + datetime.timedelta(days=days), authority[1].not_valid_after_utc)
-    for name in dict.fromkeys((SYNCER, *learners)):
+    for name in dict.fromkeys((SYNCER, *learners, *subscribers)):
+        owner = SUBSCRIBER + name if name in subscribers else name
         if not _kept(folder, name, made):
-            _write_pair(folder, name, _new_certificate(name, authority, now, until), made)
-        elif renew_days and _read_pair(folder, name)[1].not_valid_after_utc < now + datetime.timedelta(days=renew_days):
-            made.written.append(renew(folder, name, now, until))
+            _write_pair(folder, name, _new_certificate(owner, authority, now, until), made)
+            continue
+        _check_role(folder / f"{name}.pem", owner)
+        if renew_days and _read_pair(folder, name)[1].not_valid_after_utc < now + datetime.timedelta(days=renew_days):
+            made.written.append(renew(folder, owner, now, until))
             made.kept.remove(made.written[-1])
     token = folder / TOKEN_FILE
     if token.exists():
@@ -197,10 +213,23 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: 
     return made
 
 
-def renew(folder: Path, name: str, now: datetime.datetime, until: datetime.datetime) -> Path:
+def _check_role(path: Path, owner: str) -> None:
+    """Check that an existing certificate is not for the other role; ValueError if it is."""
+    try:
+        _, uris = _alternatives(parse_certificates(path.read_bytes())[0])
+    except Defect as error:
+        raise ValueError(f"{path} {error}") from None
+    ours, theirs = owner.startswith(SUBSCRIBER), any(uri.startswith(SUBSCRIBER_URI) for uri in uris)
+    if ours != theirs:
+        is_of, option = ("a subscriber", "--subscribers") if theirs else ("a learner", "--learners")
+        raise ValueError(f"{path} is the certificate of {is_of}: name it with {option}, or choose another name")
+
+
+def renew(folder: Path, owner: str, now: datetime.datetime, until: datetime.datetime) -> Path:
     """Sign a certificate again for its key, and replace the file at once: readers find the old or the new one."""
+    name = owner.removeprefix(SUBSCRIBER)
     key, _ = _read_pair(folder, name)
-    _, certificate = _new_certificate(name, _read_pair(folder), now, until, key)
+    _, certificate = _new_certificate(owner, _read_pair(folder), now, until, key)
     beside = folder / f"{name}.new"
     beside.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     return beside.replace(folder / f"{name}.pem")
@@ -220,9 +249,9 @@ def settings(folder: Path) -> dict[str, str]:
 def describe(folder: Path, made: Made) -> str:
     """Describe in words what `make` did and how to use it."""
     lines = [f"wrote {path}" for path in made.written] + [f"kept  {path}" for path in made.kept]
-    lines += ["", "in the config of every process ({name} stands for the syncer or the learner):", "", "transport:"]
+    lines += ["", "in the config of every process ({name} stands for the name of the process):", "", "transport:"]
     lines += [f"  {key}: {json.dumps(value)}" for key, value in settings(folder).items()]
-    return "\n".join([*lines, "", "a learner's machine needs ca.pem, token, NAME.pem and NAME.key; ca.key stays here"])
+    return "\n".join([*lines, "", "other machines need ca.pem, token, NAME.pem and NAME.key; ca.key stays here"])
 
 
 def _kept(folder: Path, name: str, made: Made) -> bool:
@@ -237,17 +266,26 @@ def _kept(folder: Path, name: str, made: Made) -> bool:
 
 
 def _new_certificate(
-    name: str, authority: Pair, now: datetime.datetime, until: datetime.datetime, key: Key | None = None
+    owner: str, authority: Pair, now: datetime.datetime, until: datetime.datetime, key: Key | None = None
 ) -> Pair:
-    names: list[x509.GeneralName] = [x509.DNSName(SYNCER_HOST if name == SYNCER else name + ISLAND_HOSTS)]
-    if name != SYNCER:
-        names.append(x509.UniformResourceIdentifier(LEARNER_URI + name))
+    """Create the certificate of the syncer, of a learner, or of a subscriber (`subscriber/NAME`)."""
+    uses, names = [ExtendedKeyUsageOID.CLIENT_AUTH], list[x509.GeneralName]()
+    if owner.startswith(SUBSCRIBER):
+        names.append(x509.UniformResourceIdentifier(SUBSCRIBER_URI + owner.removeprefix(SUBSCRIBER)))
+        # A release that does not know this URI reads the common name, and no learner can have this one.
+        common_name = SUBSCRIBER
+    else:
+        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        names.append(x509.DNSName(SYNCER_HOST if owner == SYNCER else owner + ISLAND_HOSTS))
+        common_name = owner
+        if owner != SYNCER:
+            names.append(x509.UniformResourceIdentifier(LEARNER_URI + owner))
     extensions = (
-        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.ExtendedKeyUsage(uses),
         x509.SubjectAlternativeName(names),
         x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[0].public_key()),
     )
-    return _new_pair(name, authority, now, until, extensions, key)
+    return _new_pair(common_name, authority, now, until, extensions, key)
 
 
 def _new_pair(

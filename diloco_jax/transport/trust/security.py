@@ -23,7 +23,14 @@ from typing import NamedTuple, TypeAlias
 import grpc
 import grpc.experimental
 
-from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, TransportConfig, TransportError, split_address
+from diloco_jax.transport.link import (
+    ISLAND_HOSTS,
+    SUBSCRIBER,
+    SYNCER_HOST,
+    TransportConfig,
+    TransportError,
+    split_address,
+)
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.certificates import Defect, OutOfDate
 
@@ -295,11 +302,20 @@ class Gate:
             f"the token {what}: set transport.token_file to a copy of the file that the syncer was started with",
         )
 
-    def check_speaks_for(self, learner_id: str, context: Mapping[str, list[bytes]], *, or_syncer: bool = False) -> None:
-        """Check that the caller's certificate belongs to the learner, or with `or_syncer` to the syncer.
+    def check_speaks_for(
+        self,
+        learner_id: str,
+        context: Mapping[str, list[bytes]],
+        *,
+        or_syncer: bool = False,
+        or_subscriber: bool = False,
+    ) -> None:
+        """Check that the caller's certificate belongs to the learner of this name.
 
         Args:
             context: gRPC's properties of the caller (`ServicerContext.auth_context`).
+            or_syncer: whether the syncer's certificate is enough.
+            or_subscriber: whether the certificate of the subscriber of this name is enough.
 
         Raises:
             Denied: The certificate belongs to another name.
@@ -313,7 +329,7 @@ class Gate:
         if or_syncer and SYNCER_HOST in dns:
             return
         names = certificates.learner_names(common[0] if common else "", dns, uris)
-        if learner_id in names:
+        if learner_id in names or (or_subscriber and SUBSCRIBER + learner_id in names):
             return
         owners = ", ".join(sorted(names))[:200]
         allowed = f"{learner_id!r} or that of the syncer" if or_syncer else repr(learner_id)

@@ -19,11 +19,11 @@ from diloco_jax.protocol.syncer.subscribers import Subscribers
 from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.model.offered import describe_run
 from diloco_jax.runtime.subscriber import subscription
-from diloco_jax.runtime.subscriber.subscription import FollowedModel, Subscription, find_run
+from diloco_jax.runtime.subscriber.subscription import FollowedModel, FollowedRun, Subscription, find_run
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
-from diloco_jax.transport.link import SUBSCRIBER, TransportConfig
+from diloco_jax.transport.link import SUBSCRIBER, Rejected, TransportConfig
 from tests.protocol.syncer_inputs import hello
 from tests.protocol.test_subscribers import close_round
 
@@ -47,7 +47,7 @@ class Run:
         self.machine = Syncer(self.resolved.config.protocol, ROUNDS, (("model", "abc"),), sizes)
         self.machine.on_begin([self._draw(number, 0) for number in sizes], 0.0)
         self.machine.on_message(hello("a"), 0.0)
-        self._description = describe_run(self.resolved.config, layout_of(SHAPES, kinds))
+        self._description = describe_run(self.resolved.config, layout_of(SHAPES, kinds))._replace(began_unix_s=1e9)
         self.sent = list[GlobalFragment]()
         # Called before a value is sent; it may return a damaged payload.
         self.on_send: Callable[[bytes], bytes] = bytes
@@ -131,7 +131,7 @@ def subscribed(run: Run, every: int = 1) -> tuple[Subscription, Iterator[Followe
     """Return a subscription that learned of the run from the syncer alone."""
     stop, transport = threading.Event(), replace(TransportConfig(), address=run.listener.address)
     found = find_run(transport, "s", stop)
-    assert found is not None and found.plan.fingerprint == run.resolved.plan.fingerprint
+    assert found is not None and found.resolved.plan.fingerprint == run.resolved.plan.fingerprint
     made = Subscription(transport, found, "s", stop, every)
     return made, made.models()
 
@@ -211,6 +211,15 @@ def test_values_of_a_history_that_is_void_are_replaced(run: Run) -> None:
     check(model, run.parameters())
 
 
+def test_another_run_of_the_same_name_and_address_is_not_followed(run: Run) -> None:
+    _, models = subscribed(run)
+    next(models)
+    run._description = run._description._replace(began_unix_s=1e9 + 1)
+    run.do(run.restart)
+    with pytest.raises(Rejected, match="serves another run now, which started on 2001-09-09 01:46:41 UTC"):
+        next(models)
+
+
 def test_a_damaged_value_is_requested_again(run: Run) -> None:
     def damage(payload: bytes) -> bytes:
         run.on_send = bytes
@@ -248,7 +257,7 @@ def models_until_exact(models: Iterator[FollowedModel]) -> Iterator[FollowedMode
 @pytest.mark.parametrize("every", [0, -1])
 def test_a_wrong_number_of_rounds(run: Run, every: int) -> None:
     with pytest.raises(ValueError, match=f"every is {every} global steps; use at least 1"):
-        Subscription(TransportConfig(), run.resolved, "s", threading.Event(), every)
+        Subscription(TransportConfig(), FollowedRun(run.resolved, 0.0), "s", threading.Event(), every)
 
 
 def test_names_of_processes_are_allowed_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,10 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.cli.main import main
-from diloco_jax.runtime.subscriber.subscription import FollowedModel
+from diloco_jax.core.kinds import kind_of
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.subscriber.subscription import FollowedModel, FollowedRun
+from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.export import serving
 from diloco_jax.tools.export.files import ModelWriter
@@ -36,8 +39,14 @@ def all_of(parameters: Parameters, count: int) -> Parameters:
     return parameters
 
 
-def kept(out: Path, form: str = "npz", keep: int = 2) -> KeptModels:
-    return KeptModels(out, ModelWriter(RunConfig(), form, "float32"), form, keep)
+def run_of(name: str = "small", began_unix_s: float = 1e9) -> FollowedRun:
+    shapes: dict[str, tuple[int, ...]] = {"b/c": (2, 3), "a": (4,)}
+    config = RunConfig(name=name, protocol=ProtocolConfig(num_fragments=1))
+    return FollowedRun(resolve(config, shapes, {path: kind_of(shape) for path, shape in shapes.items()}), began_unix_s)
+
+
+def kept(out: Path, form: str = "npz", keep: int = 2, run: FollowedRun | None = None) -> KeptModels:
+    return KeptModels(out, run or run_of(), ModelWriter(RunConfig(), form, "float32"), form, keep)
 
 
 def value(folder: Path) -> float:
@@ -58,7 +67,8 @@ def test_the_newest_model_is_whole_and_older_ones_are_removed(tmp_path: Path) ->
     about = json.loads((out / NEWEST / VERSION_FILE).read_text())
     assert about.pop("written_unix_s") > 0
     assert about == {
-        "run": "small", "global_step": 3, "epoch": 1, "exact": True, "versions": [3, 0], "format": "npz"
+        "run": "small", "global_step": 3, "epoch": 1, "exact": True, "versions": [3, 0], "format": "npz",
+        "began_unix_s": 1e9,
     }  # fmt: skip
 
 
@@ -105,13 +115,36 @@ def test_transformers_opens_the_folder_and_finds_what_export_writes(tmp_path: Pa
     values = drawn(config.model)
     assert main(["export", str(make_run(tmp_path / "run", config.model, values)), "--out", str(tmp_path / "out")]) == 0
     out = tmp_path / "model"
-    with KeptModels(out, ModelWriter(config, "hf", "float32"), "hf", 2) as models:
+    with KeptModels(out, run_of(), ModelWriter(config, "hf", "float32"), "hf", 2) as models:
         models.put(FollowedModel("small", 1, 1, (1,), True, values), lambda parameters, _: parameters)
     theirs = tmp_path / "out" / "model.safetensors"
     assert (out / NEWEST / theirs.name).read_bytes() == theirs.read_bytes()
     ours = transformers.AutoModelForCausalLM.from_pretrained(out / NEWEST).state_dict()
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert {name: value.tolist() for name, value in ours.items()} == {k: v.tolist() for k, v in expected.items()}
+
+
+def test_models_of_another_run_stay(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    with kept(out) as models:
+        first = models.put(model(9), all_of)
+    ours, remedy = rf"{out} holds models of run 'small' that started on 2001-09-09 01:46:40 UTC", "choose another --out"
+    # The first has the same name and the same config, and was started later in another folder.
+    for other, theirs in (
+        (run_of(began_unix_s=1e9 + 100), "run 'small' that started on 2001-09-09 01:48:20 UTC"),
+        (run_of("large"), "run 'large'"),
+    ):
+        with pytest.raises(ValueError, match=f"{ours}, and this is {theirs}.*; {remedy}"):
+            kept(out, keep=1, run=other)
+    assert (out / NEWEST).resolve() == first and value(first) == 9
+    # A syncer that was restarted names the same start, and one of an older release none.
+    for same in (run_of(), run_of(began_unix_s=0.0)):
+        with kept(out, run=same):
+            pass
+    (first / VERSION_FILE).write_text("[]")
+    with pytest.raises(ValueError, match=r"model_version\.json cannot be read"):
+        kept(out)
+    assert value(first) == 9
 
 
 def test_other_peoples_files_stay(tmp_path: Path) -> None:

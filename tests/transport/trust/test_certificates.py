@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.certificates import Defect, make, settings
 from diloco_jax.transport.trust.security import credentials
@@ -114,6 +114,34 @@ def test_names_for_which_a_certificate_speaks() -> None:
     assert names("cn", [], []) == {"cn"}
     assert names("cn", ["a"], ["diloco://learner/b", "https://x"]) == {"a", "b"}, "the CN counts only without others"
     assert names("cn", [], ["spiffe://x/y"]) == {"cn"}
+    assert names("cn", [], ["diloco://subscriber/r"]) == {"subscriber/r"}, "no learner has a name with a slash"
+
+
+def test_the_certificate_of_a_subscriber_keeps_its_role(tmp_path: Path) -> None:
+    make(tmp_path, ["a"], ["reader"], days=10)
+    reader = read(tmp_path, "reader")
+    certificates.check_owner(reader, "reader")
+    with pytest.raises(Defect, match="belongs to 'subscriber/reader', not to 'a'"):
+        certificates.check_owner(reader, "a")
+    with pytest.raises(Defect, match=r"lacks the DNS name 'reader\.island\.diloco'"):
+        certificates.check_serves(reader, "reader.island.diloco")
+    # An earlier release reads the common name alone.
+    (common,) = reader.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    with pytest.raises(ValueError, match="is not allowed"):
+        check_name(str(common.value))
+    before = (tmp_path / "reader.pem").read_bytes()
+    for learners, subscribers, reason in (
+        (["reader"], [], r"reader\.pem is the certificate of a subscriber: name it with --subscribers"),
+        ([], ["a"], r"a\.pem is the certificate of a learner: name it with --learners"),
+        (["b"], ["b"], "'b' is the name of a learner and of a subscriber"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make(tmp_path, learners, subscribers, renew_days=30)
+    assert (tmp_path / "reader.pem").read_bytes() == before
+    made = make(tmp_path, [], ["reader"], renew_days=30)
+    assert tmp_path / "reader.pem" in made.written and (tmp_path / "reader.pem").read_bytes() != before
+    names = read(tmp_path, "reader").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [name.value for name in names] == ["diloco://subscriber/reader"]
 
 
 def config(folder: Path, **changes: str) -> TransportConfig:
