@@ -128,6 +128,40 @@ def _value(payload_at, moved_at, fmt, at, block, size, row_at):
 
 @compiled
 @no_type_check
+def _as_codes(moved, fmt):
+    """Return whether products are computed from codes: the codes are integers, and no values are added."""
+    for m in range(moved.size):
+        if moved[m]:
+            return False
+    return fmt >= INT8
+
+
+@compiled
+@no_type_check
+def _load(payload_at, moved_at, first, as_codes, fmt, at, block, size, row_at):
+    """Write one learner's block to a row, as codes (int16) or values (float32); return the scale, NaN if unusable."""
+    if as_codes:
+        return unpack(payload_at, fmt, at, block, row_at)
+    return _value(
+        payload_at, moved_at + np.uint64(4 * first) if moved_at else np.uint64(0), fmt, at, block, size, row_at
+    )
+
+
+@compiled
+@no_type_check
+def _within(row_at, low, high, size, as_codes, spare_at):
+    """Return a row whose elements outside of one unit are zeros: the row itself, or a copy in spare memory."""
+    if high - low == size:
+        return row_at
+    width = 2 if as_codes else 4
+    skip = np.uint64(width * low)
+    fill(spare_at, 0)
+    copy_bytes(spare_at + skip, row_at + skip, np.uint64(width * (high - low)))
+    return spare_at
+
+
+@compiled
+@no_type_check
 def gram(payloads, moved, fmt, at, start, size, unit, products):
     """Compute products[u, i, j] = <v_i + moved_i, v_j + moved_j> for i <= j, over a leaf's part of its u-th unit.
 
@@ -135,36 +169,63 @@ def gram(payloads, moved, fmt, at, start, size, unit, products):
     or non-finite scale, damaged codes or a non-finite value, its own square is not finite. The products of the other
     learners among each other do not depend on it.
     """
-    count, as_codes = payloads.size, fmt >= INT8
+    count, as_codes = payloads.size, _as_codes(moved, fmt)
     scratch, scales = _scratch(count + 2), np.zeros(count, np.float64)
     sums_at, spare_at = _row(scratch, count), _row(scratch, count + 1)
-    for m in range(count):
-        as_codes = as_codes and not moved[m]
-    # Bytes of an element in a row: codes are int16, values float32.
-    width = 2 if as_codes else 4
     products[:, :, :] = 0.0
     for first in range(0, size, BLOCK):
         begin, block, part = start + first, (start + first) // BLOCK, min(BLOCK, size - first)
         for m in range(count):
-            row_at = _row(scratch, m)
-            if as_codes:
-                scales[m] = unpack(payloads[m], fmt, at, block, row_at)
-            else:
-                moved_at = moved[m] + np.uint64(4 * first) if moved[m] else np.uint64(0)
-                scales[m] = _value(payloads[m], moved_at, fmt, at, block, part, row_at)
+            scales[m] = _load(payloads[m], moved[m], first, as_codes, fmt, at, block, part, _row(scratch, m))
         for number in range(begin // unit, (begin + part - 1) // unit + 1):
             low, high = max(0, number * unit - begin), min(part, (number + 1) * unit - begin)
             for i in range(count):
-                a_at = _row(scratch, i)
-                if high - low < part:
-                    # Zeros replace the elements of other units.
-                    fill(spare_at, 0)
-                    copy_bytes(spare_at + np.uint64(width * low), a_at + np.uint64(width * low), width * (high - low))
-                    a_at = spare_at
+                a_at = _within(_row(scratch, i), low, high, part, as_codes, spare_at)
                 for j in range(i, count):
                     b_at = _row(scratch, j)
                     dot = _dot_codes(a_at, b_at) if as_codes else _dot(a_at, b_at, sums_at)
                     products[number - start // unit, i, j] += scales[i] * scales[j] * dot
+    # This use keeps the scratch memory alive until here, because the loops have only its addresses.
+    scratch[0] = np.float32(0)
+
+
+@compiled
+@no_type_check
+def squares(payloads, moved, fmt, at, start, size, unit, products):
+    """Compute products[u, i, i] as `gram` does, with the same bits; the other products are 0."""
+    as_codes, scratch = _as_codes(moved, fmt), _scratch(3)
+    row_at, spare_at, sums_at = _row(scratch, 0), _row(scratch, 1), _row(scratch, 2)
+    products[:, :, :] = 0.0
+    for m in range(payloads.size):
+        for first in range(0, size, BLOCK):
+            begin, block, part = start + first, (start + first) // BLOCK, min(BLOCK, size - first)
+            scale = _load(payloads[m], moved[m], first, as_codes, fmt, at, block, part, row_at)
+            for number in range(begin // unit, (begin + part - 1) // unit + 1):
+                low, high = max(0, number * unit - begin), min(part, (number + 1) * unit - begin)
+                a_at = _within(row_at, low, high, part, as_codes, spare_at)
+                dot = _dot_codes(a_at, a_at) if as_codes else _dot(a_at, a_at, sums_at)
+                products[number - start // unit, m, m] += scale * scale * dot
+    # This use keeps the scratch memory alive until here, because the loops have only its addresses.
+    scratch[0] = np.float32(0)
+
+
+@compiled
+@no_type_check
+def squares_of_mean(payloads, moved, weights, unit, fmt, at, start, size, sums):
+    """Compute sums[u] = |sum_m w_m (v_m + moved_m)|^2 over a leaf's part of its u-th unit.
+
+    The arguments are those of `update`; `sums` is float64[units]. The sum over the learners is float32.
+    """
+    scratch = _scratch(3)
+    acc_at, spare_at, sums_at = _row(scratch, 0), _row(scratch, 1), _row(scratch, 2)
+    sums[:] = 0.0
+    for first in range(0, size, BLOCK):
+        begin, part = start + first, min(BLOCK, size - first)
+        _mean(payloads, moved, weights, unit, fmt, at, start, first, part, acc_at, spare_at)
+        for number in range(begin // unit, (begin + part - 1) // unit + 1):
+            low, high = max(0, number * unit - begin), min(part, (number + 1) * unit - begin)
+            a_at = _within(acc_at, low, high, part, False, spare_at)
+            sums[number - start // unit] += _dot(a_at, a_at, sums_at)
     # This use keeps the scratch memory alive until here, because the loops have only its addresses.
     scratch[0] = np.float32(0)
 

@@ -33,6 +33,8 @@ WeightScheme = Literal["tokens2_per_step", "tokens", "uniform"]
 CANCELLED_NORM = 1e-6
 # For shorter v, phi(v) is 0, because 1 / |v| must stay far inside the range of float32.
 ZERO_NORM = 1e-30
+# With more learners than this, a second pass over the values is faster than the products of all pairs.
+PAIRS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,16 @@ class MergeConfig:
     if it moves the fragment by less than a thousandth of its initial norm per inner step. With fewer than three
     learners in a round, a lasting change above the limit is excluded twice, then merged. Raise it if good work is
     excluded, and lower it if damaged values are merged."""
+    pairs_max: int = PAIRS_MAX
+    """Most learners in a merge by rda that computes the products of all pairs of values. With more learners it reads
+    the values once more, so that the time grows with their number and not with its square. The last bits differ between
+    the two, so a run keeps its number. Leave it as it is: the default is where both take equal time."""
 
     def __post_init__(self) -> None:
         if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):
             raise ValueError(f"merge.outlier_factor is {self.outlier_factor}; use a number above 1, or 0 for no limit")
+        if self.pairs_max < 1:
+            raise ValueError(f"merge.pairs_max is {self.pairs_max}; use a number of learners of at least 1")
         if self.method not in get_args(Method):
             raise ValueError(f"merge method is {self.method!r}; choose one of {', '.join(get_args(Method))}")
 
@@ -100,7 +108,10 @@ def token_weights(
 
 
 def coefficients(
-    products: Float64[np.ndarray, "m m"], weights: Float64[np.ndarray, "m"], method: Method
+    products: Float64[np.ndarray, "m m"],
+    weights: Float64[np.ndarray, "m"],
+    method: Method,
+    square: float | None = None,
 ) -> Float32[np.ndarray, "m"]:
     """Return the factors c of one unit's merge: merged = sum_m c_m v_m (paper, D.2).
 
@@ -117,18 +128,27 @@ def coefficients(
     Args:
       products: <v_i, v_j>; only the diagonal and the elements above it are read.
       weights: w_m, at least 0, with the sum 1.
+      square: |sum_j w_j phi(v_j)|^2; then only the diagonal is read. None to compute it from the products.
     """
     if method == "average" or np.count_nonzero(weights) == 1:
         return weights.astype(np.float32)
     norms = [math.sqrt(products[m, m]) for m in range(len(weights))]
-    scales = [float(w) / norm if norm > ZERO_NORM else 0.0 for w, norm in zip(weights, norms, strict=True)]
-    pairs = combinations_with_replacement(range(len(scales)), 2)
-    terms = [scales[i] * scales[j] * products[i, j] * (1 if i == j else 2) for i, j in pairs]
-    length = math.sqrt(max(0.0, math.fsum(terms)))
+    scales = direction_factors(products, weights)
+    if square is None:
+        pairs = combinations_with_replacement(range(len(scales)), 2)
+        terms = [scales[i] * scales[j] * products[i, j] * (1 if i == j else 2) for i, j in pairs]
+        square = math.fsum(terms)
+    length = math.sqrt(max(0.0, square))
     if length < CANCELLED_NORM:
         return weights.astype(np.float32)
     radius = math.fsum(float(w) * norm for w, norm in zip(weights, norms, strict=True))
     return np.array([scale * (radius / length) for scale in scales], np.float64).astype(np.float32)
+
+
+def direction_factors(products: Float64[np.ndarray, "m m"], weights: Float64[np.ndarray, "m"]) -> list[float]:
+    """Return w_m / |v_m|, the factors of the mean direction sum_m w_m phi(v_m), from the squares on the diagonal."""
+    norms = [math.sqrt(products[m, m]) for m in range(len(weights))]
+    return [float(w) / norm if norm > ZERO_NORM else 0.0 for w, norm in zip(weights, norms, strict=True)]
 
 
 class Rule(NamedTuple):

@@ -3,6 +3,10 @@
     inspect   <v_i, v_j> of all learners, per leaf and unit           reads every payload once
     update    g = sum_m c_m v_m;  outer step;  x' = x + Q(step)       reads every payload once more, and the state
 
+For more than `pairs_max` learners, `inspect` computes only the squares <v_i, v_i>, and `update` first reads the
+payloads of radial-directional averaging for the length of the mean direction. So no time grows with the square of the
+number of learners.
+
 The next version is its value, the encoded step that leads to it, and the outer optimizer's state.
 
 The coefficients c_m follow from the weights and the products alone. For radial-directional averaging, the length of a
@@ -24,8 +28,8 @@ from numba import types
 
 from diloco_jax.core import blocks, kernels
 from diloco_jax.core.codec import Format
-from diloco_jax.core.layout import LEAF, Layout, leaf_digest
-from diloco_jax.core.merge import Rule, coefficients
+from diloco_jax.core.layout import LEAF, Layout, Leaf, leaf_digest
+from diloco_jax.core.merge import PAIRS_MAX, Rule, coefficients, direction_factors
 from diloco_jax.core.outer import NOTHING, Flat, Gradient, Outer
 
 # A leaf's products [units, learners, learners], for each unit that the leaf has elements of.
@@ -58,6 +62,7 @@ _ADDRESSES, _AT = types.Array(types.uint64, 1, "C"), types.UniTuple(types.int64,
 _READ = types.Array(types.float32, 1, "C", readonly=True)
 _WRITTEN, _STEP = types.Array(types.float32, 1, "C"), types.Array(types.uint8, 1, "C")
 _PRODUCTS, _SHARES = types.Array(types.float64, 3, "C"), types.Array(types.float32, 2, "C", readonly=True)
+_SQUARES = types.Array(types.float64, 1, "C")
 _VALUES = (_ADDRESSES, _ADDRESSES)
 # Format, offsets of the tensor in a payload, first element of the leaf in the tensor.
 _LEAF = (types.int64, _AT, types.int64)
@@ -66,6 +71,8 @@ _STATE, _NEXT = (_READ, _READ, _READ), (_WRITTEN, _WRITTEN, _WRITTEN)
 _RATES = (types.float32, types.float32)
 _SIGNATURES = (
     (kernels.gram, (*_VALUES, *_LEAF, types.int64, types.int64, _PRODUCTS)),
+    (kernels.squares, (*_VALUES, *_LEAF, types.int64, types.int64, _PRODUCTS)),
+    (kernels.squares_of_mean, (*_VALUES, _SHARES, types.int64, *_LEAF, types.int64, _SQUARES)),
     (kernels.update, (*_VALUES, _SHARES, types.int64, *_LEAF, *_STATE, *_RATES, types.int64, _STEP, _AT, *_NEXT)),
 )
 
@@ -136,6 +143,7 @@ class Merger:
       down: format of the step.
       run: calls a function for every leaf; e.g. ThreadPoolExecutor.map.
       new: makes an uninitialised float32 array of the given number of elements.
+      pairs_max: most learners in a merge that computes the products of all pairs.
     """
 
     def __init__(
@@ -147,8 +155,10 @@ class Merger:
         down: Format,
         run: Run = map,
         new: NewArray = fresh,
+        pairs_max: int = PAIRS_MAX,
     ) -> None:
         self.layout = layout
+        self.pairs_max = pairs_max
         self._rules = tuple(rules)
         self._outer = outer
         self._up, self._down = up, down
@@ -178,16 +188,22 @@ class Merger:
         return WeightedSum(self.layout, values_of(steps), ones, None, self._down, self._run, self._new).flat()
 
     def inspect(self, values: Values) -> list[Products]:
-        """Return the products of all pairs of learners for each leaf; an unusable learner's own are not finite."""
+        """Return the products of learners for each leaf; an unusable learner's own are not finite.
+
+        Each learner's own product is always there. The others are there where a merge of these learners reads them: in
+        pieces that are not averaged, for at most `pairs_max` learners.
+        """
 
         def leaf_products(number: int) -> Products:
             leaf = self.layout.leaves[number]
-            unit, learners = self._rules[leaf.piece].unit, len(values.payloads)
-            products = np.zeros(((leaf.stop - 1) // unit - leaf.start // unit + 1, learners, learners))
+            rule, learners = self._rules[leaf.piece], len(values.payloads)
+            unit, pairs = rule.unit, rule.method != "average" and learners <= self.pairs_max
+            products = np.zeros((_num_units(leaf, unit), learners, learners))
             payloads, moved = values.at(self.layout.where(leaf))
             place = self._places_up[leaf.piece]
             at, size = (place.scales, place.codes), leaf.stop - leaf.start
-            kernels.gram(payloads, moved, KINDS[self._up], at, leaf.start, size, unit, products)
+            compute = kernels.gram if pairs else kernels.squares
+            compute(payloads, moved, KINDS[self._up], at, leaf.start, size, unit, products)
             return products
 
         return list(self._run(leaf_products, range(len(self.layout.leaves))))
@@ -196,19 +212,51 @@ class Merger:
         self, values: Values, products: Sequence[Products], weights: Float64[np.ndarray, "m"], state: State
     ) -> Update:
         """Make the next version from the learners' values; the arguments stay unchanged."""
-        return self.apply(values, self.shares(products, weights), state)
+        return self.apply(values, self.shares(values, products, weights), state)
 
-    def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Coefficients]:
+    def shares(
+        self, values: Values, products: Sequence[Products], weights: Float64[np.ndarray, "m"]
+    ) -> list[Coefficients]:
         """Return the coefficients c_m of each unit of each piece; all parts of a cut slice must be in this layout."""
-        units: list[dict[int, list[Float64[np.ndarray, "m m"]]]] = [{} for _ in self.layout.pieces]
-        for leaf, found in zip(self.layout.leaves, products, strict=True):
-            first = leaf.start // self._rules[leaf.piece].unit
-            for number, each in enumerate(found, first):
-                units[leaf.piece].setdefault(number, []).append(each)
+        totals = self._units_of(products, _total)
+        squares: Sequence[Sequence[float | None]] = [[None] * len(of) for of in totals]
+        if len(weights) > self.pairs_max:
+            squares = self._squares(values, totals, weights)
         return [
-            np.array([coefficients(_total(parts), weights, rule.method) for parts in of.values()], np.float32)
-            for of, rule in zip(units, self._rules, strict=True)
+            np.array(
+                [coefficients(each, weights, rule.method, square) for each, square in zip(of, own, strict=True)],
+                np.float32,
+            )
+            for of, own, rule in zip(totals, squares, self._rules, strict=True)
         ]
+
+    def _squares(
+        self, values: Values, totals: Sequence[Sequence[np.ndarray]], weights: Float64[np.ndarray, "m"]
+    ) -> list[list[float]]:
+        """Return |sum_m w_m phi(v_m)|^2 of each unit of each piece; 0 in averaged pieces, which do not need it."""
+        factors = [np.array([direction_factors(each, weights) for each in of], np.float32) for of in totals]
+
+        def leaf_squares(number: int) -> Float64[np.ndarray, "units"]:
+            leaf = self.layout.leaves[number]
+            rule, place = self._rules[leaf.piece], self._places_up[leaf.piece]
+            squares = np.zeros(_num_units(leaf, rule.unit))
+            if rule.method != "average":
+                at, size = (place.scales, place.codes), leaf.stop - leaf.start
+                source = values.at(self.layout.where(leaf))
+                kernels.squares_of_mean(
+                    *source, factors[leaf.piece], rule.unit, KINDS[self._up], at, leaf.start, size, squares
+                )
+            return squares
+
+        return self._units_of(list(self._run(leaf_squares, range(len(self.layout.leaves)))), math.fsum)
+
+    def _units_of(self, found: Sequence[np.ndarray], total: Callable[[list[Any]], Any]) -> list[list[Any]]:
+        """Return for each unit of each piece the total of what was found in the leaves that have elements of it."""
+        units: list[dict[int, list[Any]]] = [{} for _ in self.layout.pieces]
+        for leaf, of_leaf in zip(self.layout.leaves, found, strict=True):
+            for number, each in enumerate(of_leaf, leaf.start // self._rules[leaf.piece].unit):
+                units[leaf.piece].setdefault(number, []).append(each)
+        return [[total(parts) for parts in of.values()] for of in units]
 
     def apply(self, values: Values, shares: Sequence[Coefficients], state: State) -> Update:
         """Make the next version from known coefficients; the arguments stay unchanged."""
@@ -292,6 +340,10 @@ class WeightedSum:
         return mean
 
 
+def _num_units(leaf: Leaf, unit: int) -> int:
+    return (leaf.stop - 1) // unit - leaf.start // unit + 1
+
+
 def norms(squares: Squares) -> list[float]:
     """Return each learner's norm over all leaves; NaN for a learner whose value is unusable."""
     usable = (np.isfinite(squares) & (squares >= 0)).all(axis=1)
@@ -311,8 +363,9 @@ def squares_of(products: Iterable[Products]) -> Squares:
 def _total(leaves: Sequence[Float64[np.ndarray, "m m"]]) -> Float64[np.ndarray, "m m"]:
     if len(leaves) == 1:
         return leaves[0]
-    total = np.empty_like(leaves[0])
-    for i, j in np.ndindex(*total.shape):
+    total = np.zeros_like(leaves[0])
+    # Most products are zero where no pairs were computed.
+    for i, j in np.argwhere(np.any(leaves, axis=0)):
         total[i, j] = math.fsum(leaf[i, j] for leaf in leaves)
     return total
 

@@ -20,6 +20,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from yaml.composer import ComposerError
 
+from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
@@ -31,7 +32,7 @@ CONFIG_BYTES_MAX = 1 << 20
 WRITTEN_BY = "# diloco-jax"
 # The config in a run's folder lists all settings of its release. Configs of older releases lack the settings of this
 # table. With the values here, such a run decides as its release did.
-BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0}
+BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0, "merge.pairs_max": LEARNERS_MAX_LIMIT}
 # Old names of settings, which this release still accepts.
 RENAMED: Mapping[str, str] = {"protocol.lease_s": "protocol.silence_s"}
 # Settings without an effect, which this release still accepts, and why they are gone.

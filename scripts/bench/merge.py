@@ -1,8 +1,9 @@
 """Measure the speed of a round's arithmetic beside the speed of memory, and beside tsugi-mend.
 
-The job has 4 learners and one fragment of 16 float32 tensors (256 MB), the same format in and out, radial-directional
-averaging, and Nesterov 0.9 with error feedback. The time covers all arithmetic of a round (inspect, then update with
-digests), on all cores, with warm buffers as in a run.
+The job has 4 learners and one fragment of 16 float32 tensors (256 MB), or as `--learners`, `--tensors` and `--mbytes`
+say; with many tensors each is small. It has the same format in and out, radial-directional averaging, and Nesterov 0.9
+with error feedback. The time covers all arithmetic of a round (inspect, then update with digests), on all cores, with
+warm buffers as in a run.
 
 The bound is the time for the least bytes that must move (payloads in once; value, trace and residual in and out; the
 delta out) at the rate of a copy. The copy has as many arrays of the same sizes, in the same chunks, with the same
@@ -41,7 +42,6 @@ from diloco_jax.runtime.model.buffers import Buffers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = ("torch==2.13.0", "tsugi-mend==0.1.5")
-LEARNERS, TENSORS = 4, 16
 INTEGERS: tuple[Format, ...] = ("int8", "int4", "int2", "ternary")
 FORMATS: tuple[Format, ...] = ("int4", "int2", "ternary")
 WARM_UP = 3
@@ -53,17 +53,20 @@ def main() -> None:
     parser.add_argument(
         "--mbytes", type=int, default=256, help="megabytes of the fragment in float32, a multiple of 16"
     )
+    parser.add_argument("--learners", type=int, default=4)
+    parser.add_argument("--tensors", type=int, default=16, help="tensors of the fragment, each of whole rows of 256")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=INTEGERS, help="formats of the wire")
     parser.add_argument("--no-mend", action="store_true", help="leave tsugi-mend out")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    size = arguments.mbytes * 2**20 // 4 // TENSORS
+    size = arguments.mbytes * 2**20 // 4 // arguments.tensors // 256 * 256
+    job = Shape(size, arguments.tensors, arguments.learners)
     with ThreadPoolExecutor(arguments.threads) as pool:
-        copy = Copy(size, pool)
-        jobs = [Job(size, format, pool) for format in dict.fromkeys(arguments.formats)]
-        mend = None if arguments.no_mend else Mend(size, arguments.threads)
+        copy = Copy(job, pool)
+        jobs = [Job(job, format, pool) for format in dict.fromkeys(arguments.formats)]
+        mend = None if arguments.no_mend else Mend(job, arguments.threads)
 
         def measure() -> Sample:
             return Sample(copy.byte_s(), [job.round_s() for job in jobs], mend.round_s() if mend else None)
@@ -88,6 +91,20 @@ def main() -> None:
         sys.stdout.write(f"tsugi-mend takes x {results[0]['mend_ratio']:.1f} as long as {results[0]['format']}\n")
 
 
+class Shape(NamedTuple):
+    """The size of a round."""
+
+    # Elements of a tensor.
+    size: int
+    tensors: int
+    learners: int
+
+    @property
+    def layout(self) -> Layout:
+        pieces = (Piece(f"tensor{i:05}", 0, self.size, (self.size // 256, 256)) for i in range(self.tensors))
+        return make_layout(pieces)
+
+
 class Sample(NamedTuple):
     """One turn of everything that is measured, in seconds."""
 
@@ -103,12 +120,12 @@ class Copy:
     """A copy of as many arrays as the merge reads and writes.
 
     Args:
-        size: elements of a tensor.
+        shape: size of the round.
         pool: threads of the copy.
     """
 
-    def __init__(self, size: int, pool: ThreadPoolExecutor) -> None:
-        self._pool, self._layout = pool, layout_of(size)
+    def __init__(self, shape: Shape, pool: ThreadPoolExecutor) -> None:
+        self._pool, self._layout = pool, shape.layout
         # Unwritten arrays would share one page of zeros, and reading it would cost nothing.
         self._pairs = [[np.ones(self._layout.size, np.float32) for _ in range(2)] for _ in range(STATE_ARRAYS)]
 
@@ -128,18 +145,19 @@ class Job:
     """The merge with one format in both directions.
 
     Args:
-        size: elements of a tensor.
+        shape: size of the round.
         pool: threads of the merge.
     """
 
-    def __init__(self, size: int, format: Format, pool: ThreadPoolExecutor) -> None:
-        self.format, self.layout = format, layout_of(size)
-        rules, outer, buffers = [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), Buffers(self.layout.size, FREE_MAX)
+    def __init__(self, shape: Shape, format: Format, pool: ThreadPoolExecutor) -> None:
+        self.format, self.layout, self._learners = format, shape.layout, shape.learners
+        rules, outer = [Rule("rda", shape.size)] * shape.tensors, Nesterov(0.7, 0.9)
+        buffers = Buffers(self.layout.size, FREE_MAX)
         self._merger = Merger(self.layout, rules, outer, format, format, pool.map, buffers.take)
-        payloads = [random_payload(self.layout, format, m) for m in range(LEARNERS)]
-        self._values = Values(payloads, [None] * LEARNERS)
+        payloads = [random_payload(shape, format, m) for m in range(shape.learners)]
+        self._values = Values(payloads, [None] * shape.learners)
         self._state = self._merger.first(np.random.default_rng(0).standard_normal(self.layout.size, np.float32))
-        moved = LEARNERS * self._merger.up_bytes + self._merger.down_bytes
+        moved = shape.learners * self._merger.up_bytes + self._merger.down_bytes
         self.num_bytes = moved + 2 * STATE_ARRAYS * 4 * self.layout.size
 
     def round_s(self) -> tuple[float, float]:
@@ -147,24 +165,19 @@ class Job:
         began_s = time.perf_counter()
         products = self._merger.inspect(self._values)
         inspected_s = time.perf_counter()
-        update = self._merger.update(self._values, products, np.full(LEARNERS, 1 / LEARNERS), self._state)
+        update = self._merger.update(self._values, products, np.full(self._learners, 1 / self._learners), self._state)
         done_s = time.perf_counter()
         assert update.finite
         self._state = update.state
         return inspected_s - began_s, done_s - inspected_s
 
 
-def layout_of(size: int) -> Layout:
-    """Return the layout of all tensors, with `size` elements each."""
-    return make_layout(Piece(f"tensor{i:02}", 0, size, (size // 256, 256)) for i in range(TENSORS))
-
-
-def random_payload(layout: Layout, format: Format, seed: int) -> np.ndarray:
+def random_payload(shape: Shape, format: Format, seed: int) -> np.ndarray:
     """Return values like those of a learner."""
-    tensor = np.random.default_rng(seed + 1).normal(0.0, 1e-3, layout.size // TENSORS).astype(np.float32)
+    tensor = np.random.default_rng(seed + 1).normal(0.0, 1e-3, shape.size).astype(np.float32)
     # All tensors have the same values, because encoding takes longer than a merge.
     payload = encode({"tensor": tensor}, format)
-    return np.frombuffer(payload * TENSORS, np.uint8)
+    return np.frombuffer(payload * shape.tensors, np.uint8)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -178,13 +191,13 @@ class Mend:
     """tsugi-mend in a separate process and environment.
 
     Args:
-        size: elements of a tensor.
+        shape: size of the round.
         threads: number of threads of PyTorch.
     """
 
-    def __init__(self, size: int, threads: int) -> None:
+    def __init__(self, shape: Shape, threads: int) -> None:
         code = str(ROOT / "scripts" / "bench" / "_mend_merge.py")
-        command = [str(python_with("mend", PINS)), code, str(size), str(TENSORS), str(LEARNERS), str(threads)]
+        command = [str(python_with("mend", PINS)), code, *map(str, (*shape, threads))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._ask, self._answers = self._process.stdin, self._process.stdout

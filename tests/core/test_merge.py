@@ -13,7 +13,7 @@ from diloco_jax.core.codec import Format, decode
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.core.layout import LEAF
-from diloco_jax.core.merge import MergeConfig, Rule, coefficients, merge_rule, merge_rules, token_weights
+from diloco_jax.core.merge import PAIRS_MAX, MergeConfig, Rule, coefficients, merge_rule, merge_rules, token_weights
 from diloco_jax.core.outer import Nesterov, Optax, Outer
 from diloco_jax.core.passes import Merger, Values, norms, squares_of
 from tests.core.merging import FORMATS, layout_of, make_merger, payload_of, round_of, rules_of
@@ -270,6 +270,50 @@ def test_units_are_merged_as_separate_tensors(name: str, up: Format) -> None:
     np.testing.assert_allclose(
         norms(squares_of(products)), [np.linalg.norm(g.astype(np.float64)) for g in gradients], rtol=1e-6
     )
+
+
+def merged_stacks(up: Format, name: str, count: int, pairs_max: int = PAIRS_MAX) -> np.ndarray:
+    """Merge `count` stacks, the second measured from an older version; return the step of size one."""
+    shape, layout = STACKS[name], layout_of({"w": STACKS[name]})
+    rules = [Rule("rda", shape[1] * shape[2])]
+    merger = Merger(layout, rules, PLAIN, up, "float32", pairs_max=pairs_max)
+    moved = [stacks(99, name).reshape(-1) if m == 1 else None for m in range(count)]
+    values = Values([payload_of({"w": stacks(m, name)}, up) for m in range(count)], moved)
+    weights = np.arange(1, count + 1) / (count * (count + 1) / 2)
+    state = merger.first(np.zeros(layout.size, np.float32))
+    return -merger.update(values, merger.inspect(values), weights, state).state.value.reshape(shape)
+
+
+@pytest.mark.parametrize("up", FORMATS)
+@pytest.mark.parametrize("name", STACKS)
+def test_many_learners_are_merged_without_pairs(name: str, up: Format) -> None:
+    count, shape = PAIRS_MAX + 1, STACKS[name]
+    gradients = [
+        decode(payload_of({"w": stacks(m, name)}, up).tobytes(), [("w", shape)], up)["w"] for m in range(count)
+    ]
+    gradients[1] = gradients[1] + stacks(99, name)
+    weights = [float(m) for m in range(1, count + 1)]
+    for number, unit in enumerate(merged_stacks(up, name, count)):
+        expected = reference_rda([each[number] for each in gradients], weights)
+        np.testing.assert_allclose(unit, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
+
+
+def test_pairs_are_computed_up_to_their_limit() -> None:
+    few = [merged_stacks("int4", "odd", PAIRS_MAX, most).tobytes() for most in (PAIRS_MAX, 4096, 1)]
+    assert few[0] == few[1] != few[2]
+    many = [merged_stacks("int4", "odd", PAIRS_MAX + 1, most).tobytes() for most in (PAIRS_MAX, 4096, 1)]
+    assert many[0] == many[2] != many[1]
+
+
+@pytest.mark.parametrize("pairs_max", [1, PAIRS_MAX])
+def test_directions_that_cancel_are_averaged_without_pairs(pairs_max: int) -> None:
+    layout = layout_of({"x": (300,)})
+    merger = Merger(layout, rules_of(layout, "rda"), PLAIN, "float32", "float32", pairs_max=pairs_max)
+    row = np.random.default_rng(0).standard_normal(300).astype(np.float32)
+    payloads = [each.view(np.uint8) for each in (3 * row, -row, 0 * row)]
+    state = merger.first(np.zeros(300, np.float32))
+    made = round_of(merger, payloads, np.array([0.4, 0.4, 0.2]), state).state.value
+    np.testing.assert_allclose(-made, np.float32(0.8) * row, rtol=1e-5)
 
 
 def test_an_optax_transformation_sees_the_mean_of_units() -> None:

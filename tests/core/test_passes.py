@@ -75,13 +75,25 @@ def test_what_is_rounded_away_comes_later(down: Format, most: float) -> None:
 def test_products_are_those_of_decoded_values(up: Format) -> None:
     layout = layout_of()
     payloads = [payload_of(random_values(m), up) for m in range(4)]
-    found = make_merger(layout, up, "int4").inspect(values_of(payloads))
+    found = make_merger(layout, up, "int4", method="rda").inspect(values_of(payloads))
     decoded = [decode(p.tobytes(), [(q.key, q.shape) for q in layout.pieces], up) for p in payloads]
     for leaf, products in zip(layout.leaves, found, strict=True):
         rows = np.stack([d[layout.pieces[leaf.piece].key].reshape(-1).astype(np.float64) for d in decoded])
         np.testing.assert_allclose(products, [np.triu(rows @ rows.T)], rtol=1e-6, atol=1e-6)
     flat = [np.concatenate([v.reshape(-1) for v in d.values()]).astype(np.float64) for d in decoded]
     np.testing.assert_allclose(norms(squares_of(found)), [np.linalg.norm(v) for v in flat], rtol=1e-6)
+
+
+@pytest.mark.parametrize("up", FORMATS)
+def test_without_pairs_the_squares_have_the_same_bits(up: Format) -> None:
+    layout = layout_of()
+    values = values_of([payload_of(random_values(m), up) for m in range(4)])
+    pairs = make_merger(layout, up, "int4", method="rda").inspect(values)
+    fewest = Merger(layout, rules_of(layout, *["rda"] * 4), NESTEROV, up, "int4", pairs_max=3).inspect(values)
+    averaged = make_merger(layout, up, "int4", method="average").inspect(values)
+    for found, *others in zip(pairs, fewest, averaged, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(other, [np.diag(np.diagonal(each)) for each in found])
 
 
 def backwards(function: Callable[[int], Any], numbers: Iterable[int]) -> Iterable[Any]:
@@ -129,7 +141,9 @@ def test_shards_make_the_bits_of_the_whole(cuts: tuple[int, ...]) -> None:
     ]
     sent = [values_of([payload_of(shard.views(shard.flat(g)), "int4") for g in gradients]) for shard in shards]
     products = [found for merger, v in zip(mergers, sent, strict=True) for found in merger.inspect(v)]
-    shares = dict(zip([piece.key for piece in whole.pieces], one.shares(products, weights), strict=True))
+    shares = dict(
+        zip([piece.key for piece in whole.pieces], one.shares(values_of(payloads), products, weights), strict=True)
+    )
     made = [
         m.apply(v, [shares[piece.key] for piece in m.layout.pieces], m.first(m.layout.flat(start)))
         for m, v in zip(mergers, sent, strict=True)

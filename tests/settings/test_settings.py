@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
@@ -259,6 +259,8 @@ def test_a_run_of_an_earlier_release_keeps_its_decisions(tmp_path: Path) -> None
     path.write_text("\n".join(line for line in lines if "grace_min_s" not in line), encoding="utf-8")
     old = load(path)
     assert old.protocol.grace_min_s == 0 and as_begun(RunConfig(), old) == old
+    path.write_text("\n".join(line for line in lines if "pairs_max" not in line), encoding="utf-8")
+    assert load(path).merge.pairs_max == LEARNERS_MAX_LIMIT
     assert load(path, ["--protocol.grace_min_s", "0.5"]).protocol.grace_min_s == 0.5
     chosen = RunConfig(protocol=ProtocolConfig(grace_min_s=0.2))
     assert as_begun(chosen, old) == chosen, "what a user has set stays, and is refused elsewhere"

@@ -21,7 +21,7 @@ import numpy as np
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.layout import Layout, combined, whole
-from diloco_jax.core.merge import Rule, merge_rules
+from diloco_jax.core.merge import PAIRS_MAX, Rule, merge_rules
 from diloco_jax.core.outer import NOTHING, Optax, Outer, OuterConfig, make_outer
 from diloco_jax.core.passes import (
     Flat,
@@ -100,6 +100,8 @@ class Setup(NamedTuple):
     down: Format
     # A value's base may be this many versions of its fragment old.
     anchor_history: int
+    # Most learners in a merge that computes the products of all pairs.
+    pairs_max: int = PAIRS_MAX
 
     def first(self, fragment_id: int, flat: Flat) -> State:
         """Return the state of a fragment before its first round."""
@@ -150,7 +152,8 @@ def make_setup(run: ResolvedRun) -> Setup:
     """Return the settings of a run's computation; raises as `outer_of`."""
     config, layouts = run.config, tuple(map(whole, run.fragments))
     rules, outer = merge_rules(run.plan, config.merge), outer_of(config.outer, run.plan)
-    return Setup(layouts, rules, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
+    wire, history = config.wire, config.protocol.anchor_history
+    return Setup(layouts, rules, outer, wire.up, wire.down, history, config.merge.pairs_max)
 
 
 class FragmentState(NamedTuple):
@@ -173,7 +176,8 @@ class Arithmetic:
         buffers = Buffers(max(layout.size for layout in setup.layouts), FREE_MAX)
         for layout, rules in zip(setup.layouts, setup.rules, strict=True):
             how = [rules[piece.key] for piece in layout.pieces]
-            self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run, buffers.take))
+            formats = setup.up, setup.down
+            self._mergers.append(Merger(layout, how, setup.outer, *formats, run, buffers.take, setup.pairs_max))
         # The newest bounded capture, while it exists.
         self._bounded: Callable[[], HeldStates | None] = lambda: None
         self._states: dict[int, FragmentState] = {}
@@ -224,7 +228,12 @@ class Arithmetic:
             held.admit(fragment_id)
         values, products = self._inspected[fragment_id]
         found = Values([values.payloads[i] for i in chosen], [values.moved[i] for i in chosen])
-        update = merger.update(found, subset(products, chosen), weights, before.state)
+        if len(values.payloads) > merger.pairs_max >= len(chosen):
+            # So many values were left out that the others are merged by products of pairs, which are not there yet.
+            products = merger.inspect(found)
+        else:
+            products = subset(products, chosen)
+        update = merger.update(found, products, weights, before.state)
         self._made[fragment_id] = self._next(version, before, update)
         return update.finite, combined(update.digests)
 
