@@ -4,13 +4,12 @@
 # start costs milliseconds. After an interrupted installation, .venv has the mark `.installing` and is built again.
 # Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one; DILOCO_EXTRAS the extras of
 # pyproject.toml to install (dev; CI adds parity, with PyTorch for tests of models); DILOCO_VENV names another folder below
-# the root.
+# the root. A script that sets keep_extras needs no extras: a new environment gets none, another keeps those it has.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
 venv="$root/${DILOCO_VENV:-.venv}"
-extras="${DILOCO_EXTRAS:-dev}"
 
 say() { printf '[diloco] %s\n' "$*" >&2; }
 
@@ -41,9 +40,19 @@ find_python() {
   return 1
 }
 
+wanted_extras() {
+  if [ -n "${DILOCO_EXTRAS:-}" ]; then
+    printf '%s' "$DILOCO_EXTRAS"
+  elif [ -n "${keep_extras:-}" ]; then
+    cat "$venv/.extras" 2>/dev/null || true
+  else
+    printf dev
+  fi
+}
+
 # Prints the source of the environment. The root is part of it, because console scripts have absolute paths.
 wanted_stamp() {
-  { cat pyproject.toml constraints-py311.txt && printf '%s\n' "$root" "$extras"; } | cksum
+  { cat pyproject.toml constraints-py311.txt && printf '%s\n' "$root" "$(wanted_extras)"; } | cksum
 }
 
 env_is_ready() {
@@ -51,22 +60,25 @@ env_is_ready() {
     [ -x "$venv/bin/diloco" ] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
+# Without --quiet, because the log is the only place that shows progress.
 pip_install() {
-  local pins=()
+  local pins=() extras="$1"
   if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
     pins=(--constraint constraints-py311.txt)
   fi
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" ${pins[@]+"${pins[@]}"} \
+  "$venv/bin/python" -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}" ${pins[@]+"${pins[@]}"} \
     >"$venv/.install.log" 2>&1 </dev/null
 }
 
 # Its caller turns `set -e` off (left of ||), so the function checks every step that can fail.
 make_env() {
-  local python="$1"
+  local python="$1" extras
+  extras="$(wanted_extras)"
   if [ -e "$venv/.installing" ] || ! is_new_enough "$venv/bin/python" || ! "$venv/bin/python" -c 'import pip'; then
     rm -rf "$venv"
   fi 2>/dev/null
-  say "installing into $venv with $("$python" --version 2>&1); takes a few minutes, once (log: .install.log there)"
+  say "installing into $venv with $("$python" --version 2>&1); takes a few minutes, once" \
+    "(to watch it: tail -f $venv/.install.log)"
   if ! { mkdir -p "$venv" && touch "$venv/.installing"; }; then
     say "error: cannot write to $venv; check its owner and the disk."
     return 1
@@ -75,7 +87,7 @@ make_env() {
     say "error: $python could not make a virtual environment, see above; name another one with DILOCO_PYTHON."
     return 1
   fi
-  if ! pip_install; then
+  if ! pip_install "$extras"; then
     # A failed pip changes nothing or rolls back, so an old environment stays usable; only a kill leaves the mark.
     rm -f "$venv/.installing"
     tail -n 20 "$venv/.install.log" >&2
@@ -83,7 +95,7 @@ make_env() {
       "(if it fails every time: rm -rf $venv first)."
     return 1
   fi
-  wanted_stamp >"$venv/.stamp" && rm -f "$venv/.installing"
+  printf '%s' "$extras" >"$venv/.extras" && wanted_stamp >"$venv/.stamp" && rm -f "$venv/.installing"
 }
 
 ensure_env() {

@@ -194,7 +194,11 @@ class LocalRun:
             if ended:
                 raise RunFailed(self._syncer.describe_exit(), wrong_input=self._syncer.poll() == WRONG_INPUT)
             if time.monotonic() > ends_s:
-                raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
+                raise RunFailed(
+                    f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; its last line was: "
+                    f"{self._syncer.hosts[0].last_line()} (log: {self._syncer.log}); if other programs keep this "
+                    "machine busy, start again when it is idle"
+                )
             time.sleep(POLL_S)
         return ""
 
