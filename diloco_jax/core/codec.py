@@ -133,9 +133,13 @@ def encoded_size(shapes: Iterable[Shape], format: Format) -> int:
     return sum(_tensor_bytes(math.prod(shape), format) for shape in shapes)
 
 
+# The checksum that `digest` computes, for bytes that come one after another.
+Checksum = xxhash.xxh3_64
+
+
 def digest(payload: Bytes | Iterable[Bytes]) -> int:
     """Return the checksum (XXH3) of a payload, in [0, 2^64), whatever pieces it comes in."""
-    hasher = xxhash.xxh3_64()
+    hasher = Checksum()
     for piece in (payload,) if isinstance(payload, bytes | bytearray | memoryview) else payload:
         hasher.update(piece)
     return hasher.intdigest()

@@ -299,13 +299,15 @@ def update(
     Returns:
       Whether the new value is finite; if so, the new trace and residual are finite too.
     """
-    scratch = _scratch(3 + 6 * _BATCH)
+    # The allocator keeps the little memory of a small leaf; the system would have to clear it again for each leaf.
+    batch = min(_BATCH, (value.size + BLOCK - 1) // BLOCK)
+    scratch = _scratch(3 + 6 * batch)
     acc_at, wanted_at, rounded_at = _row(scratch, 0), _row(scratch, 1), _row(scratch, 2)
-    x_at, t_at, r_at = _row(scratch, 3), _row(scratch, 3 + _BATCH), _row(scratch, 3 + 2 * _BATCH)
-    x_new, t_new, r_new = _row(scratch, 3 + 3 * _BATCH), _row(scratch, 3 + 4 * _BATCH), _row(scratch, 3 + 5 * _BATCH)
+    x_at, t_at, r_at = _row(scratch, 3), _row(scratch, 3 + batch), _row(scratch, 3 + 2 * batch)
+    x_new, t_new, r_new = _row(scratch, 3 + 3 * batch), _row(scratch, 3 + 4 * batch), _row(scratch, 3 + 5 * batch)
     most = np.uint32(0)
-    for begin in range(0, value.size, _BATCH * BLOCK):
-        end = min(begin + _BATCH * BLOCK, value.size)
+    for begin in range(0, value.size, batch * BLOCK):
+        end = min(begin + batch * BLOCK, value.size)
         here, num_bytes = np.uint64(4 * begin), np.uint64(4 * (end - begin))
         copy_bytes(x_at, value.ctypes.data + here, num_bytes)
         if trace.size:

@@ -132,11 +132,12 @@ def coefficients(
     """
     if method == "average" or np.count_nonzero(weights) == 1:
         return weights.astype(np.float32)
-    norms = [math.sqrt(products[m, m]) for m in range(len(weights))]
-    scales = direction_factors(products, weights)
+    norms = [math.sqrt(each) for each in np.diagonal(products).tolist()]
+    scales = _factors(norms, weights)
     if square is None:
         pairs = combinations_with_replacement(range(len(scales)), 2)
-        terms = [scales[i] * scales[j] * products[i, j] * (1 if i == j else 2) for i, j in pairs]
+        rows = products.tolist()
+        terms = [scales[i] * scales[j] * rows[i][j] * (1 if i == j else 2) for i, j in pairs]
         square = math.fsum(terms)
     length = math.sqrt(max(0.0, square))
     if length < CANCELLED_NORM:
@@ -147,8 +148,11 @@ def coefficients(
 
 def direction_factors(products: Float64[np.ndarray, "m m"], weights: Float64[np.ndarray, "m"]) -> list[float]:
     """Return w_m / |v_m|, the factors of the mean direction sum_m w_m phi(v_m), from the squares on the diagonal."""
-    norms = [math.sqrt(products[m, m]) for m in range(len(weights))]
-    return [float(w) / norm if norm > ZERO_NORM else 0.0 for w, norm in zip(weights, norms, strict=True)]
+    return _factors([math.sqrt(each) for each in np.diagonal(products).tolist()], weights)
+
+
+def _factors(norms: Sequence[float], weights: Float64[np.ndarray, "m"]) -> list[float]:
+    return [w / norm if norm > ZERO_NORM else 0.0 for w, norm in zip(weights.tolist(), norms, strict=True)]
 
 
 class Rule(NamedTuple):

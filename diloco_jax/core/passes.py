@@ -101,10 +101,24 @@ class Values(NamedTuple):
     # x - x_b for each learner; None where x_b is the newest version.
     moved: Sequence[Flat | None]
 
-    def at(self, leaf: slice) -> tuple[UInt64[np.ndarray, "m"], UInt64[np.ndarray, "m"]]:
-        """Return the addresses of the payloads, and of each array to add to this leaf; 0 where there is none."""
-        moved = [0 if each is None else each[leaf].ctypes.data for each in self.moved]
-        return np.array([each.ctypes.data for each in self.payloads], np.uint64), np.array(moved, np.uint64)
+    def addresses(self) -> "Addresses":
+        """Return where the values are in memory. The caller keeps them alive, and leaves them where they are."""
+        moved = [0 if each is None else each.ctypes.data for each in self.moved]
+        return Addresses(np.array([each.ctypes.data for each in self.payloads], np.uint64), np.array(moved, np.uint64))
+
+
+class Addresses(NamedTuple):
+    """The addresses of values, which a pass reads once for all leaves."""
+
+    payloads: UInt64[np.ndarray, "m"]
+    # Of the arrays to add; 0 where there is none.
+    moved: UInt64[np.ndarray, "m"]
+
+    def at(self, leaf: slice) -> "Addresses":
+        """Return the addresses of the payloads, and of each array to add to this leaf."""
+        if not self.moved.any():
+            return self
+        return Addresses(self.payloads, np.where(self.moved, self.moved + np.uint64(4 * leaf.start), np.uint64(0)))
 
 
 def values_of(payloads: Sequence[UInt8[np.ndarray, "bytes"]]) -> Values:
@@ -193,13 +207,14 @@ class Merger:
         Each learner's own product is always there. The others are there where a merge of these learners reads them: in
         pieces that are not averaged, for at most `pairs_max` learners.
         """
+        addresses = values.addresses()
 
         def leaf_products(number: int) -> Products:
             leaf = self.layout.leaves[number]
             rule, learners = self._rules[leaf.piece], len(values.payloads)
             unit, pairs = rule.unit, rule.method != "average" and learners <= self.pairs_max
             products = np.zeros((_num_units(leaf, unit), learners, learners))
-            payloads, moved = values.at(self.layout.where(leaf))
+            payloads, moved = addresses.at(self.layout.where(leaf))
             place = self._places_up[leaf.piece]
             at, size = (place.scales, place.codes), leaf.stop - leaf.start
             compute = kernels.gram if pairs else kernels.squares
@@ -235,6 +250,7 @@ class Merger:
     ) -> list[list[float]]:
         """Return |sum_m w_m phi(v_m)|^2 of each unit of each piece; 0 in averaged pieces, which do not need it."""
         factors = [np.array([direction_factors(each, weights) for each in of], np.float32) for of in totals]
+        addresses = values.addresses()
 
         def leaf_squares(number: int) -> Float64[np.ndarray, "units"]:
             leaf = self.layout.leaves[number]
@@ -242,7 +258,7 @@ class Merger:
             squares = np.zeros(_num_units(leaf, rule.unit))
             if rule.method != "average":
                 at, size = (place.scales, place.codes), leaf.stop - leaf.start
-                source = values.at(self.layout.where(leaf))
+                source = addresses.at(self.layout.where(leaf))
                 kernels.squares_of_mean(
                     *source, factors[leaf.piece], rule.unit, KINDS[self._up], at, leaf.start, size, squares
                 )
@@ -302,6 +318,7 @@ class WeightedSum:
         self._layout = layout
         # The kernels read the memory of these arrays by address, so this reference keeps it alive.
         self._values = values
+        self._addresses = values.addresses()
         self._shares = shares
         self._units = units or [layout.size] * len(shares)
         self._format = KINDS[format]
@@ -312,7 +329,7 @@ class WeightedSum:
     def leaf(self, number: int) -> tuple[Any, ...]:
         leaf = self._layout.leaves[number]
         piece, place = leaf.piece, self._places[leaf.piece]
-        source, at = self._values.at(self._layout.where(leaf)), (place.scales, place.codes)
+        source, at = self._addresses.at(self._layout.where(leaf)), (place.scales, place.codes)
         return *source, self._shares[piece], self._units[piece], self._format, at, leaf.start
 
     def empty(self) -> Flat:

@@ -1,7 +1,8 @@
 """Payloads that a lost connection cut, kept for a while so that the next session sends only the missing bytes.
 
-The sender identifies a payload by its size and the xxh3 of its bytes. Neither side trusts that: a payload from two
-sessions is checked as a whole before it is delivered.
+The sender identifies a payload by its size and a checksum of samples of its bytes, because a checksum of all bytes
+would cost each payload a pass over memory. Neither side trusts that: the sender announces the checksum of all bytes of
+a payload that it continues, and the receiver checks it before it delivers the payload.
 """
 
 import math
@@ -13,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from diloco_jax.core.codec import Checksum
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
 # A payload up to this size is sent again as a whole.
@@ -22,8 +24,23 @@ PARTIALS_MAX = 16
 RANGES_KEPT = 16
 HOLDINGS_BYTES_MAX = 4096
 
-# (digest of the payload as in core/codec.py, its size in bytes)
+# A payload is identified by so many of its bytes, at so many places.
+SAMPLE_BYTES, SAMPLES = 1 << 12, 64
+
+# (checksum of samples of the payload, its size in bytes)
 Key: TypeAlias = tuple[int, int]
+
+
+def key_of(parts: Sequence[memoryview]) -> int:
+    """Return the checksum of samples of a payload of more than RESUME_BYTES_MIN bytes, however it is divided."""
+    step, start = sum(part.nbytes for part in parts) // SAMPLES, 0
+    checksum = Checksum()
+    for part in parts:
+        stop = start + part.nbytes
+        for at in range(start // step * step, stop, step):
+            checksum.update(part[max(at - start, 0) : max(at + SAMPLE_BYTES - start, 0)])
+        start = stop
+    return checksum.intdigest()
 
 
 class Ranges:

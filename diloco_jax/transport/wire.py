@@ -243,21 +243,24 @@ def pieces(
     """Yield the content of the frames of one message of the bulk lane.
 
     Args:
-        key: The payload's xxh3, so that a later session can continue it; 0 if none can.
+        key: The payload's `key_of`, so that a later session can continue it; 0 if none can.
         held: Ranges that the peer has already; they are not sent.
     """
     size = sum(part.nbytes for part in parts)
     holes = [(0, size)] if held is None else held.holes(size)
-    sent = False
+    resumed, whole, sent = held is not None, 0 if held is None else digest(parts), False
+
+    def chunk_at(offset: int) -> pb.Chunk:
+        return pb.Chunk(payload_bytes=size, offset=offset, message=number, key=key, resumed=resumed, digest=whole)
+
     for start, stop in holes:
         for views in _cut(parts, start, stop, chunk_bytes):
-            chunk = pb.Chunk(payload_bytes=size, offset=start, message=number, key=key, resumed=held is not None)
-            yield BulkPiece(b"" if sent else body, chunk, views)
+            yield BulkPiece(b"" if sent else body, chunk_at(start), views)
             start += sum(view.nbytes for view in views)
             sent = True
     # The message has no payload, or the peer has all of it.
     if not sent:
-        yield BulkPiece(body, pb.Chunk(payload_bytes=size, message=number, key=key, resumed=held is not None), [])
+        yield BulkPiece(body, chunk_at(0), [])
 
 
 def piece_frame(header: bytes, piece: BulkPiece) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -265,6 +266,7 @@ def test_what_the_peer_holds_is_left_out(parts: list[bytes], chunk_bytes: int, e
         merged[piece.chunk.offset : piece.chunk.offset + len(data)] = data
         sent += data
         assert piece.chunk.resumed and piece.chunk.key == 7 and len(data) <= chunk_bytes
+        assert piece.chunk.digest == xxhash.xxh3_64_intdigest(whole)
     assert merged == whole and len(sent) == len(whole) - sum(stop - start for start, stop in pairs)
 
 

@@ -29,8 +29,10 @@ RANGES_MAX = 1024
 class _Open:
     """A message with some of its chunks."""
 
-    def __init__(self, key: Key, partial: Partial | None) -> None:
+    def __init__(self, key: Key, digest: int, partial: Partial | None) -> None:
         self.key = key
+        # Of the whole payload, if an earlier session began it.
+        self.digest = digest
         self.resumed = partial is not None
         self.message: Message | None = None
         self.ranges = Ranges() if partial is None else partial.ranges  # arrived
@@ -179,14 +181,15 @@ class Assembly:
         partial = self._partials.claim(key) if chunk.resumed else None
         if chunk.resumed and partial is None:
             raise WireError(f"message {number} leaves out bytes of a payload, but nothing of it is kept here")
-        self._open[number] = _Open(key, partial)
+        self._open[number] = _Open(key, chunk.digest, partial)
         self.claimed_bytes += chunk.payload_bytes
         return self._open[number]
 
     def _claim(self, each: _Open, message: Message | None, chunk: pb.Chunk, size: int) -> memoryview:
         key = (chunk.key, chunk.payload_bytes)
         where = f"chunk of {size} bytes at {chunk.offset} of {chunk.payload_bytes} of message {chunk.message}"
-        if each.key != key or each.resumed != chunk.resumed or chunk.offset + size > chunk.payload_bytes:
+        differs = (each.key, each.resumed, each.digest) != (key, chunk.resumed, chunk.digest)
+        if differs or chunk.offset + size > chunk.payload_bytes:
             raise WireError(f"{where} is out of place")
         if message is not None:
             if each.message is not None:
@@ -203,7 +206,7 @@ class Assembly:
 
     def _check_whole(self, number: int, each: _Open) -> None:
         """Refuse a payload from two sessions that differs, as a whole, from the announced one."""
-        if each.resumed and digest(each.payload) != each.key[0]:
+        if each.resumed and digest(each.payload) != each.digest:
             self._forget(number)
             raise WireError(f"the payload of message {number} is not the one whose first part was kept")
 

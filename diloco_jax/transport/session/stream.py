@@ -14,14 +14,13 @@ from typing import Literal, NamedTuple
 
 import grpc
 
-from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import SYNCER, CutFragment, Message
 from diloco_jax.protocol.releases import PROTOCOL
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.link import BULK_TYPES, LinkClosed, TransportConfig, is_bulk
-from diloco_jax.transport.partials import RESUME_BYTES_MIN, Partials, PeerHoldings
+from diloco_jax.transport.partials import RESUME_BYTES_MIN, Partials, PeerHoldings, key_of
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.inbox import Inbox, Session
@@ -137,7 +136,7 @@ class Pieces:
         size = sum(part.nbytes for part in item.parts)
         key, held = 0, None
         if size > RESUME_BYTES_MIN:
-            key = digest(item.parts)
+            key = key_of(item.parts)
             held = self.held.claim((key, size))
         return wire.pieces(self._number, item.body, item.parts, self._chunk_bytes, key, held)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of rounds in which some of many values are left out, against rounds of the others alone."""
+"""The arithmetic of rounds with many values, some of them left out, against rounds of the others alone."""
 
 import numpy as np
 import pytest

@@ -1,11 +1,13 @@
 """Chunks over several connections, or in two sessions, become whole messages in order, within bounds, or an error."""
 
+import itertools
 import random
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.transport import partials as partials_module
 from diloco_jax.transport import wire
-from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Ranges
+from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Ranges, key_of
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import assembly as assembly_module
 from diloco_jax.transport.session.assembly import MESSAGES_MAX, RANGES_MAX, Assembly
@@ -321,6 +323,24 @@ def test_small_payloads_and_those_without_a_key_are_not_kept() -> None:
         receiver.feed(frames(1, payload, 1 << 18, key=key)[0])
         receiver.assembly.close()
         assert receiver.partials.held_bytes == (len(payload) if key and len(payload) > size else 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers((1 << 20) + 1, (1 << 20) + 9999),
+    edges=st.lists(st.integers(0, 1 << 20), max_size=8).map(sorted),
+    changed_at=st.integers(0, 63),
+)
+def test_a_key_is_that_of_64_samples_of_4_kib_however_a_payload_is_divided(
+    size: int, edges: list[int], changed_at: int
+) -> None:
+    payload = random.Random(size).randbytes(size)
+    samples = b"".join(payload[at : at + 4096] for at in range(0, size, size // 64))
+    bounds = itertools.pairwise([0, *edges, size])
+    assert key_of([memoryview(payload)[a:b] for a, b in bounds]) == xxhash.xxh3_64_intdigest(samples)
+    other = bytearray(payload)
+    other[changed_at * (size // 64) + 4095] ^= 1
+    assert key_of([memoryview(other)]) != key_of([memoryview(payload)])
 
 
 def kept(key: int, size: int, *pairs: tuple[int, int]) -> Partial:
