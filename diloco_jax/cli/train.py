@@ -94,6 +94,9 @@ def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
         found = "before the first evaluation"
     steps, spent = summary["global_steps"], f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
     if summary["complete"]:
-        return f"complete: {found} after {steps} global steps and {spent}"
+        # A short run may end before a slowly starting island was merged once.
+        idle = [name for name, each in summary.get("learners", {}).items() if not each["participation"]]
+        never = f"; never merged: {', '.join(idle)}" if idle else ""
+        return f"complete: {found} after {steps} global steps and {spent}{never}"
     of = f" of {config.train.steps}" if config.train.steps and not config.train.tokens else ""
     return f"stopped after {steps}{of} global steps and {spent}, {found}"

@@ -137,6 +137,11 @@ def test_the_first_model_is_taken_whole_and_no_second_one(desk: ModelDesk) -> No
     assert "has brought the model" in offer_model(at(desk), "b", "three", values(12))
 
 
+def test_a_syncer_without_a_model_refuses_other_calls_with_the_reason(desk: ModelDesk) -> None:
+    with pytest.raises(TransportError, match=r"still waits for the first island's model.*UNIMPLEMENTED"):
+        greet(at(desk), "a")
+
+
 @pytest.mark.parametrize(
     ("layout", "size", "words"),
     [
