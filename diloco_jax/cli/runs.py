@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -199,18 +199,33 @@ def _begin_page(config: RunConfig, run_dir: Path) -> subprocess.Popen[bytes] | N
     return subprocess.Popen(words, env={**os.environ, PARENT_ENV: str(os.getpid())})
 
 
-def _await_syncer(arguments: argparse.Namespace, run_dir: Path, config: RunConfig, stop: Event) -> str:
-    """Wait until the syncer listens, and return its address; nothing is loaded or compiled before."""
+def _await_syncer(
+    arguments: argparse.Namespace, run_dir: Path, config: RunConfig, stop: Event, names: Sequence[str]
+) -> str:
+    """Check the credentials of these learners, wait until the syncer listens, and return its address.
+
+    Nothing is loaded or compiled before.
+    """
+    from contextlib import suppress
     from dataclasses import replace
 
     from diloco_jax.runtime.records.files import ADDRESS_FILE
     from diloco_jax.runtime.records.status import known_address
     from diloco_jax.transport.endpoints.reach import await_listener
+    from diloco_jax.transport.link import split_address
+    from diloco_jax.transport.trust.certificates import OutOfDate
+    from diloco_jax.transport.trust.security import credentials
 
     address = arguments.syncer or known_address(run_dir, config)
     told = run_dir / ADDRESS_FILE
     setting = "--syncer" if arguments.syncer else str(told) if told.exists() else "transport.address"
-    await_listener(replace(config.transport, address=address), setting, log.warning, stop)
+    transport = replace(config.transport, address=address)
+    split_address(address, setting)
+    for name in names:
+        # An expired certificate may be renewed before the connection.
+        with suppress(OutOfDate):
+            credentials(transport, name)
+    await_listener(transport, setting, log.warning, stop)
     return address
 
 
@@ -261,7 +276,7 @@ def _learner_lock(run_dir: Path, name: str) -> LearnerLock:
 
 def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held: ExitStack) -> int:
     stop = _begin_process(run_dir)
-    address = "" if arguments.standby else _await_syncer(arguments, run_dir, config, stop)
+    address = "" if arguments.standby else _await_syncer(arguments, run_dir, config, stop, [arguments.island])
     log.info(IMPORTING)
     with without_collections():
         from diloco_jax.runtime.island.join import join, leave
@@ -332,7 +347,7 @@ def islands(arguments: argparse.Namespace) -> int:
 def _control(arguments: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
     tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
-    address = _await_syncer(arguments, run_dir, config, stop)
+    address = _await_syncer(arguments, run_dir, config, stop, config.islands.names)
     with without_collections():
         from diloco_jax.runtime.local.controller import IslandsRun
         from diloco_jax.runtime.local.pathways import use_pathways

@@ -80,6 +80,13 @@ def test_port_in_use(tmp_path: Path) -> None:
         check_refused(call("syncer", config, "--run-dir", tmp_path / "run"), address, "choose another")
 
 
+def test_a_learner_without_its_token_ends_before_it_waits_or_loads(tmp_path: Path) -> None:
+    config = write_config(tmp_path, transport={"token_file": str(tmp_path / "none"), "connect_timeout_s": 600.0})
+    result = call("learner", config, "--island", "island-0", "--syncer", "127.0.0.1:1")
+    check_refused(result, f"transport.token_file {tmp_path / 'none'} cannot be read", "make the files with")
+    assert result.returncode == 2 and "importing" not in result.stderr
+
+
 def test_unreachable_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path, transport={"connect_timeout_s": 1.0})
     with socket.socket() as unused:
