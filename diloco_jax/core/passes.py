@@ -199,7 +199,7 @@ class Merger:
         return self.apply(values, self.shares(products, weights), state)
 
     def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Coefficients]:
-        """Return the coefficients c_m of each unit of each piece; all parts of a cut slice must be in this layout."""
+        """Return the coefficients c_m of each unit of each piece."""
         units: list[dict[int, list[Float64[np.ndarray, "m m"]]]] = [{} for _ in self.layout.pieces]
         for leaf, found in zip(self.layout.leaves, products, strict=True):
             first = leaf.start // self._rules[leaf.piece].unit

@@ -156,7 +156,7 @@ class Job:
 
 def layout_of(size: int) -> Layout:
     """Return the layout of all tensors, with `size` elements each."""
-    return make_layout(Piece(f"tensor{i:02}", 0, size, (size // 256, 256)) for i in range(TENSORS))
+    return make_layout(Piece(f"tensor{i:02}", (size // 256, 256)) for i in range(TENSORS))
 
 
 def random_payload(layout: Layout, format: Format, seed: int) -> np.ndarray:
