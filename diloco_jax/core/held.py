@@ -42,13 +42,13 @@ class HeldBlocks:
         """Return the layout of arrays and payloads with these blocks only; its pieces have one axis."""
         sizes = [_elements(table, piece) for table, piece in zip(self.tables, self.whole.pieces, strict=True)]
         pairs = zip(self.whole.pieces, sizes, strict=True)
-        return make_layout(Piece(piece.key, 0, size, (size,)) for piece, size in pairs if size)
+        return make_layout(Piece(piece.key, (size,)) for piece, size in pairs if size)
 
     def digest(self, flat: Float32[np.ndarray, "n"]) -> int:
         """Return the digest of these blocks of a whole flat array, as `layout.value_digest` of an array of them."""
         found = []
         for table, piece, offset in zip(self.tables, self.whole.pieces, self.whole.offsets, strict=True):
-            raw = flat[offset : offset + piece.stop].view(np.uint8)
+            raw = flat[offset : offset + piece.size].view(np.uint8)
             values = _rows_of(raw, BLOCK_BYTES, expanded(table)).view(np.float32)
             found += [leaf_digest(values[start : start + LEAF]) for start in range(0, values.size, LEAF)]
         return combined(found)
@@ -65,7 +65,7 @@ class HeldBlocks:
         """Return these blocks of a host's values as its part of the whole payload in float32 (host_bytes.py)."""
         runs, data = [], list[Buffer]()
         for table, piece, offset in zip(self.tables, self.whole.pieces, self.whole.offsets, strict=True):
-            runs.append(Runs(_element_rows(table, piece.stop) * [4, 4, 4, 1] + [4 * offset, 0, 0, 0]))
+            runs.append(Runs(_element_rows(table, piece.size) * [4, 4, 4, 1] + [4 * offset, 0, 0, 0]))
             data.append(slices[piece.key].take(expanded(table)).view(np.uint8).data)
         return pack_host_bytes(concat(*runs), data)
 
@@ -218,7 +218,7 @@ def _places_by_key(held: HeldBlocks, payload: Bytes, format: Format) -> dict[str
     return {piece.key: place for piece, place in zip(held.layout.pieces, places, strict=True)}
 
 
-def _picked(sources: Sequence[tuple[Blocks, UInt8[np.ndarray, "n"]]], blocks: Blocks, unit: int) -> memoryview:
+def _picked(sources: Sequence[tuple[Blocks, UInt8[np.ndarray, "_"]]], blocks: Blocks, unit: int) -> memoryview:
     """Return `unit` bytes of each block, from the first source that has it; the last block may have fewer."""
     if len(sources) == 1:
         own, raw = sources[0]
@@ -260,11 +260,11 @@ def _places(held: Blocks, wanted: Blocks) -> Blocks:
 
 
 def _count(piece: Piece) -> int:
-    return math.ceil(piece.stop / BLOCK)
+    return math.ceil(piece.size / BLOCK)
 
 
 def _elements(table: Table, piece: Piece) -> int:
-    return int(_element_rows(table, piece.stop)[:, [1, 3]].prod(axis=1).sum())
+    return int(_element_rows(table, piece.size)[:, [1, 3]].prod(axis=1).sum())
 
 
 def _element_rows(table: Table, size: int) -> Table:

@@ -1,9 +1,8 @@
 """Layouts: where each piece of a fragment is stored, in a flat array and in a payload.
 
-A piece is a range of one slice's elements, in a whole fragment the whole slice. The pieces follow each other in a flat
-float32 array, in ascending order of (key, start); that array is also the float32 payload. Work is divided into leaves
-of at most 2^18 elements of one piece. Pieces of a cut slice start at multiples of a leaf, so cutting changes no leaf,
-no block and no digest.
+A piece is one slice of a fragment, or the blocks of it that a host holds (held.py). The pieces follow each other in a
+flat float32 array, in ascending order of their keys; that array is also the float32 payload. Work is divided into
+leaves of at most 2^18 elements of one piece.
 """
 
 import math
@@ -23,18 +22,17 @@ LEAF = 1 << 18
 
 
 class Piece(NamedTuple):
-    """Elements start..stop-1 of a flattened slice."""
+    """The elements of one slice that a layout has."""
 
+    # Slice.key
     key: str
-    start: int
-    stop: int
-    # The shape of a whole slice, or (stop - start,) for a part of one.
+    # The slice's shape; one axis if the layout has only some of its blocks.
     shape: tuple[int, ...]
 
     @property
-    def name(self) -> str:
-        """Return the slice's key, followed by '@start' for a part that does not start at element 0."""
-        return f"{self.key}@{self.start}" if self.start else self.key
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
 
 
 class Leaf(NamedTuple):
@@ -66,13 +64,12 @@ class Layout:
         """Return the place of each piece in a payload."""
         found, offset = [], 0
         for piece in self.pieces:
-            count = piece.stop - piece.start
             if is_integer(format):
-                blocks = math.ceil(count / BLOCK)
+                blocks = math.ceil(piece.size / BLOCK)
                 codes = offset + blocks * scale_bytes(format)
                 end = codes + blocks * block_bytes(format)
             else:
-                codes, end = offset, offset + count * element_bytes(format)
+                codes, end = offset, offset + piece.size * element_bytes(format)
             found.append(Place(offset, codes, end))
             offset = end
         return tuple(found)
@@ -87,18 +84,17 @@ class Layout:
         return slice(offset + leaf.start, offset + leaf.stop)
 
     def views(self, flat: Float32[np.ndarray, "n"]) -> dict[str, Float32[np.ndarray, "..."]]:
-        """Return each piece by name, as a view of `flat` in its shape; a whole slice's name is its key."""
-        sizes = [piece.stop - piece.start for piece in self.pieces]
+        """Return each piece by key, as a view of `flat` in its shape."""
         return {
-            piece.name: flat[offset : offset + size].reshape(piece.shape)
-            for piece, offset, size in zip(self.pieces, self.offsets, sizes, strict=True)
+            piece.key: flat[offset : offset + piece.size].reshape(piece.shape)
+            for piece, offset in zip(self.pieces, self.offsets, strict=True)
         }
 
     def flat(self, values: Mapping[str, Shaped[np.ndarray, "..."]]) -> Float32[np.ndarray, "n"]:
-        """Return a new flat array with the values of whole slices."""
+        """Return a new flat array with the values of the slices, by key."""
         flat = np.empty(self.size, np.float32)
         for piece, offset in zip(self.pieces, self.offsets, strict=True):
-            flat[offset : offset + piece.stop - piece.start] = values[piece.key].reshape(-1)[piece.start : piece.stop]
+            flat[offset : offset + piece.size] = values[piece.key].reshape(-1)
         return flat
 
     def leaf_digests(self, flat: Float32[np.ndarray, "n"]) -> list[int]:
@@ -112,15 +108,14 @@ def make_layout(pieces: Iterable[Piece]) -> Layout:
     offsets, leaves, offset = [], [], 0
     for number, piece in enumerate(ordered):
         offsets.append(offset)
-        count = piece.stop - piece.start
-        offset += count
-        leaves += [Leaf(number, start, min(start + LEAF, count)) for start in range(0, count, LEAF)]
+        offset += piece.size
+        leaves += [Leaf(number, start, min(start + LEAF, piece.size)) for start in range(0, piece.size, LEAF)]
     return Layout(ordered, tuple(offsets), offset, tuple(leaves))
 
 
 def whole(fragment: Fragment) -> Layout:
     """Return the layout of a whole fragment."""
-    return make_layout(Piece(key, 0, math.prod(shape), shape) for key, shape in fragment.keys_shapes)
+    return make_layout(Piece(*each) for each in fragment.keys_shapes)
 
 
 def leaf_digest(values: Float32[np.ndarray, "n"]) -> int:
@@ -129,7 +124,7 @@ def leaf_digest(values: Float32[np.ndarray, "n"]) -> int:
 
 
 def combined(leaves: Sequence[int]) -> int:
-    """Return the digest of a fragment's value, from those of its leaves in the order of (key, start)."""
+    """Return the digest of a fragment's value, from those of its leaves in their order."""
     return xxhash.xxh3_64_intdigest(np.asarray(leaves, "<u8").tobytes())
 
 

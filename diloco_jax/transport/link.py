@@ -98,6 +98,10 @@ class Version(Protocol):
     def payload(self) -> Payload:
         """Return the payload for a learner of one host."""
 
+    @property
+    def value_bytes(self) -> int:
+        """Return the bytes of the value, which the version keeps in memory."""
+
     def cut(self, blocks: bytes) -> tuple[int, Callable[[], Payload]]:
         """Return the digest of the blocks that a host holds, and a function that makes the payload for it.
 

@@ -18,7 +18,7 @@ NESTEROV = Nesterov(0.7, 0.9)
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Layout:
-    return make_layout(Piece(key, 0, int(np.prod(shape)), shape) for key, shape in shapes.items())
+    return make_layout(Piece(*each) for each in shapes.items())
 
 
 def random_values(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
@@ -42,7 +42,7 @@ def round_of(merger: Merger, payloads: Sequence[np.ndarray], weights: np.ndarray
 
 def rules_of(layout: Layout, *methods: Method) -> list[Rule]:
     """Rules for pieces that are no stacks."""
-    return [Rule(how, piece.stop - piece.start) for how, piece in zip(methods, layout.pieces, strict=True)]
+    return [Rule(how, piece.size) for how, piece in zip(methods, layout.pieces, strict=True)]
 
 
 def share_of(payload: np.ndarray, layout: Layout, format: Format, weight: np.float32) -> np.ndarray:
@@ -63,7 +63,7 @@ def share_of(payload: np.ndarray, layout: Layout, format: Format, weight: np.flo
         scales = payload[place.scales : place.codes].copy()
         scales = scales.view(ml_dtypes.bfloat16 if format == "ternary" else np.float32).astype(np.float32)
         factors = weight * scales
-        found.append((factors[:, None] * codes.astype(np.float32)).reshape(-1)[: piece.stop - piece.start])
+        found.append((factors[:, None] * codes.astype(np.float32)).reshape(-1)[: piece.size])
     return np.concatenate(found)
 
 

@@ -400,7 +400,7 @@ from tests.core.merging import FORMATS, layout_of, payload_of, random_values
 
 outer = Nesterov(0.7, 0.9) if sys.argv[1] == "nesterov" else Optax(optax.adam(0.1))
 layout = layout_of()
-rules = [Rule("rda", max(1, (piece.stop - piece.start) // 2)) for piece in layout.pieces]
+rules = [Rule("rda", max(1, (piece.size) // 2)) for piece in layout.pieces]
 # What optax compiles does not depend on formats.
 formats = FORMATS if sys.argv[1] == "nesterov" else ("int4",)
 mergers = {(up, down): Merger(layout, rules, outer, up, down) for up in formats for down in formats}

@@ -9,6 +9,7 @@ for as long as you like.
 import contextlib
 import json
 import random
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +17,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
+from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.host_bytes import join_host_bytes
+from diloco_jax.core.layout import value_digest, whole
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
 from diloco_jax.protocol.syncer.tape import replay
+from diloco_jax.runtime.model.cuts import COLUMNS, Cuts
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.transport import commands as c
 from diloco_jax.transport import wire
@@ -322,6 +326,44 @@ def run_drain_request(data: bytes) -> None:
         assert len(calls.read_drain_request(data)) <= 100
 
 
+FRAGMENTS = plan_fragments({"a": (1500,), "b": (3, 5), "c": (40, 30), "d": (2000,)}, 2).fragments
+FLATS = [np.arange(whole(each).size, dtype=np.float32) for each in FRAGMENTS]
+
+
+def statement(*rows: tuple[int, ...]) -> bytes:
+    """Return what a host states: fragment, slice, whether it gets the blocks, start, size, stride and count."""
+    return np.array(rows, "<i8").tobytes()
+
+
+def run_blocks(data: bytes) -> None:
+    """Blocks that a host states: refused, or the host gets exactly these of every version."""
+    layouts = [whole(each) for each in FRAGMENTS]
+    cuts = Cuts(layouts, "int4")
+    try:
+        cuts.of(0, data)
+    except ValueError:
+        return
+    rows = list(struct.iter_unpack(f"<{COLUMNS}q", data))
+    for number, (layout, flat) in enumerate(zip(layouts, FLATS, strict=True)):
+        picked: list[dict[str, np.ndarray]] = [{}, {}]
+        for got, of_kind in enumerate(picked):
+            for piece, value in enumerate(layout.views(flat).values()):
+                mine = [row[3:] for row in rows if row[:3] == (number, piece, got)]
+                assert sum(size * count for _, size, _, count in mine) <= -(-value.size // 256), "more than there are"
+                starts = [
+                    256 * block
+                    for start, size, stride, count in mine
+                    for first in range(start, start + stride * count, stride)
+                    for block in range(first, first + size)
+                ]
+                if starts:
+                    line = value.reshape(-1)
+                    of_kind[layout.pieces[piece].key] = np.concatenate([line[at : at + 256] for at in starts])
+        digest, make = cuts.version(number, flat.data, flat, is_whole=True).cut(data)
+        assert digest == value_digest(picked[0])
+        assert b"".join(make()) == codec.encode(picked[1], "float32")
+
+
 LAYOUT = [("a", (300,)), ("b", (3, 5)), ("empty", (0, 4)), ("scalar", ())]
 VALUES = {
     key: np.linspace(-1, 1, max(1, int(np.prod(shape))), dtype=np.float32)[: int(np.prod(shape))].reshape(shape)
@@ -440,6 +482,14 @@ TARGETS = {
     "identity": Target(
         (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),
         run_identity,
+    ),
+    "blocks": Target(
+        (
+            statement((0, 0, 0, 0, 2, 3, 2), (0, 0, 1, 0, 1, 1, 1), (1, 0, 1, 0, 4, 4, 1)),
+            statement((0, 0, 0, 0, 1, 2, 3), (1, 0, 0, 1, 1, 1, 1), (1, 1, 0, 0, 1, 1, 1), (1, 1, 1, 0, 1, 1, 1)),
+            b"",
+        ),
+        run_blocks,
     ),
     "drain_request": Target((pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
     "codec": Target(

@@ -115,6 +115,7 @@ class Cut:
     """A version that gives every host what it stated."""
 
     payload = b"all"
+    value_bytes = 3
 
     def cut(self, blocks: bytes) -> tuple[int, Callable[[], bytes]]:
         return len(blocks), lambda: blocks

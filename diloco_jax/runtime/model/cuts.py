@@ -34,14 +34,24 @@ class HostCut(NamedTuple):
 
 
 def pack_blocks(cuts: Sequence[HostCut]) -> bytes:
-    """Return the statement of a host, by fragment."""
+    """Return the statement of a host, by fragment.
+
+    Raises:
+      ValueError: the blocks take more rows than a syncer reads.
+    """
     found = [np.empty((0, COLUMNS), np.int64)]
     for fragment_id, cut in enumerate(cuts):
         for got, blocks in enumerate(cut):
             for number, table in enumerate(blocks.tables):
                 names = np.broadcast_to([fragment_id, number, got], (len(table), 3))
                 found.append(np.concatenate([names, table], axis=1))
-    return np.concatenate(found).astype("<i8").tobytes()
+    rows = np.concatenate(found)
+    if len(rows) > ROWS_MAX:
+        raise ValueError(
+            f"the blocks of this host take {len(rows)} rows, the limit is {ROWS_MAX}: shard tensors along their first "
+            "axes"
+        )
+    return rows.astype("<i8").tobytes()
 
 
 def read_blocks(raw: Bytes, layouts: Sequence[Layout]) -> tuple[HostCut, ...]:
@@ -138,6 +148,10 @@ class ModelVersion:
         self._format: Format = format
         # Statement -> digest; hosts of equal islands have equal ones. Payloads may be copies, so they are not kept.
         self._digests: dict[bytes, int] = {}
+
+    @property
+    def value_bytes(self) -> int:
+        return self._value.nbytes
 
     def cut(self, blocks: bytes) -> tuple[int, Callable[[], list[memoryview]]]:
         """Return the digest of the blocks that a host holds, and a function that makes the payload with those it gets.

@@ -6,7 +6,9 @@ value, as if the leader had sent it. Incomplete values are bounded in number, an
 oldest one makes room. All of them are dropped when the sessions end.
 
 Each host states once which blocks of the fragments it holds (core/held.py). From then on it gets its blocks of every
-version, over its own session. Versions wait until the host has stated its blocks.
+version, over its own session. Versions wait until the host has stated its blocks; if newer ones have replaced more than
+`payload_bytes_max` of them, the sessions end. If the blocks are not of the model, the listener refuses this incarnation
+of the learner from then on, because it would state the same again.
 """
 
 import contextlib
@@ -68,17 +70,35 @@ class UnsentVersions:
     copy of a payload yet.
     """
 
-    def __init__(self, waiting_max: int) -> None:
+    def __init__(self, waiting_max: int, bytes_max: int) -> None:
         self._waiting_max = waiting_max
+        self._bytes_max = bytes_max
         self.versions: deque[tuple[GlobalFragment, Version]] = deque()
         self.cuts: deque[tuple[CutFragment, Callable[[], Payload]]] = deque()
         # The payload of the host's HostBlocks.
         self.blocks: bytes | None = None
 
-    def add(self, message: GlobalFragment, version: Version) -> bool:
-        """Queue a version; False if too many wait."""
+    def add(self, message: GlobalFragment, version: Version) -> str:
+        """Queue a version; return which limit is exceeded, or ""."""
         self.versions.append((message, version))
-        return len(self.versions) + len(self.cuts) <= self._waiting_max
+        waiting, replaced_bytes = len(self.versions) + len(self.cuts), self._replaced_bytes()
+        if self.blocks is None and replaced_bytes > self._bytes_max:
+            return (
+                f"has stated no blocks, and {replaced_bytes} bytes of replaced values wait for it, the limit is "
+                f"{self._bytes_max}: start all hosts with the release of the syncer, or raise "
+                "transport.payload_bytes_max if its link is slow"
+            )
+        if waiting > self._waiting_max:
+            return (
+                f"does not read what it is sent: {waiting} versions wait for it, the limit is {self._waiting_max}: "
+                "check its link, or raise transport.queue_payloads_max"
+            )
+        return ""
+
+    def _replaced_bytes(self) -> int:
+        """Return the bytes of waiting values that are not the newest of their fragment: only they cost memory."""
+        newest = {message.fragment_id: version for message, version in self.versions}
+        return sum(each.value_bytes for _, each in self.versions) - sum(each.value_bytes for each in newest.values())
 
     def clear(self) -> None:
         self.versions.clear()
@@ -143,8 +163,11 @@ class HostSessions:
         self._joining = threading.Lock()
         self._parts = HostParts(leader.hosts, leader.config.payload_bytes_max)
         self._sessions: dict[int, StreamSession] = {}
-        self._unsent = [UnsentVersions(leader.config.queue_payloads_max) for _ in range(leader.hosts)]
+        limits = leader.config.queue_payloads_max, leader.config.payload_bytes_max
+        self._unsent = [UnsentVersions(*limits) for _ in range(leader.hosts)]
         self._over = False
+        # Why every later session of this incarnation is refused; "" if it is not.
+        self.refusal = ""
         self.add(leader)
 
     def get(self, host: int) -> StreamSession | None:
@@ -182,11 +205,9 @@ class HostSessions:
         with self._lock:
             if self._over:
                 return
-            full = [host for host, unsent in enumerate(self._unsent) if not unsent.add(message, version)]
-        if full:
-            self.leader.fail(
-                f"{len(full)} of its hosts do not read versions, or have stated no blocks; first host {full[0]}"
-            )
+            excess = [(host, unsent.add(message, version)) for host, unsent in enumerate(self._unsent)]
+        if found := [f"its host {host} {words}" for host, words in excess if words]:
+            self.leader.fail(found[0])
         else:
             self._later(self._send_cuts)
 
@@ -202,6 +223,11 @@ class HostSessions:
                 # The end of the session is in the inbox.
                 with contextlib.suppress(LinkClosed):
                     self._send_next(session, unsent)
+            except ValueError as error:
+                self._refuse(
+                    f"its host {host} cannot get a version: {error}. Start all hosts with the config and the release "
+                    "of the syncer"
+                )
             # An error would be lost with the thread.
             except Exception as error:
                 session.fail(f"its host {host} cannot get a version: {error}")
@@ -236,17 +262,23 @@ class HostSessions:
         if not isinstance(message, HostBlocks):
             return self._on_value(host, message, payload)
         if len(payload) > STATEMENT_BYTES_MAX:
-            self.leader.fail(
-                f"its host {host} stated its blocks in {len(payload)} bytes, the limit is {STATEMENT_BYTES_MAX}"
+            self._refuse(
+                f"its host {host} stated its blocks in {len(payload)} bytes, the limit is {STATEMENT_BYTES_MAX}: shard "
+                "tensors along their first axes"
             )
             return False
         with self._lock:
             again, self._unsent[host].blocks = self._unsent[host].blocks is not None, bytes(payload)
         if again:
-            self.leader.fail(f"its host {host} stated its blocks twice")
+            self._refuse(f"its host {host} stated its blocks twice: start all hosts with the release of the syncer")
             return False
         self._later(self._send_cuts)
         return True
+
+    def _refuse(self, reason: str) -> None:
+        """End the sessions, and let the book refuse later ones of the same incarnation."""
+        self.refusal = reason
+        self.leader.fail(reason)
 
     def _on_value(self, host: int, message: HostValue, part: bytes | memoryview) -> bool:
         """Keep a host's part, and deliver the whole value after the last one; on the thread of the host's session."""
@@ -448,6 +480,9 @@ class SessionBook:
         if known is None:
             return
         ours, theirs = _stamp(known.header), _stamp(header)
+        hosts = self._hosts.get(header.sender)
+        if hosts is not None and hosts.refusal and known.header.incarnation == header.incarnation:
+            raise Refused(f"{header.sender!r} incarnation {header.incarnation} is refused: {hosts.refusal}")
         # The host will learn of the leader's next session.
         if header.host and known.header.incarnation == header.incarnation:
             if ours > theirs or (ours == theirs and not known.open):

@@ -19,7 +19,7 @@ from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.model import cuts as model_cuts
-from diloco_jax.runtime.model.cuts import COLUMNS, ROWS_MAX, Cuts, read_blocks
+from diloco_jax.runtime.model.cuts import COLUMNS, ROWS_MAX, Cuts, HostCut, pack_blocks, read_blocks
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.models.config import ModelConfig
@@ -225,3 +225,12 @@ def test_blocks_that_are_not_of_this_model_are_refused(row: tuple[int, ...], wor
         read_blocks(bytes(8 * COLUMNS * ROWS_MAX + 8 * COLUMNS), layouts)
     with pytest.raises(ValueError, match="are not the blocks of a host"):
         read_blocks(bytes(9), layouts)
+
+
+def test_a_host_whose_blocks_take_too_many_rows_learns_it_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = everything(whole(plan_fragments({"a": (40, 30), "b": (7,)}, 1).fragments[0]))
+    monkeypatch.setattr(model_cuts, "ROWS_MAX", 4)
+    assert len(pack_blocks([HostCut(blocks, blocks)])) == 4 * 8 * COLUMNS
+    monkeypatch.setattr(model_cuts, "ROWS_MAX", 3)
+    with pytest.raises(ValueError, match="take 4 rows, the limit is 3: shard tensors along their first axes"):
+        pack_blocks([HostCut(blocks, blocks)])

@@ -337,9 +337,10 @@ class Letters:
     """A version whose cut for a host is what the host stated, repeated; nothing else is known."""
 
     payload = b"whole"
+    value_bytes = 30
 
-    def __init__(self, number: int) -> None:
-        self.message = GlobalFragment(number, 0, number, 1, number, 5)
+    def __init__(self, number: int, fragment_id: int = 0) -> None:
+        self.message = GlobalFragment(number, fragment_id, number, 1, number, 5)
 
     def cut(self, blocks: bytes) -> tuple[int, Callable[[], bytes]]:
         if blocks == b"?":
@@ -400,7 +401,7 @@ def test_a_statement_larger_than_the_limit_is_not_kept(monkeypatch: pytest.Monke
     leader, follower = learner(2)
     assert follower.offer(HostBlocks("a", 0), bytes(7))
     assert not leader.offer(HostBlocks("a", 0), bytes(8)) and not follower.open
-    assert leader.reason == "its host 0 stated its blocks in 8 bytes, the limit is 7"
+    assert leader.reason.startswith("its host 0 stated its blocks in 8 bytes, the limit is 7: shard tensors")
 
 
 def test_chunks_of_a_state_that_wait_for_a_slow_leader_do_not_hold_up_versions() -> None:
@@ -417,17 +418,59 @@ def test_chunks_of_a_state_that_wait_for_a_slow_leader_do_not_hold_up_versions()
     leader.fail("done")
 
 
-def test_versions_that_wait_for_a_statement_are_bounded() -> None:
-    leader, _ = learner(2)
+def test_a_host_that_states_no_blocks_holds_few_replaced_values_and_every_newest_one() -> None:
+    leader, _ = learner(2, payload_bytes_max=100)
+    leader.offer(HostBlocks("a", 0), b"x")
+    versions = [Letters(1, fragment_id) for fragment_id in range(9)] + [Letters(number) for number in range(2, 6)]
+    for version in versions:
+        assert leader.open, "the newest values of nine fragments, and at most three that were replaced"
+        hosts_of(leader).send_version(version.message, version)
+    assert not leader.open
+    assert "its host 1 has stated no blocks, and 120 bytes of replaced values wait for it, the limit is 100" in (
+        leader.reason
+    )
+
+
+def test_versions_that_wait_for_a_host_that_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = learner(2)
+    monkeypatch.setattr(Quiet, "cuts_waiting", property(lambda self: 2 if self is follower else 0))
+    for each in (leader, follower):
+        each.offer(HostBlocks("a", 0), b"x")
     limit = leader.config.queue_payloads_max
     for number in range(limit + 1):
         assert leader.open
         version = Letters(number)
         hosts_of(leader).send_version(version.message, version)
-    assert (
-        not leader.open
-        and "2 of its hosts do not read versions, or have stated no blocks; first host 0" in leader.reason
-    )
+    assert not leader.open
+    assert f"its host 1 does not read what it is sent: {limit + 1} versions wait for it" in leader.reason
+
+
+@pytest.mark.parametrize("wrong", ["not of the model", "twice", "too large"])
+def test_a_learner_whose_blocks_cannot_be_used_is_refused_until_it_starts_again(
+    side: Side, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    def admit(incarnation: int, number: int) -> Quiet:
+        names = {"run_id": "run", "sender": "a", "incarnation": incarnation, "session": number, "hosts": 2}
+        header = pb.Header(**names)  # type: ignore[arg-type]
+        session: Quiet = side.book.admit(header, lambda: Quiet(side.inbox, header))
+        side.book.establish(session)
+        return session
+
+    leader, version = admit(5, 1), Letters(1)
+    monkeypatch.setattr(sessions, "STATEMENT_BYTES_MAX", 7)
+    if wrong == "not of the model":
+        leader.offer(HostBlocks("a", 5), b"?")
+        hosts_of(leader).send_version(version.message, version)
+    elif wrong == "twice":
+        leader.offer(HostBlocks("a", 5), b"x")
+        leader.offer(HostBlocks("a", 5), b"x")
+    else:
+        leader.offer(HostBlocks("a", 5), bytes(8))
+    assert not leader.open
+    with pytest.raises(Refused, match="'a' incarnation 5 is refused: its host 0 ") as refused:
+        admit(5, 2)
+    assert refused.value.final, "it would state the same again"
+    assert admit(6, 3).open
 
 
 def test_few_cuts_wait_for_a_slow_host_and_the_next_follow_as_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
