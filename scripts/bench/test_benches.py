@@ -64,6 +64,7 @@ LINKS = {
     "slow": "--islands 2 --model 1m --rate-mbit 100 --steps 150",
     "utilisation": "--islands 2 --multiples 20 --step-s 0.1 --steps 24",
     "downlink": "--islands 2 --shares 0.5 --step-s 0.1 --steps 24",
+    "planned": "--multiples 20 --join-multiple 50 --step-s 0.2 --steps 12",
     "vs_data_parallel": "--islands 2 --rate-mbit 100 --steps 200 --batch-size 1 --seq-len 16 --timed-steps 1",
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 # This must happen before any import of JAX.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from lab import traffic, transport, versus_data_parallel, versus_torchft
+from lab import planned, traffic, transport, versus_data_parallel, versus_torchft
 from lab.network import LabError, RunFailed, check_root
 from lab.results import show
 
@@ -31,6 +31,11 @@ BENCHES = {
         traffic.add_downlink_words,
         traffic.measure_downlink,
         "share of values that arrive within tau steps on slow downlinks",
+    ),
+    "planned": (
+        planned.add_words,
+        planned.measure,
+        "times and bytes of rounds and of a join beside those of diloco plan",
     ),
     "vs_data_parallel": (
         versus_data_parallel.add_words,

@@ -43,10 +43,10 @@ data parallel: the forward pass takes 1/3 of a step. The backward pass takes 2/3
 our fit: the paper does not describe how transfers share a link, nor what a late fragment delays. Its rows are on
   1/CU = 2/3 + x/{SPREAD_STEPS}, where x is the steps that one fragment takes alone on the link. One constant is fitted.
 our system needs: learners never wait, so their steps run at 100 % over any link. The columns are the share of due
-  rounds that are made in time: a fragment travels up and down within tau = 2 steps, and half a step passes until the
-  reports arrive. int4 has 4.125 bits. Latency and merge are 0. Every learner exchanges with a syncer elsewhere, and a
-  site has 8 / sites learners; the paper's syncer shards all-reduce between sites. So more sites need less in our
-  system, and more in the paper's.
+  rounds that are made: they follow each other no faster than a version travels, divided by gamma = 0.9. At the rate
+  of 100 % a version takes 0.9 steps. int4 has 4.125 bits. Latency and merge are 0. Every learner exchanges with a
+  syncer elsewhere, and a site has 8 / sites learners; the paper's syncer shards all-reduce between sites. So more
+  sites need less in our system, and more in the paper's.
 docs/plan.md has the derivations."""
 
 

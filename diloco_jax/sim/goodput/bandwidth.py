@@ -1,7 +1,7 @@
 """Formulas for the rate that a wide-area link must have, for data parallel and for this protocol.
 
     data parallel   every step waits for a ring all-reduce of the gradient; the backward pass hides a part of it
-    decoupled       learners never wait; a round that takes longer than its overlap delays other rounds
+    decoupled       learners never wait; rounds follow each other no faster than links carry their versions
     lockstep        tau = 0: learners wait for every round
 
 Rates are in Gbit/s (1e9 bit) of one direction of a site's link, times are in seconds, and sizes are the encoded bytes
@@ -14,10 +14,14 @@ from dataclasses import dataclass
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 # Gradients can travel during this share of a step, because the backward pass costs twice the forward pass.
 BACKWARD = 2 / 3
-# Steps end at any time, so reports arrive half a step after the opening of a round on average.
+# Learners step at different times, so a learner's copy waits half a step on average until its round requests it.
 QUORUM_STEPS = 0.5
+# A round opens when the one before it closes, and every learner reports once per step.
+REPORT_STEPS = 1.0
 # A round needs this many round trips: the pull and the value, then the new version in one direction.
 TRIPS = 1.5
+# A new version is on its way for this share of a round trip, besides its transfer.
+DOWN_TRIPS = 0.5
 # A learner's report is on its way for this share of a round trip before that.
 REPORT_TRIPS = 0.5
 GBIT = 1e9 / 8  # bytes
@@ -71,15 +75,52 @@ class Rounds:
     merge_s: float = 0.0
     # The time to read its new version on every host of an island, until it can be adopted.
     arrive_s: float = 0.0
+    # gamma, the share of the time between two rounds that may pass until learners have a version.
+    grace_safety: float = 0.9
 
     @property
     def planned_gbit_per_s(self) -> float:
         """Return the mean rate in the busier direction if every round is made."""
         return max(self.up_total_bytes, self.down_total_bytes) / (self.sync_every * self.step_s) / GBIT
 
+    @property
+    def due_s(self) -> float:
+        """Return the mean time between two steps with a due fragment."""
+        return self.step_s * self.sync_every / self.num_fragments
+
+    def pace_s(self, gbit_per_s: float) -> float:
+        """Return the least time between two rounds with overlap: gamma of it brings a version to the learners.
+
+        The syncer knows this time from reports, whose way counts too (docs/decisions/0020-broadcasts.md). So a round
+        trip slows rounds on a link of any rate, and tau does not help.
+        """
+        read_s = self.down_s(gbit_per_s) + self.arrive_s + REPORT_TRIPS * self.round_trip_s
+        return read_s / self.grace_safety
+
+    def reports_s(self, gbit_per_s: float) -> float:
+        """Return the seconds that a round is open: a step until all have reported, or longer on a narrow link.
+
+        In lockstep all learners report at once.
+        """
+        if not self.overlap_steps:
+            return 0.0
+        return REPORT_STEPS * self.step_s + max(0.0, self.pace_s(gbit_per_s) - self.due_s)
+
+    def up_s(self, gbit_per_s: float) -> float:
+        """Return the seconds from closing a round until the largest value has arrived: a pull and its answer."""
+        return self.round_trip_s + self.up_bytes / (gbit_per_s * GBIT)
+
+    def down_s(self, gbit_per_s: float) -> float:
+        """Return the seconds that the largest new version travels."""
+        return DOWN_TRIPS * self.round_trip_s + self.down_bytes / (gbit_per_s * GBIT)
+
     def round_s(self, gbit_per_s: float) -> float:
         """Return the seconds from the opening of the largest fragment's round to the arrival of its new version."""
-        return self._waits_s + (self.up_bytes + self.down_bytes) / (gbit_per_s * GBIT)
+        return self.reports_s(gbit_per_s) + self._quorum_free_s(gbit_per_s)
+
+    def age_s(self, gbit_per_s: float) -> float:
+        """Return the seconds from a learner's copy of the largest fragment to the arrival of the version from it."""
+        return QUORUM_STEPS * self.step_s + self._quorum_free_s(gbit_per_s)
 
     def fragment_s(self, gbit_per_s: float) -> float:
         """Return the seconds from a learner's report, the last one of a round, to the arrival of the new version."""
@@ -88,47 +129,48 @@ class Rounds:
     def utilisation(self, gbit_per_s: float) -> float:
         """Return the share of the schedule that a link of this rate can keep.
 
-        With overlap: the share of due rounds that are made in time. At most tau rounds are in flight, each for
-        `round_s`, and a fragment has at most one of them. Inner steps continue at full speed in any case.
+        With overlap, the share of due rounds that are made is
+
+            min(1, due / pace, min(tau, H) step / (way up + merge), rate / planned rate)
+
+        since rounds keep the pace of the links, at most tau rounds are in flight until their merge, a fragment has at
+        most one of them, and the link carries at most its rate. Inner steps continue at full speed in any case.
         In lockstep: the share of the time in inner steps.
         """
         if not self.overlap_steps:
-            between_s = self.step_s * self.sync_every / self.num_fragments
-            return between_s / (between_s + self.round_s(gbit_per_s))
-        in_flight = self._overlap_s / self.round_s(gbit_per_s)
-        return min(1.0, in_flight, gbit_per_s / self.planned_gbit_per_s)
+            return self.due_s / (self.due_s + self.round_s(gbit_per_s))
+        in_flight = self._overlap_s / (self.up_s(gbit_per_s) + self.merge_s)
+        return min(1.0, self.due_s / self.pace_s(gbit_per_s), in_flight, gbit_per_s / self.planned_gbit_per_s)
 
     def gbit_per_s(self, utilisation: float) -> float:
         """Return the rate for this utilisation; infinite if the waits alone take too long for any rate."""
         _check_share(utilisation)
+        trip_s = self.round_trip_s
         if not self.overlap_steps:
-            between_s = self.step_s * self.sync_every / self.num_fragments
-            return self._rate(between_s * (1 / utilisation - 1))
+            left_s = self.due_s * (1 / utilisation - 1) - TRIPS * trip_s - self.merge_s - self.arrive_s
+            return _rate(self.up_bytes + self.down_bytes, left_s)
+        up_left_s = self._overlap_s / utilisation - trip_s - self.merge_s
+        read_s = self.grace_safety * self.due_s / utilisation
+        down_left_s = read_s - (DOWN_TRIPS + REPORT_TRIPS) * trip_s - self.arrive_s
         carried = utilisation * self.planned_gbit_per_s
-        return max(carried, self._rate(self._overlap_s / utilisation))
+        return max(carried, _rate(self.up_bytes, up_left_s), _rate(self.down_bytes, down_left_s))
 
     def overlap_needed(self, gbit_per_s: float) -> int:
         """Return the smallest tau, at least 1, that lets the largest fragment return in time."""
-        return max(1, math.ceil(self._quorum_free_s(gbit_per_s) / self.step_s + QUORUM_STEPS))
+        return max(1, math.ceil(self.age_s(gbit_per_s) / self.step_s))
 
     @property
     def _overlap_s(self) -> float:
         return min(self.overlap_steps, self.sync_every) * self.step_s
 
-    @property
-    def _waits_s(self) -> float:
-        # In lockstep all learners report at once.
-        quorum_s = QUORUM_STEPS * self.step_s if self.overlap_steps else 0.0
-        return quorum_s + TRIPS * self.round_trip_s + self.merge_s + self.arrive_s
-
     def _quorum_free_s(self, gbit_per_s: float) -> float:
         moved_s = (self.up_bytes + self.down_bytes) / (gbit_per_s * GBIT)
         return TRIPS * self.round_trip_s + self.merge_s + self.arrive_s + moved_s
 
-    def _rate(self, round_s: float) -> float:
-        """Return the rate that makes a round take this long."""
-        left_s = round_s - self._waits_s
-        return (self.up_bytes + self.down_bytes) / left_s / GBIT if left_s > 0 else math.inf
+
+def _rate(num_bytes: float, left_s: float) -> float:
+    """Return the rate in Gbit/s that carries these bytes in the time that is left; infinite if none is."""
+    return num_bytes / left_s / GBIT if left_s > 0 else math.inf
 
 
 def _check_share(utilisation: float) -> None:

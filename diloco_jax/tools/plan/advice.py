@@ -170,7 +170,7 @@ def _too_wide(case: Case, rate: float) -> str:
     own, wire = case.rounds(), case.config.wire
     return (
         f"{wire.up} up and {wire.down} down would fill {own.planned_gbit_per_s / rate:.0%} of {rate:.3g} Gbit/s on "
-        f"average, or take {own.round_s(rate) / case.step_s:.2g} steps a round"
+        f"average, or take {own.age_s(rate) / case.step_s:.2g} steps a round"
     )
 
 
@@ -185,12 +185,12 @@ def _why_fragments(choice: ScheduleChoice) -> str:
 
 
 def _why_tau(case: Case, choice: ScheduleChoice) -> str:
-    rounds, round_s = choice.rounds, choice.rounds.round_s(choice.rate)
+    rounds, age_s = choice.rounds, choice.rounds.age_s(choice.rate)
     why = (
-        f"a round takes {round_s:.3g} s over this link (half a step for reports, {1.5 * case.given.round_trip_ms:.3g} "
-        f"ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, {_travel_s(choice):.2g} s up and down, "
-        f"{rounds.arrive_s:.2g} s to read on islands), which is "
-        f"{round_s / case.step_s:.2g} steps of {case.step_s:.3g} s; at least {OVERLAP_MIN} leave room for the grace "
+        f"over this link a version arrives {age_s:.3g} s after the copies that it merges (half a step for reports, "
+        f"{1.5 * case.given.round_trip_ms:.3g} ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, "
+        f"{_travel_s(choice):.2g} s up and down, {rounds.arrive_s:.2g} s to read on islands), which is "
+        f"{age_s / case.step_s:.2g} steps of {case.step_s:.3g} s; at least {OVERLAP_MIN} leave room for the grace "
         "window"
     )
     if choice.overlap_needed > OVERLAP_MAX:
@@ -272,11 +272,11 @@ def _rate(choice: ScheduleChoice) -> list[Advice]:
 def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
     """Advise on payloads and recoveries, but only if a setting must change."""
     there = changed(choice.case, transport={"stripes": stripes})
-    config, round_s = there.config, choice.rounds.round_s(choice.rate)
+    config, age_s = there.config, choice.rounds.age_s(choice.rate)
     found: list[Advice] = []
-    if round_s > config.protocol.pull_timeout_s:
-        wait = float(math.ceil(2 * round_s))
-        why = f"a round takes {round_s:.3g} s, and after this time it continues without late learners"
+    if age_s > config.protocol.pull_timeout_s:
+        wait = float(math.ceil(2 * age_s))
+        why = f"a version takes {age_s:.3g} s, and after this time a round continues without late learners"
         found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
     whole = 4 * max(each.num_elements for each in there.run.fragments)
     if whole > config.transport.payload_bytes_max:

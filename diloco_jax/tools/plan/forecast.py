@@ -26,6 +26,8 @@ from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
 from diloco_jax.tools.plan.verdict import verdict
 from diloco_jax.training.whole_state.moving import MovingLayout
 
+# A version that has arrived waits half a step on average for the gap between two steps.
+GAP_STEPS = 0.5
 # From wide to narrow.
 FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 DAY_S = 86400.0
@@ -99,9 +101,14 @@ def link_state(case: Case) -> dict[str, Any]:
         "planned_gbit_per_s_per_learner": rounds.planned_gbit_per_s,
         "utilisation": min(rounds.utilisation(rate), 1 / case.syncer_busy),
         "round_s": rounds.round_s(rate),
+        "age_s": rounds.age_s(rate),
         "overlap_s": config.protocol.overlap_steps * case.step_s,
+        "reports_s": rounds.reports_s(rate),
+        "up_s": rounds.up_s(rate),
         "merge_s": rounds.merge_s,
+        "down_s": rounds.down_s(rate),
         "arrive_s": rounds.arrive_s,
+        "adopt_s": GAP_STEPS * case.step_s if config.protocol.overlap_steps else 0.0,
         "wait": wait(case, rounds, rate),
         "data_parallel_utilisation": data_parallel_utilisation(
             2 * case.parameters, case.step_s, case.sites, given.link_gbit_per_s * PAYLOAD_SHARE

@@ -78,22 +78,24 @@ def _rates(result: Row) -> list[str]:
         lines.append(f"  {wire:<30}" + "".join(f"{'never':>9}" if rate is None else f"{rate:>9.3g}" for rate in cells))
     if result["run"]["overlap_steps"]:
         waits = "steps wait a little" if result["link"]["wait"]["limit_s"] else "steps never wait, over any link"
-        lines.append(f"  formats, the same both ways: of the rounds made in time; {waits}")
+        lines.append(f"  formats, the same both ways: of the due rounds made; {waits}")
     else:
         lines.append("  formats, the same both ways: of the time in steps; with tau = 0 learners wait")
     return [*lines, "  data_parallel: of the time in steps. All without headers, which take 4 to 9 % more"]
 
 
 def _link(link: Row, tau: int) -> list[str]:
-    within, made = (
-        (f" of its {link['overlap_s']:.3g} s", "of the rounds in time") if tau else ("", "of the time in steps")
-    )
+    made = "of the due rounds are made" if tau else "of the time in steps"
+    adopted = [f"              learners adopt it in the gap after a step, {link['adopt_s']:.3g} s later on average"]
     return [
         f"this link     {link['gbit_per_s']:.3g} Gbit/s per site: {link['payload_gbit_per_s_per_learner']:.3g} of "
         f"payload for each of its {link['learners_per_site']} learners, which send "
         f"{link['planned_gbit_per_s_per_learner']:.3g}",
-        f"              a round takes {link['round_s']:.3g} s{within} ({link['merge_s']:.2g} s of it to merge, "
-        f"{link['arrive_s']:.2g} s to read on islands): {link['utilisation']:.1%} {made}",
+        f"              a round takes {link['round_s']:.3g} s until learners have its version: "
+        f"{link['reports_s']:.3g} s open, {link['up_s']:.2g} s up, {link['merge_s']:.2g} s to merge, "
+        f"{link['down_s']:.2g} s down, {link['arrive_s']:.2g} s to read",
+        *(adopted if tau else []),
+        f"              {link['utilisation']:.1%} {made}",
         *_wait(link["wait"]),
         f"              data parallel over it would compute {link['data_parallel_utilisation']:.2%} of the time",
     ]

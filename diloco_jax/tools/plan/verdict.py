@@ -7,8 +7,8 @@ from typing import Any
 from diloco_jax.tools.budget.figures import size
 
 Row = Mapping[str, Any]
-# The least share of due rounds that a link must make in time to be called enough.
-IN_TIME_MIN = 0.95
+# The least share of due rounds that must be made over a link that is called enough.
+MADE_MIN = 0.95
 
 
 def verdict(result: Row) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def verdict(result: Row) -> dict[str, Any]:
 
     Returns:
         `fits`, whether chips and hosts have the memory that is known to be needed, None where no limit is known;
-        `link_enough`, whether rounds are made in time; `problems`, in words; `change`, the settings that the advice
-        changes, with their new values.
+        `link_enough`, whether nearly all due rounds are made; `problems`, in words; `change`, the settings that the
+        advice changes, with their new values.
     """
     problems, limits = [], 0
     for each in result["memory"]["islands"]:
@@ -36,9 +36,9 @@ def verdict(result: Row) -> dict[str, Any]:
                     problems.append(f"a {what} of {name} needs {size(needed)} and has {size(limit)}")
     fits = None if not limits else not problems
     link = result["link"]
-    enough = link["utilisation"] >= IN_TIME_MIN
+    enough = link["utilisation"] >= MADE_MIN
     if not enough:
-        unit = "of the rounds arrive in time" if result["run"]["overlap_steps"] else "of the time is left for steps"
+        unit = "of the due rounds are made" if result["run"]["overlap_steps"] else "of the time is left for steps"
         problems.append(f"over this link only {link['utilisation']:.0%} {unit}")
     changed = {each["setting"]: each["value"] for each in result["advice"] if each["change"]}
     return {"fits": fits, "link_enough": enough, "problems": problems, "change": changed}

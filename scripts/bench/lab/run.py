@@ -59,17 +59,17 @@ class Window(NamedTuple):
         return statistics.mean(count for _, count in self.merged) if self.merged else 0.0
 
 
-def job(islands: int, model: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
+def job(islands: int | Mapping[str, Any], model: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run with one emulated device per island and cheap evaluations.
 
     Args:
-        islands: number of islands.
+        islands: number of islands, or a whole section.
         model: arguments of the built-in decoder, or a whole section with "module".
         sections: additions to sections of the configuration, by name.
     """
     config: dict[str, Any] = {
         "name": "wan",
-        "islands": {"count": islands, "devices": 1},
+        "islands": {"count": islands, "devices": 1} if isinstance(islands, int) else islands,
         "train": {"steps": 1_000_000, "eval_batch_size": 4, "final_eval_batches": 1},
         "model": model if "module" in model else {"args": model},
         "protocol": {"sync_every": 24, "num_fragments": 24},
@@ -80,8 +80,13 @@ def job(islands: int, model: Mapping[str, Any], **sections: Mapping[str, Any]) -
     return config
 
 
+def host_name(name: str, host: int) -> str:
+    """Return the name of a child: that of its island, with the number of its host if that is not the first."""
+    return f"{name}.host-{host}" if host else name
+
+
 def spawn_python(
-    lab: Lab, config: RunConfig, name: str, site: str, words: Sequence[object], folder: Path
+    lab: Lab, config: RunConfig, name: str, site: str, words: Sequence[object], folder: Path, host: int = 0
 ) -> subprocess.Popen[bytes]:
     """Start a Python program at a site of a lab, like the supervisor of a local run.
 
@@ -91,12 +96,14 @@ def spawn_python(
         name: name of the child; a child with an island's name gets that island's cores.
         site: site in the lab.
         words: arguments of the interpreter.
-        folder: folder for NAME.log.
+        folder: folder for the child's log.
+        host: number of the process in an island of several.
     """
-    environment = dict(child_environment(config, name))
+    environment = dict(child_environment(config, name, host=host))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "bench")])
-    with (folder / f"{name}.log").open("ab") as log:
-        child = lab.spawn(name, site, [sys.executable, *words], stdout=log, environment=environment)
+    title = host_name(name, host)
+    with (folder / f"{title}.log").open("ab") as log:
+        child = lab.spawn(title, site, [sys.executable, *words], stdout=log, environment=environment)
     if cores := core_share(config.islands, name, sorted(os.sched_getaffinity(0))):
         os.sched_setaffinity(child.pid, cores)
     return child
@@ -129,12 +136,26 @@ class WanRun:
         self._spawn("syncer", SYNCER, ["syncer", self._file])
         self._await(lambda: (self.folder / ADDRESS_FILE).exists(), START_S, "the syncer's listening")
         for name in self._lab.islands:
-            words = ["learner", self._file, "--island", name, "--incarnation", 1]
-            self._spawn(name, name, [*words, "--syncer", self.config.transport.address])
+            self.start_island(name)
 
-    def _spawn(self, name: str, site: str, words: list[object]) -> None:
+    def start_island(self, name: str, incarnation: int = 1) -> None:
+        """Start all processes of an island."""
+        words = ["learner", self._file, "--island", name, "--incarnation", incarnation]
+        words += ["--syncer", self.config.transport.address]
+        hosts = self.config.island(name).hosts
+        if hosts > 1:
+            # Each start uses another port, since the last one may not be free yet.
+            words += ["--coordinator", f"{self._lab.address(name)}:{PORT + incarnation}"]
+        for host in range(hosts):
+            self._spawn(name, name, [*words, "--host", host] if hosts > 1 else words, host)
+
+    def stop_island(self, name: str) -> None:
+        """Ask all processes of an island to leave the run, and wait for their end."""
+        self._lab.stop(*(host_name(name, host) for host in range(self.config.island(name).hosts)))
+
+    def _spawn(self, name: str, site: str, words: list[object], host: int = 0) -> None:
         command = ["-m", "diloco_jax", *words, "--run-dir", self.folder]
-        spawn_python(self._lab, self.config, name, site, command, self.folder)
+        spawn_python(self._lab, self.config, name, site, command, self.folder, host)
 
     def _await(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
         self._lab.wait_for(condition, limit_s, what, self._look_at_memory)
@@ -149,6 +170,10 @@ class WanRun:
                 if line.startswith("VmHWM:"):
                     self.peak_rss_bytes[name] = int(line.split()[1]) << 10
 
+    def records(self, begin: Mark, end: Mark) -> list[dict[str, Any]]:
+        """Return the records of metrics.jsonl between two marks."""
+        return [r for r in self._metrics.look() if begin.t < r["t"] <= end.t]
+
     def _steps_of(self, island: str) -> int:
         return sum(r["kind"] == "step" and r["learner"] == island for r in self._metrics.look())
 
@@ -159,6 +184,15 @@ class WanRun:
         """Wait until every island has reported this many inner steps since the start of the run."""
         for name in self._lab.islands:
             self._await(partial(self._has_made, name, steps), limit_s, f"step {steps} of {name}")
+
+    def await_life(self, island: str, incarnation: int, limit_s: float) -> None:
+        """Wait until an island has reported a step of this incarnation."""
+        life = {"kind": "step", "learner": island, "incarnation": incarnation}
+        self._await(
+            lambda: any(life.items() <= r.items() for r in self._metrics.look()),
+            limit_s,
+            f"the first step of incarnation {incarnation} of {island}",
+        )
 
     def await_inner_steps(self, count: int, limit_s: float = 3600.0) -> None:
         """Wait until every island has made `count` more inner steps."""
@@ -192,7 +226,7 @@ class WanRun:
 
     def window(self, begin: Mark, end: Mark) -> Window:
         """Return the figures between two marks."""
-        records = [r for r in self._metrics.look() if begin.t < r["t"] <= end.t]
+        records = self.records(begin, end)
         utilisation, steps = {}, [r for r in records if r["kind"] == "step"]
         for name in self._lab.islands:
             own = [r for r in steps if r["learner"] == name]

@@ -46,7 +46,7 @@ def test_without_chips_memory_is_not_judged() -> None:
     [
         ({"chip": 96}, "a chip of west needs 96 GB and has 95 GB"),
         ({"host": 449}, "a host of west needs 449 GB and has 448 GB"),
-        ({"share": 0.94}, "over this link only 94% of the rounds arrive in time"),
+        ({"share": 0.94}, "over this link only 94% of the due rounds are made"),
         ({"share": 0.94, "tau": 0}, "over this link only 94% of the time is left for steps"),
     ],
 )
