@@ -229,24 +229,14 @@ class Merger:
         """Make the next version from the learners' values; the arguments stay unchanged."""
         return self.apply(values, self.shares(values, products, weights), state)
 
-<<<<<<< HEAD
     def shares(
         self, values: Values, products: Sequence[Products], weights: Float64[np.ndarray, "m"]
     ) -> list[Coefficients]:
-        """Return the coefficients c_m of each unit of each piece; all parts of a cut slice must be in this layout."""
+        """Return the coefficients c_m of each unit of each piece."""
         totals = self._units_of(products, _total)
         squares: Sequence[Sequence[float | None]] = [[None] * len(of) for of in totals]
         if len(weights) > self.pairs_max:
             squares = self._squares(values, totals, weights)
-=======
-    def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Coefficients]:
-        """Return the coefficients c_m of each unit of each piece."""
-        units: list[dict[int, list[Float64[np.ndarray, "m m"]]]] = [{} for _ in self.layout.pieces]
-        for leaf, found in zip(self.layout.leaves, products, strict=True):
-            first = leaf.start // self._rules[leaf.piece].unit
-            for number, each in enumerate(found, first):
-                units[leaf.piece].setdefault(number, []).append(each)
->>>>>>> blocks3
         return [
             np.array(
                 [coefficients(each, weights, rule.method, square) for each, square in zip(of, own, strict=True)],

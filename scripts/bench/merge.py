@@ -101,7 +101,7 @@ class Shape(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        pieces = (Piece(f"tensor{i:05}", 0, self.size, (self.size // 256, 256)) for i in range(self.tensors))
+        pieces = (Piece(f"tensor{i:05}", (self.size // 256, 256)) for i in range(self.tensors))
         return make_layout(pieces)
 
 
@@ -172,16 +172,7 @@ class Job:
         return inspected_s - began_s, done_s - inspected_s
 
 
-<<<<<<< HEAD
 def random_payload(shape: Shape, format: Format, seed: int) -> np.ndarray:
-=======
-def layout_of(size: int) -> Layout:
-    """Return the layout of all tensors, with `size` elements each."""
-    return make_layout(Piece(f"tensor{i:02}", (size // 256, 256)) for i in range(TENSORS))
-
-
-def random_payload(layout: Layout, format: Format, seed: int) -> np.ndarray:
->>>>>>> blocks3
     """Return values like those of a learner."""
     tensor = np.random.default_rng(seed + 1).normal(0.0, 1e-3, shape.size).astype(np.float32)
     # All tensors have the same values, because encoding takes longer than a merge.

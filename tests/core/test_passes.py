@@ -121,40 +121,6 @@ def test_neither_order_nor_threads_change_a_bit(up: Format) -> None:
             assert round_with(pool.map) == expected
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("cuts", [(LEAF,), (LEAF, 2 * LEAF)])
-def test_shards_make_the_bits_of_the_whole(cuts: tuple[int, ...]) -> None:
-    whole, size = layout_of(BIG), BIG["big"][0]
-    edges = [0, *cuts, size]
-    parts = [Piece("big", a, b, (b - a,)) for a, b in itertools.pairwise(edges)]
-    shards = [make_layout([part]) for part in parts[:-1]]
-    shards.append(make_layout([parts[-1], *whole.pieces[1:]]))
-    gradients, weights = [random_values(m, BIG) for m in range(3)], WEIGHTS
-    start = random_values(9, BIG)
-
-    one = Merger(whole, rules_of(whole, *["rda"] * 3), NESTEROV, "int4", "int4")
-    payloads = [payload_of(gradient, "int4") for gradient in gradients]
-    expected = round_of(one, payloads, weights, one.first(whole.flat(start)))
-
-    mergers = [
-        Merger(shard, rules_of(shard, *["rda"] * len(shard.pieces)), NESTEROV, "int4", "int4") for shard in shards
-    ]
-    sent = [values_of([payload_of(shard.views(shard.flat(g)), "int4") for g in gradients]) for shard in shards]
-    products = [found for merger, v in zip(mergers, sent, strict=True) for found in merger.inspect(v)]
-    shares = dict(
-        zip([piece.key for piece in whole.pieces], one.shares(values_of(payloads), products, weights), strict=True)
-    )
-    made = [
-        m.apply(v, [shares[piece.key] for piece in m.layout.pieces], m.first(m.layout.flat(start)))
-        for m, v in zip(mergers, sent, strict=True)
-    ]
-    assert b"".join(update.state.value.tobytes() for update in made) == expected.state.value.tobytes()
-    assert b"".join(update.state.residual.tobytes() for update in made) == expected.state.residual.tobytes()
-    assert [digest for update in made for digest in update.digests] == expected.digests
-
-
-=======
->>>>>>> blocks3
 @pytest.mark.parametrize("up", FORMATS)
 def test_a_value_against_an_older_version_is_decoded_and_moved(up: Format) -> None:
     layout = layout_of()
