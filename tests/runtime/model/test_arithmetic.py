@@ -14,7 +14,7 @@ SIZE = 700
 
 def merged(seeds: list[int], chosen: list[int]) -> int:
     """Inspect the values of these seeds, merge those chosen by index, and return the digest of the new version."""
-    layout = make_layout([Piece("w", 0, SIZE, (SIZE,))])
+    layout = make_layout([Piece("w", (SIZE,))])
     setup = Setup((layout,), ({"w": Rule("rda", SIZE)},), Nesterov(0.7, 0.9), "int4", "int4", 2)
     arithmetic = Arithmetic(setup)
     arithmetic.load(0, 1, setup.first(0, np.ones(SIZE, np.float32)))
