@@ -82,9 +82,15 @@ class HostSend(NamedTuple):
 
 
 class HostShared(NamedTuple):
-    """The blocks of a global fragment that this host holds together with others, as the leader received them."""
+    """Blocks of a global fragment that the receiver holds together with others, from one of these others.
+
+    `number` counts the versions of this session with the syncer; runtime/island/blocks.py describes the steps.
+    """
 
     value: GlobalFragment
+    session: int
+    number: int
+    step: int
 
 
 class HostHandled(NamedTuple):

@@ -407,7 +407,7 @@ COMMANDS = (
     c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
     c.HostPutBatch((c.SampleRange(0, 8), c.SampleRange(16, 24)), (c.SampleRange(24, 40),)),
     c.HostStep(5),
-    c.HostShared(ARRIVED),
+    c.HostShared(ARRIVED, 7, 3, 1),
     c.HostAdopt(ARRIVED),
     c.HostHas(ARRIVED, "damaged"),
     c.HostLeaf(8, -1, "params/w"),

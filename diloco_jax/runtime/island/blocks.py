@@ -1,92 +1,116 @@
 """The blocks of fragments that each host of an island holds, and the way of each block to its hosts.
 
-Blocks that one host holds come from the syncer to that host. Blocks that several hosts hold come once, to the leader,
-which passes them on. So an island receives every block of a version once, however its tensors are sharded.
+One holder of a block gets it from the syncer, so an island receives every block of a version once, however its tensors
+are sharded. Hosts that hold blocks together divide them into equal shares, and each host gets one share from the
+syncer. They pass on the shares in steps 0, 1, ..., as Bruck's all-gather does:
+
+    in step i the host at place k < 2^i sends the share to the host at place k + 2^i
+
+A place counts from the host that got the share, in a ring of the holders. So every share enters a host once, after at
+most log2(holders) hops, and every holder sends as many bytes as it gets from others.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment
-from diloco_jax.core.held import Blocks, Box, HeldBlocks, blocks_of_boxes, one_buffer, regrouped, table_of
-from diloco_jax.core.layout import whole
+from diloco_jax.core.held import Blocks, Box, HeldBlocks, blocks_of_boxes, table_of
+from diloco_jax.core.layout import Layout, whole
 from diloco_jax.runtime.model.cuts import HostCut, pack_blocks
-from diloco_jax.transport.group.group import LEADER
 
 # By host: the boxes of each slice that its devices hold, by key.
 Boxes = Mapping[int, Mapping[str, Collection[Box]]]
+_NONE: Blocks = np.empty(0, np.int64)
+
+
+class PassingStep(NamedTuple):
+    """The blocks of a fragment that a host sends to others, and gets from others, in one step; by host."""
+
+    to: dict[int, HeldBlocks]
+    of: dict[int, HeldBlocks]
 
 
 class IslandBlocks:
-    """The blocks of one host, and on the leader also those that it passes on.
+    """The blocks of one host of an island.
 
     Args:
         boxes: Returns what the devices of each host hold of a fragment.
         host: This host.
         hosts: Number of the island's hosts.
+
+    Raises:
+        ValueError: The host's blocks take more rows than the syncer reads.
     """
 
     def __init__(
         self, fragments: Sequence[Fragment], boxes: Callable[[Fragment], Boxes], host: int, hosts: int
     ) -> None:
         self.host = host
-        # By fragment: what this host holds, and gets from the syncer.
+        # By fragment: what this host holds, and what it gets from the syncer. Together the hosts get each block once.
         self.held: list[HeldBlocks] = []
         self.got: list[HeldBlocks] = []
-        # By fragment: what this host sends the syncer of a value that all hosts hold, each block once.
-        self.owned: list[HeldBlocks] = []
-        # By fragment: host -> the blocks that it gets from the leader; here for the leader, or for one other host.
-        self.passed: list[dict[int, HeldBlocks]] = []
+        # By fragment: how the rest of what this host holds arrives, and what it passes on.
+        self.steps: list[list[PassingStep]] = []
         for fragment in fragments:
-            self._add(fragment, boxes(fragment), hosts)
+            self._add(whole(fragment), boxes(fragment), hosts)
         self.statement = pack_blocks([HostCut(*pair) for pair in zip(self.held, self.got, strict=True)])
 
-    def _add(self, fragment: Fragment, boxes: Boxes, hosts: int) -> None:
-        layout, receivers = whole(fragment), range(1, hosts) if self.host == LEADER else [self.host]
-        held, got, owned = list[Blocks](), list[Blocks](), list[Blocks]()
-        passed: dict[int, list[Blocks]] = {host: [] for host in receivers}
-        for piece in layout.pieces:
+    @property
+    def sources(self) -> set[int]:
+        """Return the hosts that pass on blocks to this one."""
+        return {host for steps in self.steps for step in steps for host in step.of}
+
+    def _add(self, layout: Layout, boxes: Boxes, hosts: int) -> None:
+        held, got = list[Blocks](), list[list[Blocks]]()
+        # (step, whether they leave, the other host) -> the blocks of each slice.
+        moving: dict[tuple[int, bool, int], list[list[Blocks]]] = {}
+
+        def move(step: int, leaves: bool, other: int, blocks: Blocks) -> None:
+            moving.setdefault((step, leaves, other), [[] for _ in layout.pieces])[len(got) - 1].append(blocks)
+
+        for number, piece in enumerate(layout.pieces):
             of_host = [blocks_of_boxes(piece.shape, boxes.get(each, {}).get(piece.key, ())) for each in range(hosts)]
-            holders = np.bincount(np.concatenate(of_host))
-            mine, shared = of_host[self.host], np.flatnonzero(holders > 1)
-            earlier = np.concatenate([np.empty(0, np.int64), *of_host[: self.host]])
-            held.append(mine)
-            got.append(np.union1d(mine, shared) if self.host == LEADER else np.setdiff1d(mine, shared))
-            owned.append(np.setdiff1d(mine, earlier))
-            for host, blocks in passed.items():
-                blocks.append(np.intersect1d(of_host[host], shared))
+            held.append(of_host[self.host])
+            got.append([])
+            for holders, blocks in _by_holders(of_host, self.host):
+                count, mine = len(holders), holders.index(self.host)
+                # Another host is the first in each slice, because the first shares of small slices are the larger ones.
+                for first, share in enumerate(np.array_split(blocks, count), number):
+                    place = (mine - first) % count
+                    if place == 0:
+                        got[-1].append(share)
+                    else:
+                        step = place.bit_length() - 1
+                        move(step, False, holders[(mine - (1 << step)) % count], share)
+                    # The host has the share from this step on.
+                    step = place.bit_length()
+                    while place + (1 << step) < count:
+                        move(step, True, holders[(mine + (1 << step)) % count], share)
+                        step += 1
+        self.held.append(_blocks(layout, [[each] for each in held]))
+        steps = [PassingStep({}, {}) for _ in range(1 + max((step for step, *_ in moving), default=-1))]
+        for (step, leaves, other), shares in sorted(moving.items()):
+            # Slices with fewer blocks than holders have empty shares.
+            if any(share.size for of_slice in shares for share in of_slice):
+                (steps[step].to if leaves else steps[step].of)[other] = _blocks(layout, shares)
+        self.got.append(_blocks(layout, got) if any(step.of for step in steps) else self.held[-1])
+        self.steps.append(steps)
 
-        def made(blocks: Sequence[Blocks]) -> HeldBlocks:
-            return HeldBlocks(layout, tuple(map(table_of, blocks)))
 
-        self.held.append(made(held))
-        same = all(map(np.array_equal, held, got))
-        self.got.append(self.held[-1] if same else made(got))
-        self.owned.append(made(owned))
-        self.passed.append({host: made(blocks) for host, blocks in passed.items() if any(map(len, blocks))})
+def _blocks(layout: Layout, by_slice: Sequence[Sequence[Blocks]]) -> HeldBlocks:
+    return HeldBlocks(layout, tuple(table_of(np.sort(np.concatenate([_NONE, *each]))) for each in by_slice))
 
-    def is_passed(self, fragment_id: int) -> bool:
-        """Return whether this host, which does not lead, gets blocks of the fragment from the leader."""
-        return self.host in self.passed[fragment_id]
 
-    def for_others(self, fragment_id: int, payload: Bytes, format: Format) -> dict[int, Bytes]:
-        """Return what the leader passes on of a payload that it got, by host; ValueError if the payload is damaged."""
-        got = [(self.got[fragment_id], payload)]
-        return {host: one_buffer(regrouped(got, each, format)) for host, each in self.passed[fragment_id].items()}
-
-    def for_own(self, fragment_id: int, payload: Bytes, shared: Bytes, format: Format) -> Bytes:
-        """Return the payload of the blocks that this host holds; ValueError if a payload is damaged.
-
-        Args:
-            payload: From the syncer.
-            shared: From the leader; b"" if nothing is passed to this host.
-        """
-        held, got = self.held[fragment_id], self.got[fragment_id]
-        if got is held:
-            return payload
-        sources = [(got, payload)]
-        if self.host in self.passed[fragment_id]:
-            sources.append((self.passed[fragment_id][self.host], shared))
-        return one_buffer(regrouped(sources, held, format))
+def _by_holders(of_host: Sequence[Blocks], host: int) -> Iterator[tuple[list[int], Blocks]]:
+    """Group the blocks of one slice that a host holds by the hosts that hold them, in ascending order."""
+    mine = of_host[host]
+    groups = np.zeros(mine.size, np.int64)
+    for blocks in of_host:
+        groups = 2 * groups + np.isin(mine, blocks)
+        # Numbers without a gap stay below the number of blocks.
+        groups = (np.cumsum(np.bincount(groups) > 0) - 1)[groups]
+    for number in range(int(groups.max(initial=-1)) + 1):
+        blocks = mine[groups == number]
+        yield [each for each, held in enumerate(of_host) if np.isin(blocks[0], held)], blocks

@@ -22,6 +22,8 @@ from diloco_jax.protocol.messages import CutFragment, FragmentValue, GlobalFragm
 from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die
+from diloco_jax.runtime.island.leader import END_S
+from diloco_jax.runtime.island.passing import Passing
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.pulse import Pulse
@@ -29,7 +31,8 @@ from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.transport import commands
 from diloco_jax.transport.endpoints.dialler import Dialler
-from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.group.direct import DirectLinks
+from diloco_jax.transport.group.group import GroupItem, GroupMember
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
 
@@ -39,8 +42,8 @@ AHEAD_MAX = 4
 # These commands may take longer than a step.
 LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)
 
-# Commands for the thread that has the link.
-OfLink = commands.HostConnect | commands.HostShared | commands.HostHandled
+# Commands for the thread that has the link, and numbers of versions whose blocks have all arrived.
+OfLink = commands.HostConnect | commands.HostHandled | int
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class Follower:
     host: Host
     dialler: Dialler
     group: GroupMember
+    direct: DirectLinks
     # Set from outside to leave the run; the leader decides when.
     stop: threading.Event
     # Takes the samples of the next step, and the known samples of later steps.
@@ -63,22 +67,25 @@ class Follower:
         self.status: int | None = None
         self._stepped_s = 0.0
         self._told_stop = False
+        self._over = threading.Event()
         # The link thread's.
         self._values = self.host.global_values()
-        # The parts of values that are not complete: from the syncer with its number and the digest of the whole, and
-        # from the leader.
-        self._own: dict[GlobalFragment, tuple[int, int, Bytes]] = {}
-        self._shared: dict[GlobalFragment, Bytes] = {}
+        # The versions that are not complete, by number, with the digest of all blocks of this host.
+        self._own: dict[int, CutFragment] = {}
         # The values that may be adopted, in the order of their arrival.
         self._arrived: dict[GlobalFragment, ArrivedValue] = {}
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
         self._steps_do: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
-        self._link_does: queue.SimpleQueue[tuple[OfLink, Bytes]] = queue.SimpleQueue()
+        self._link_does: queue.SimpleQueue[OfLink] = queue.SimpleQueue()
         # Versions of the present link that arrived here, and that the leader has handled.
         self._taken, self._handled = 0, 0
         self._received_leaves: queue.SimpleQueue[tuple[commands.HostHave, Bytes]] = queue.SimpleQueue()
+        blocks = self.host.blocks
+        assert blocks is not None, "an island of several hosts has blocks"
+        self._passing = Passing(blocks, self.host.format_of, self.direct.send, self._to_link)
+        self.direct.dial(blocks.sources, self._on_shared)
         self._in_thread("group", self._receive)
         self._in_thread("link", self._serve_link)
 
@@ -122,6 +129,7 @@ class Follower:
         if self._link is not None:
             self._link.close(0.0)
         self.group.close()
+        self.direct.close()
         return FAILED if self.status is None else self.status
 
     def _do(self, command: commands.Command) -> None:
@@ -209,21 +217,18 @@ class Follower:
             # What the leader has not handled takes memory.
             reads = link is not None and self._taken < self._handled + AHEAD_MAX
             try:
-                command, payload = self._link_does.get(block=not reads, timeout=POLL_S)
+                command = self._link_does.get(block=not reads, timeout=POLL_S)
             except queue.Empty:
                 delivery = link.receive(POLL_S) if link is not None and reads else None
                 if delivery is not None and isinstance(delivery.message, CutFragment):
-                    self._taken += 1
-                    self._own[delivery.message.value] = self._taken, delivery.message.digest, delivery.payload
-                    self._read(delivery.message.value)
-                    self._drop_handled()
+                    self._take(delivery.message, delivery.payload)
                 continue
             match command:
-                case commands.HostShared(message):
-                    self._shared[message] = payload
-                    self._read(message)
+                case int() as number:
+                    self._read(number)
                 case commands.HostHandled(count):
                     self._handled = count
+                    self._passing.handled(count)
                     self._drop_handled()
                 case commands.HostConnect():
                     self._connect(command)
@@ -234,7 +239,7 @@ class Follower:
         self._link = None
         # The rest of these values does not come any more.
         self._own.clear()
-        self._shared.clear()
+        self._passing.begin(command.session)
         self._taken, self._handled = 0, 0
         try:
             self._link = self.dialler.connect(command.epoch, command.session)
@@ -243,30 +248,54 @@ class Follower:
         else:
             self._answer(command.number)
 
-    def _read(self, message: GlobalFragment) -> None:
-        """Read and check a value if all of its blocks have arrived, and tell the leader."""
-        fragment_id, host = message.fragment_id, self.host
-        assert host.blocks is not None, "an island of several hosts has blocks"
+    def _take(self, cut: CutFragment, payload: Bytes) -> None:
+        """Take the blocks of a version that the syncer has sent."""
+        self._taken += 1
+        self._own[self._taken] = cut
         try:
-            self._values.check(fragment_id)
-            is_passed = host.blocks.is_passed(fragment_id)
-            if message not in self._own or (is_passed and message not in self._shared):
-                return
-            (_, digest, own), shared = self._own.pop(message), self._shared.pop(message, b"")
-            payload = host.blocks.for_own(fragment_id, own, shared, host.format_of(message))
-            value = self._values.read(message, payload, digest)
+            self._values.check(cut.value.fragment_id)
+            self._passing.arrived(self._taken, cut.value, payload)
         except ValueError as error:
-            self._own.pop(message, None)
-            self.group.send(commands.HostHas(message, str(error)[:REASON_LENGTH_MAX]))
+            del self._own[self._taken]
+            self._refuse(cut.value, error)
+        self._drop_handled()
+
+    def _read(self, number: int) -> None:
+        """Read and check a value whose blocks have all arrived, and tell the leader."""
+        payload, cut = self._passing.take(number), self._own.pop(number, None)
+        # The leader may have handled it meanwhile, or the link is another one.
+        if payload is None or cut is None:
+            return
+        message = cut.value
+        try:
+            value = self._values.read(message, payload, cut.digest)
+        except ValueError as error:
+            self._refuse(message, error)
             return
         self._values.add(message, value)
-        host.place(fragment_id, value)
+        self.host.place(message.fragment_id, value)
         self._arrived[message] = value
         self.group.send(commands.HostHas(message))
 
+    def _refuse(self, message: GlobalFragment, error: ValueError) -> None:
+        self.group.send(commands.HostHas(message, str(error)[:REASON_LENGTH_MAX]))
+
     def _drop_handled(self) -> None:
         """Forget incomplete values that the leader has handled: it passes on nothing of what it does not want."""
-        self._own = {message: own for message, own in self._own.items() if own[0] > self._handled}
+        self._own = {number: cut for number, cut in self._own.items() if number > self._handled}
+
+    def _to_link(self, command: OfLink) -> None:
+        self._link_does.put(command)
+        if (link := self._link) is not None:
+            link.wake()
+
+    def _on_shared(self, item: GroupItem) -> None:
+        """Take blocks that another host passes on; on the thread of its connection."""
+        if isinstance(item.message, commands.HostShared):
+            self._guarded(partial(self._passing.on_shared, item.host, item.message, item.payload))
+        # At the end of the island a host may end before this one has the leader's last command.
+        elif not self._over.wait(END_S):
+            die(f"host {item.host} is disconnected ({item.reason})")
 
     def _receive(self) -> None:
         while self.status is None:
@@ -283,11 +312,10 @@ class Follower:
                     self._received_leaves.put((have, item.payload))
                 case commands.HostSaved() | commands.HostRead() as command:
                     self._leaves.submit(self._guarded, partial(self._on_disk, command))
-                case commands.HostConnect() | commands.HostShared() | commands.HostHandled() as command:
-                    self._link_does.put((command, item.payload))
-                    if (link := self._link) is not None:
-                        link.wake()
+                case commands.HostConnect() | commands.HostHandled() as command:
+                    self._to_link(command)
                 case commands.HostEnd() as command:
+                    self._over.set()
                     self._steps_do.put(command)
                     return
                 case command:

@@ -162,17 +162,23 @@ class Host:
         anchor, blocks = self.anchors[message.fragment_id], self.blocks
         if blocks is None:
             return lambda: codec.encode(anchor, "float32")
-        return lambda: blocks.owned[message.fragment_id].host_bytes(anchor)
+        return lambda: blocks.got[message.fragment_id].host_bytes(anchor)
 
     def format_of(self, message: GlobalFragment) -> codec.Format:
         """Return the format of the payload of a global fragment."""
         return "float32" if message.base == NO_VERSION else self.run.config.wire.down
 
-    def share_out(self, message: GlobalFragment, payload: Bytes) -> Bytes:
-        """Pass on what other hosts need of an arrived payload, and return what this one needs; any one thread.
+    def complete(self, message: GlobalFragment, payload: Bytes, alive: Callable[[], bool]) -> Bytes:
+        """Return all blocks that this host holds of a version that arrived; any one thread.
+
+        Blocks that several hosts hold are passed on to the others, and waited for.
+
+        Args:
+            alive: As for `wait_for_others`.
 
         Raises:
-            ValueError: The payload is damaged.
+            ValueError: The payload is damaged, or a host cannot read its own.
+            LinkClosed: As `wait_for_others`.
         """
         return payload
 

@@ -7,7 +7,6 @@ island's processes fails, all of them end at once, and their supervisor starts a
 import logging
 import os
 import socket
-import struct
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.commands import HostMeet, HostVerdict
 from diloco_jax.transport.endpoints.dialler import Dialler
+from diloco_jax.transport.group.direct import DirectLinks
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import check_free, split_address
 
@@ -36,9 +36,11 @@ HEARTBEAT_S = int(3 * SILENCE_S)
 START_S = 300
 # All processes must end within this time after the first one.
 SHUTDOWN_S = 20
-ADDRESS_BYTES = 256
+# Two addresses and numbers.
+WORDS_BYTES = 600
 METADATA_S = 2.0
-_NUMBER = struct.Struct("<Q")
+# An address of a private network; a route to it leads to other machines.
+NOWHERE = "10.255.255.255"
 _Said = TypeVar("_Said", HostMeet, HostVerdict)
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class Hosts:
     count: int  # number of hosts
     # The connection to the leader, or the leader's connection to all.
     group: GroupLeader | GroupMember
+    # The connections for blocks that hosts pass on.
+    direct: DirectLinks
     # The leader's incarnation counts for all hosts.
     incarnation: int
 
@@ -112,7 +116,7 @@ def join(
 def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str, same: Mapping[str, str]) -> Hosts:
     """Connect the processes of an island with each other, after JAX's distributed runtime has started.
 
-    The leader listens. JAX carries its address and its random number to the other hosts.
+    The leader listens, and every host does for blocks. JAX carries the addresses and random numbers to all hosts.
 
     Args:
       config, learner_id, incarnation, coordinator: As for `join`.
@@ -123,20 +127,31 @@ def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str,
       ConnectionError: A host is lost.
     """
     host, count = jax.process_index(), jax.process_count()
-    told = np.zeros(_NUMBER.size + ADDRESS_BYTES, np.uint8)
+    near = split_address(coordinator)[0] if coordinator else NOWHERE
+    own = near if coordinator and host == LEADER else _own_address(near)
+    here = group_config(config.transport, f"[{own}]:0" if ":" in own else f"{own}:0")
+    direct = DirectLinks(here, config.name, learner_id, host, count)
     group: GroupLeader | GroupMember | None = None
+    told = [direct.address, str(direct.number)]
     if host == LEADER:
-        own = split_address(coordinator)[0] if coordinator else _own_address()
-        group = leader = GroupLeader(group_config(config.transport, f"{own}:0"), config.name, learner_id, count)
-        raw = _NUMBER.pack(leader.number) + leader.address.encode()
-        told[:] = np.frombuffer(raw.ljust(told.size, b"\0"), np.uint8)
-    heard = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told)))
+        group = leader = GroupLeader(here, config.name, learner_id, count)
+        told += [leader.address, str(leader.number)]
+    heard = [words.split() for words in _exchange(" ".join(told))]
+    direct.meet([(words[0], int(words[1])) for words in heard])
     if group is None:
-        (number,) = _NUMBER.unpack_from(heard)
-        address = heard[_NUMBER.size :].rstrip(b"\0").decode()
-        group = GroupMember(group_config(config.transport, address), config.name, learner_id, host, count, number)
-    hosts = Hosts(host, count, group, incarnation)
+        _, _, address, number = heard[LEADER]
+        group = GroupMember(group_config(config.transport, address), config.name, learner_id, host, count, int(number))
+    hosts = Hosts(host, count, group, direct, incarnation)
     return replace(hosts, incarnation=_agree(hosts, {**same, "JAX": jax.__version__}))
+
+
+def _exchange(words: str) -> list[str]:
+    """Return the words of every process of the island, in the order of their numbers."""
+    raw = words.encode()
+    if len(raw) > WORDS_BYTES:
+        raise ValueError(f"{words!r} has {len(raw)} bytes, the limit is {WORDS_BYTES}: use shorter names of hosts")
+    told = np.frombuffer(raw.ljust(WORDS_BYTES, b"\0"), np.uint8)
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(multihost_utils.process_allgather(told))]
 
 
 def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None:
@@ -225,12 +240,13 @@ def _hear(group: GroupLeader | GroupMember, kind: type[_Said]) -> _Said:
     raise ConnectionError(f"the hosts of this island did not agree on its settings: {said}")
 
 
-def _own_address() -> str:
-    """Return the address of the interface to other machines; a machine's name often resolves to loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nowhere:
+def _own_address(there: str) -> str:
+    """Return the address of the interface to another machine; a machine's name often resolves to loopback."""
+    family, kind, *_, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as to_there:
         # A UDP socket only chooses a route; nothing is sent.
-        nowhere.connect(("10.255.255.255", 9))
-        return str(nowhere.getsockname()[0])
+        to_there.connect(address)
+        return str(to_there.getsockname()[0])
 
 
 def leave(status: int) -> NoReturn:

@@ -17,6 +17,7 @@ from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, SaveResult, Told
 from diloco_jax.runtime.island.join import Hosts, die
+from diloco_jax.runtime.island.passing import Passing
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
@@ -98,19 +99,35 @@ class Arrivals:
             self._told.setdefault(message, {})[host] = reason
             self._changed.notify_all()
 
-    def wait(self, message: GlobalFragment, alive: Callable[[], bool]) -> str:
-        """Wait for all other hosts, and return the first refusal, "" if there is none; LinkClosed as `Host`."""
+    def wait(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
+        """Wait for all other hosts, or for the first one that cannot read the value; raises as `Host`."""
         with self._changed:
             while len(self._told.get(message, ())) < self._others:
-                if not alive():
-                    raise LinkClosed("the link ended before all hosts had a value")
+                self._check(message, alive)
                 self._changed.wait(POLL_S)
-            told, known = self._told[message], [*self._told]
-            # Every host gets the values of a fragment in one order, so nothing is missing before this one.
-            for other in known[: known.index(message) + 1]:
-                if other.fragment_id == message.fragment_id:
-                    del self._told[other]
-        return next((f"host {host}: {reason}" for host, reason in sorted(told.items()) if reason), "")
+            # The value is on all hosts, so the link does not matter any more.
+            self._check(message, lambda: True)
+            self._forget(message)
+
+    def check(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
+        """Raise as `wait` if the value cannot come to all hosts any more."""
+        with self._changed:
+            self._check(message, alive)
+
+    def _check(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
+        for host, reason in sorted(self._told.get(message, {}).items()):
+            if reason:
+                self._forget(message)
+                raise ValueError(f"cannot be read by host {host}: {reason}")
+        if not alive():
+            raise LinkClosed("the link ended before all hosts had a value")
+
+    def _forget(self, message: GlobalFragment) -> None:
+        known = [*self._told]
+        # Every host gets the values of a fragment in one order, so nothing is missing before this one.
+        for other in known[: known.index(message) + 1]:
+            if other.fragment_id == message.fragment_id:
+                del self._told[other]
 
     def clear(self) -> None:
         with self._changed:
@@ -133,7 +150,8 @@ class LeadingHost(Host):
     ) -> None:
         super().__init__(run, island, compile_step, evaluate, saves, blocks)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
-        self._group = hosts.group
+        assert blocks is not None, "an island of several hosts has blocks"
+        self._group, self._direct = hosts.group, hosts.direct
         self._questions = Questions(hosts.group, hosts.count)
         self._stop = stop
         self._ending = False
@@ -142,9 +160,11 @@ class LeadingHost(Host):
         self._arrivals = Arrivals(hosts.count)
         # Versions of the present link that were handled.
         self._handled = 0
+        self._passing = Passing(blocks, self.format_of, hosts.direct.send)
         # Returns a leaf of the state that is being loaded.
         self._loading: Callable[[str], np.ndarray] | None = None
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
+        hosts.direct.dial(blocks.sources, self._on_shared)
 
     def tell(self, command: commands.Command) -> None:
         self._group.send(command)
@@ -158,6 +178,7 @@ class LeadingHost(Host):
     def connect(self, epoch: int, number: int) -> None:
         self._arrivals.clear()
         self._handled = 0
+        self._passing.begin(number)
         if problem := self._questions.ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
@@ -175,19 +196,19 @@ class LeadingHost(Host):
         self.tell(commands.HostSendAnchor(message))
         return super().take_anchor(message)
 
-    def share_out(self, message: GlobalFragment, payload: Bytes) -> Bytes:
-        assert self.blocks is not None, "an island of several hosts has blocks"
-        fragment_id, format = message.fragment_id, self.format_of(message)
-        for host, shared in self.blocks.for_others(fragment_id, payload, format).items():
-            self._group.send(commands.HostShared(message), shared, host)
-        return self.blocks.for_own(fragment_id, payload, b"", format)
+    def complete(self, message: GlobalFragment, payload: Bytes, alive: Callable[[], bool]) -> Bytes:
+        number = self._handled + 1
+        self._passing.arrived(number, message, payload)
+        while (whole := self._passing.take(number, POLL_S)) is None:
+            self._arrivals.check(message, alive)
+        return whole
 
     def wait_for_others(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
-        if problem := self._arrivals.wait(message, alive):
-            raise ValueError(f"cannot be read by {problem}")
+        self._arrivals.wait(message, alive)
 
     def handled(self) -> None:
         self._handled += 1
+        self._passing.handled(self._handled)
         self.tell(commands.HostHandled(self._handled))
 
     def supersede(self, message: GlobalFragment) -> None:
@@ -263,6 +284,7 @@ class LeadingHost(Host):
         if not self._gone.complete.wait(END_S):
             log.warning(f"the other hosts did not end within {END_S:.0f} s")
         self._group.close()
+        self._direct.close()
 
     def _listen(self) -> None:
         try:
@@ -273,6 +295,17 @@ class LeadingHost(Host):
         # An error would be lost with the thread.
         except Exception as error:
             die(f"a message of a host cannot be handled: {error!r}")
+
+    def _on_shared(self, item: GroupItem) -> None:
+        """Take blocks that another host passes on; on the thread of its connection."""
+        try:
+            if isinstance(item.message, commands.HostShared):
+                self._passing.on_shared(item.host, item.message, item.payload)
+            elif not self._ending:
+                die(f"host {item.host} is disconnected ({item.reason})")
+        # An error would be lost with the thread.
+        except Exception as error:
+            die(f"blocks of host {item.host} cannot be used: {error!r}")
 
     def _on_item(self, item: GroupItem) -> None:
         match item.message:

@@ -251,7 +251,7 @@ class LearnerInbox:
             return
         try:
             self._heads.check(message.fragment_id)
-            value = self._heads.read(message, host.share_out(message, payload), digest)
+            value = self._heads.read(message, host.complete(message, payload, self._is_linked), digest)
             # The step thread only dispatches the adoption, so that the devices hardly wait between two steps.
             host.place(message.fragment_id, value)
             host.wait_for_others(message, self._is_linked)

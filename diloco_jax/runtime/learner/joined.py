@@ -109,7 +109,7 @@ class Joining(NamedTuple):
     def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
         """Return a host that follows the leader."""
         assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
-        return Follower(host, self.dialler(host), self.hosts.group, stop, on_batch, self.pulse)
+        return Follower(host, self.dialler(host), self.hosts.group, self.hosts.direct, stop, on_batch, self.pulse)
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:

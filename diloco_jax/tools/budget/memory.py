@@ -137,9 +137,10 @@ def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
 
 
 class HeldElements(NamedTuple):
-    """Elements of a fragment on one host of an island, and elements that the leader passes on to all others."""
+    """Elements of a fragment on one host of an island, and those of them that other hosts pass on to it."""
 
     on_host: float
+    # It sends as many to other hosts.
     passed: float
 
 
@@ -152,14 +153,16 @@ def held_elements(blueprint: Blueprint, fragment: Fragment, hosts: int) -> HeldE
     for window in windows_of(fragment, blueprint.tensors, blueprint.orders):
         shard = math.prod(window.value_sharding.shard_shape(window.shape))
         axes = jax.tree.leaves(tuple(window.value_sharding.spec))
-        distinct, repeated = _shards_of_hosts(sizes, frozenset(axes), hosts)
-        on_host, passed = on_host + distinct * shard, passed + repeated * shard
+        distinct, others = _shards_of_hosts(sizes, frozenset(axes), hosts)
+        on_host, passed = on_host + distinct * shard, passed + others * shard
     return HeldElements(on_host, passed)
 
 
 @functools.cache
-def _shards_of_hosts(sizes: tuple[tuple[str, int], ...], axes: frozenset[str], hosts: int) -> tuple[int, int]:
-    """Return the most shards that one host holds, and how many holders all shards have beside the first.
+def _shards_of_hosts(sizes: tuple[tuple[str, int], ...], axes: frozenset[str], hosts: int) -> tuple[int, float]:
+    """Return the most shards that one host holds, and the most that it gets from other hosts.
+
+    Of a shard with r holders each holder gets the part 1 - 1/r from the others (runtime/island/blocks.py).
 
     Args:
         sizes: Name and size of each axis of the mesh.
@@ -172,7 +175,8 @@ def _shards_of_hosts(sizes: tuple[tuple[str, int], ...], axes: frozenset[str], h
             numbers = numbers * size + place
     host = np.arange(len(numbers)) * hosts // len(numbers)
     held = np.unique(np.stack([host, numbers]), axis=1)
-    return int(np.bincount(held[0]).max()), held.shape[1] - len(np.unique(numbers))
+    others = 1 - 1 / np.bincount(held[1])[held[1]]
+    return int(np.bincount(held[0]).max()), float(np.bincount(held[0], others).max())
 
 
 def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int) -> HostMemory:

@@ -137,7 +137,10 @@ class Case:
         return max(sum(self._arrive_s(kind, fragment, 4.0) for fragment in self.run.fragments) for kind in self.kinds)
 
     def _arrive_s(self, kind: TimedKind, fragment: Fragment, width: float) -> float:
-        """Return the time to pass on, decode and check a fragment of `width` bytes per element, and to place it."""
+        """Return the time to pass on, decode and check a fragment of `width` bytes per element, and to place it.
+
+        A host sends to others as much as it gets from them, in the same time.
+        """
         given, outline = self.given, kind.outline
         held = held_elements(outline.blueprint, fragment, outline.kind.island.hosts)
         read_s = held.on_host * (given.arrival_ns / THREADS_MAX + given.place_ns) * 1e-9

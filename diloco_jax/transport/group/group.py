@@ -1,5 +1,7 @@
 """The network of one island of several hosts: the leader, host 0, serves the other hosts over gRPC.
 
+Hosts that pass on blocks serve other hosts in the same way (direct.py).
+
 The settings of the syncer's connections protect it too (docs/security.md), with the island's certificate on both
 sides. Every other host has one connection and one session with the leader, with a bulk lane only, so that commands and
 payloads keep their order. A host that is silent for SILENCE_S is lost. A host that was lost or left does not return,
@@ -77,6 +79,7 @@ class GroupLeader:
 
     Args:
         config: Settings from `group_config`, with the address to listen on; port 0 lets the system choose one.
+        host: Number of this host.
 
     Attributes:
         address: Address for members, with the real port.
@@ -87,7 +90,7 @@ class GroupLeader:
             allowed, or certificate, key or token cannot be used.
     """
 
-    def __init__(self, config: TransportConfig, run_id: str, learner_id: str, hosts: int) -> None:
+    def __init__(self, config: TransportConfig, run_id: str, learner_id: str, hosts: int, host: int = LEADER) -> None:
         config = replace(config, connections_max=hosts + STRANGERS_MAX)
         own = credentials(config, learner_id, server=island_host(learner_id))
         calls.keep_freed_memory()
@@ -97,8 +100,8 @@ class GroupLeader:
         self._header = header()
         self._inbox = Inbox()
         self._others: dict[int, StreamSession] = {}
-        for host in range(1, hosts):
-            self._others[host] = _new_session(self._inbox, header(host=host), config, REPLIES, f"host {host}")
+        for other in sorted({*range(hosts)} - {host}):
+            self._others[other] = _new_session(self._inbox, header(host=other), config, REPLIES, f"host {other}")
         handlers = {calls.FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
         self._server, self.address = calls.open_server(config, calls.ISLAND_SERVICE, handlers, own.server)
 
@@ -115,7 +118,7 @@ class GroupLeader:
             ValueError: Command or payload can never be sent, or there is no such host.
         """
         if to is not None and to not in self._others:
-            raise ValueError(f"there is no host {to} to send to: this island has 1 to {len(self._others)}")
+            raise ValueError(f"there is no other host {to}: this island has {1 + len(self._others)} hosts")
         for host in self._others if to is None else (to,):
             _send(self._others[host], command, payload, COMMANDS)
 
@@ -153,7 +156,7 @@ class GroupLeader:
         if (header.run_id, header.sender, header.session) != (ours.run_id, ours.sender, ours.session):
             raise Refused(f"host {header.host} is of another island, or of an earlier start of this one")
         if header.hosts != ours.hosts:
-            raise Refused(f"host {header.host} says {header.hosts} hosts, the leader {ours.hosts}")
+            raise Refused(f"host {header.host} says {header.hosts} hosts, this one {ours.hosts}")
         session = self._others.get(header.host)
         if session is None or not session.bind(session.lanes[_LANE], context.cancel) or not session.open:
             raise Refused(f"host {header.host} joined before, or is none of the {ours.hosts} hosts of this island")
@@ -161,28 +164,39 @@ class GroupLeader:
 
 
 class GroupMember:
-    """The side of every other host: it dials the leader for at most `config.connect_timeout_s`.
+    """The side of a host that dials the leader, or another one, for at most `config.connect_timeout_s`.
 
     Args:
-        config: Settings from `group_config`, with the leader's address.
-        host: Number of this host, 1 or more.
+        config: Settings from `group_config`, with the other host's address.
+        host: Number of this host.
+        number: Random number of the other host's group.
+        server: Number of the other host.
 
     Raises:
-        GroupError: Nobody answered in time, or the leader refused.
+        GroupError: Nobody answered in time, or the other host refused.
         ValueError: There is no such host, the address is not loopback while plaintext was not allowed, or certificate,
             key or token cannot be used.
     """
 
     def __init__(
-        self, config: TransportConfig, run_id: str, learner_id: str, host: int, hosts: int, number: int
+        self,
+        config: TransportConfig,
+        run_id: str,
+        learner_id: str,
+        host: int,
+        hosts: int,
+        number: int,
+        server: int = LEADER,
     ) -> None:
-        if not 1 <= host < hosts:
-            raise ValueError(f"host {host} of an island of {hosts} cannot dial its leader: use 1 to {hosts - 1}")
+        if not 0 <= host < hosts or host == server:
+            raise ValueError(f"host {host} of an island of {hosts} cannot dial host {server}: use another number")
+        whom = "the leader" if server == LEADER else f"host {server}"
         own = credentials(config, learner_id, server=island_host(learner_id))
         calls.keep_freed_memory()
         header = pb.Header(run_id=run_id, sender=learner_id, session=number, stripes=1, host=host, hosts=hosts)
         self._inbox = Inbox()
-        self._session = session = _new_session(self._inbox, header, config, COMMANDS, "the leader")
+        self._server = server
+        self._session = session = _new_session(self._inbox, header, config, COMMANDS, whom)
         self._streams = DialledStreams(session, own, f"/{calls.ISLAND_SERVICE}/{calls.FOLLOW}")
         if not session.wait_ready(config.connect_timeout_s):
             answered, reason = not session.open, session.reason
@@ -190,21 +204,21 @@ class GroupMember:
             session.cancel()
             self._streams.close("not connected", 1.0)
             if answered:
-                raise GroupError(f"the leader of this island at {config.address} refused this host: {reason}")
+                raise GroupError(f"{whom} of this island at {config.address} refused this host: {reason}")
             raise GroupError(
-                f"the leader of this island at {config.address} cannot be reached within "
+                f"{whom} of this island at {config.address} cannot be reached within "
                 f"{config.connect_timeout_s:g} s: check that it runs, its address, and that all hosts have the same "
                 "certificates"
             )
 
     def send(self, reply: Reply, payload: Payload = b"") -> None:
-        """Queue a message to the leader; never blocks. Raises as `GroupLeader.send`."""
+        """Queue a message to the other host; never blocks. Raises as `GroupLeader.send`."""
         _send(self._session, reply, payload, REPLIES)
 
     def receive(self, timeout_s: float) -> GroupItem | None:
-        """Return the next item of the leader, or None after `timeout_s` seconds; 0 does not wait."""
+        """Return the next item of the other host, or None after `timeout_s` seconds; 0 does not wait."""
         item = _receive(self._inbox, timeout_s)
-        return None if item is None else item._replace(host=LEADER)
+        return None if item is None else item._replace(host=self._server)
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again."""

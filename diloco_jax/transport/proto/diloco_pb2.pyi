@@ -770,10 +770,16 @@ class HostSend(_message.Message):
     def __init__(self, number: _Optional[int] = ..., value: _Optional[_Union[FragmentValue, _Mapping]] = ...) -> None: ...
 
 class HostShared(_message.Message):
-    __slots__ = ("value",)
+    __slots__ = ("value", "session", "number", "step")
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     value: GlobalFragment
-    def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
+    session: int
+    number: int
+    step: int
+    def __init__(self, value: _Optional[_Union[GlobalFragment, _Mapping]] = ..., session: _Optional[int] = ..., number: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class HostHandled(_message.Message):
     __slots__ = ("handled",)

@@ -47,6 +47,7 @@ from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.commands import HostWarmUp
+from diloco_jax.transport.group.direct import DirectLinks
 from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import Delivery, LinkClosed, TransportConfig, TransportError
 from diloco_jax.transport.session.inbox import Inbox
@@ -65,6 +66,15 @@ def group_of(count: int) -> tuple[GroupLeader, list[GroupMember]]:
     leader = GroupLeader(group_config(TransportConfig(), "127.0.0.1:0"), "run", "island-0", count)
     there = group_config(TransportConfig(), leader.address)
     return leader, [GroupMember(there, "run", "island-0", host, count, leader.number) for host in range(1, count)]
+
+
+def direct_of(count: int) -> list[DirectLinks]:
+    """The connections for blocks of an island's hosts, in one process."""
+    here = group_config(TransportConfig(), "127.0.0.1:0")
+    made = [DirectLinks(here, "run", "island-0", host, count) for host in range(count)]
+    for each in made:
+        each.meet([(other.address, other.number) for other in made])
+    return made
 
 
 PULSE = Pulse(WatchdogConfig(least_s=0.0), "a loop", None)
@@ -112,7 +122,7 @@ class Pair:
 
     def __init__(self, deaths: list[str], folder: Path) -> None:
         config = replace(CONFIG, transport=replace(CONFIG.transport, connect_timeout_s=1.0))
-        group, (member,) = group_of(2)
+        (group, (member,)), direct = group_of(2), direct_of(2)
         self.stop, self.asked = threading.Event(), threading.Event()
         nobody = f"127.0.0.1:{free_port()}"
         self.loop, loop = BuiltInLoop(config, "island-0"), BuiltInLoop(config, "island-0")
@@ -122,12 +132,19 @@ class Pair:
         # Each has all devices of its process, so every block is on both.
         blocks = [IslandBlocks(run.fragments, twice(self.loop.island), host, 2) for host in range(2)]
         self.leader = LeadingHost(
-            run, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0], blocks[0]
+            run,
+            self.loop.island,
+            self.loop.warm_up,
+            None,
+            Hosts(0, 2, group, direct[0], 1),
+            self.stop,
+            saves[0],
+            blocks[0],
         )
         self.cuts, self.blocks = Cuts([whole(each) for each in run.fragments], run.config.wire.down), blocks
         self.heads = self.leader.global_values()
         self.follows = host = Host(run, loop.island, loop.warm_up, saves=saves[1], blocks=blocks[1])
-        joining = Joining(config, "island-0", 1, nobody, folder, PULSE, Hosts(1, 2, member, 1))
+        joining = Joining(config, "island-0", 1, nobody, folder, PULSE, Hosts(1, 2, member, direct[1], 1))
         self.follower = joining.follower(host, self.asked, loop.put_batch)
         self._steps = loop.step
         # Without a syncer, the other host's link is this one.
@@ -160,7 +177,7 @@ class Pair:
         cuts = [sent.cut(blocks.statement) for blocks in self.blocks]
         # The syncer sends the other host its cut, with a wrong digest if it shall be damaged.
         self.link.put(CutFragment(message, cuts[1][0] + damage), one_buffer(cuts[1][1]()))
-        own = self.leader.share_out(message, one_buffer(cuts[0][1]()))
+        own = self.leader.complete(message, one_buffer(cuts[0][1]()), lambda: True)
         arrived = self.heads.read(message, own, cuts[0][0])
         self.leader.wait_for_others(message, lambda: True)
         self.heads.keep(message, arrived)
@@ -203,8 +220,11 @@ def pair(deaths: list[str], tmp_path: Path) -> Iterator[Pair]:
     yield made
     if made.thread.is_alive() and not deaths:
         made.leader.end(0)
-    made.leader._group.close()
-    made.follower.group.close()
+    # The loss of a host would end this process after the test.
+    made.leader._ending = True
+    made.follower._over.set()
+    for network in (made.leader._group, made.follower.group, made.leader._direct, made.follower.direct):
+        network.close()
 
 
 def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
@@ -272,18 +292,31 @@ def test_a_follower_reads_only_a_few_versions_ahead_of_the_leader(pair: Pair) ->
     flat = np.zeros(whole(pair.leader.fragments[0]).size, np.float32)
     digest = pair.blocks[1].held[0].digest(flat)
     messages = [GlobalFragment(version, 0, version, 1, 0, 0) for version in range(AHEAD_MAX + 4)]
+    # Both hold all blocks, and get half of them from the syncer.
+    halves = [bytes(4 * each.got[0].layout.size) for each in pair.blocks]
+    assert sum(map(len, halves)) == flat.nbytes
     for message in messages:
-        pair.link.put(CutFragment(message, digest), b"")
+        pair.link.put(CutFragment(message, digest), halves[1])
     follower = pair.follower
     wait_for(lambda: follower._taken == AHEAD_MAX, "the versions that may be read", 20)
     # The leader does not want the first one, and passes on the next two.
     pair.leader.handled()
     for message in messages[1:3]:
-        pair.leader.share_out(message, flat.tobytes())
+        pair.leader.complete(message, halves[0], lambda: True)
         pair.leader.wait_for_others(message, lambda: True)
         pair.leader.handled()
     wait_for(lambda: follower._taken == AHEAD_MAX + 3, "three more", 20)
-    assert [*follower._arrived] == messages[1:3] and [*follower._own] == messages[3:-1]
+    assert [*follower._arrived] == messages[1:3] and [*follower._own] == [*range(4, AHEAD_MAX + 4)]
+
+
+def test_a_leader_does_not_wait_for_blocks_of_a_host_that_cannot_read_its_own(pair: Pair) -> None:
+    message = GlobalFragment(1, 0, 1, 1, 0, 0)
+    pair.link.put(CutFragment(message, 0), bytes(9))
+    half = bytes(4 * pair.blocks[0].got[0].layout.size)
+    with pytest.raises(ValueError, match="cannot be read by host 1: has 9 bytes, but the blocks of this host take"):
+        pair.leader.complete(message, half, lambda: True)
+    with pytest.raises(LinkClosed, match="before all hosts had a value"):
+        pair.leader.complete(message, half, lambda: False)
 
 
 def test_a_state_of_another_model_is_refused_before_any_host_begins(pair: Pair) -> None:
@@ -337,6 +370,14 @@ def test_who_loses_a_host_ends(pair: Pair) -> None:
     assert "host 1 is disconnected" in pair.deaths[0]
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_who_loses_a_host_that_passes_on_blocks_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    monkeypatch.setattr(follower_module, "END_S", 0.1)
+    (pair.leader._direct if lost == 0 else pair.follower.direct).close()
+    wait_for(lambda: pair.deaths, "the other host's end", 20)
+    assert f"host {lost} is disconnected" in pair.deaths[0]
+
+
 @pytest.mark.parametrize(
     ("config", "host", "coordinator", "message"),
     [
@@ -385,18 +426,18 @@ def agreed(*same: dict[str, str]) -> list[Any]:
     """Return what hosts with these settings find: the incarnation of the leader, or an error."""
     count = len(same)
     leader, members = group_of(count)
-    groups = [leader, *members]
+    groups, direct = [leader, *members], direct_of(count)
 
     def agree(host: int) -> Any:
         try:
-            return hosts._agree(Hosts(host, count, groups[host], 100 + host), same[host])
+            return hosts._agree(Hosts(host, count, groups[host], direct[host], 100 + host), same[host])
         except ValueError as error:
             return str(error)
 
     with ThreadPoolExecutor(count) as threads:
         found = list(threads.map(agree, range(count), timeout=30))
-    for group in groups[::-1]:
-        group.close(0.1)
+    for network in (*groups[::-1], *direct):
+        network.close()
     return found
 
 

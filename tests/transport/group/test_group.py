@@ -120,7 +120,7 @@ def test_a_host_joins_once_and_must_fit(group: Group) -> None:
     member = group.join()
     for changes, words in (
         ({}, "host 1 joined before"),
-        ({"host": 3, "hosts": 4}, "host 3 says 4 hosts, the leader 3"),
+        ({"host": 3, "hosts": 4}, "host 3 says 4 hosts, this one 3"),
         ({"host": 2, "run_id": "other"}, "another island"),
         ({"host": 2, "learner_id": "island-1"}, "another island"),
         ({"host": 2, "number": 1}, "an earlier start"),
@@ -185,7 +185,7 @@ def test_what_can_never_be_sent_is_the_callers_error(group: Group) -> None:
         (HostHave("x"), bytes(11), None, "the payload of HostHave has 11 bytes, the limit is 10"),
         (HostHave("x" * 5000), b"", None, r"HostHave\.leaf has 5000 characters"),
         (HostWant("x"), b"", None, "cannot send a HostWant from this side"),
-        (HostStep(1), b"", 3, "there is no host 3 to send to: this island has 1 to 2"),
+        (HostStep(1), b"", 3, "there is no other host 3: this island has 3 hosts"),
     ):
         with pytest.raises(ValueError, match=words):
             leader.send(command, payload, to)  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_what_can_never_be_sent_is_the_callers_error(group: Group) -> None:
         (lambda: GroupLeader(config("192.0.2.1:1", allow_plaintext=True), "r", "a", 2), "cannot listen on .*192.0.2.1"),
         (lambda: GroupLeader(config("10.0.0.1:0"), "r", "a", 2), "is not loopback and nothing would be encrypted"),
         (lambda: GroupMember(config("10.0.0.1:5"), "r", "a", 1, 2, 7), "is not loopback"),
-        (lambda: GroupMember(config(), "r", "a", 0, 2, 7), "host 0 of an island of 2 .*: use 1 to 1"),
+        (lambda: GroupMember(config(), "r", "a", 0, 2, 7), "host 0 of an island of 2 cannot dial host 0"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(make: Any, words: str) -> None:
