@@ -146,13 +146,13 @@ class HostEvaluate(NamedTuple):
 
 
 class HostLoadState(NamedTuple):
-    """Request to load the leader's moments leaf by leaf (HostWant), and to answer at the end."""
+    """Request to load this host's parts of the leader's moments (HostWant), and to answer at the end."""
 
     number: int
 
 
 class HostHave(NamedTuple):
-    """Answer to HostWant; its payload is the leaf."""
+    """Answer to HostWant; its payload is the part."""
 
     leaf: str
 
@@ -213,9 +213,12 @@ class HostHas(NamedTuple):
 
 
 class HostWant(NamedTuple):
-    """Request for one leaf of the state that is being loaded."""
+    """Request for a part of one leaf of the state that is being loaded: from `start` up to and without `stop`."""
 
     leaf: str
+    # One of each for each axis.
+    start: tuple[int, ...] = ()
+    stop: tuple[int, ...] = ()
 
 
 class HostStop(NamedTuple):

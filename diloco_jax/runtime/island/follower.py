@@ -44,8 +44,30 @@ LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)
 
 # Commands for the thread that has the link, and numbers of versions whose blocks have all arrived.
 OfLink = commands.HostConnect | commands.HostHandled | int
+# The start and the stop along each axis.
+Bounds = tuple[tuple[int, int], ...]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class LeaderLeaf:
+    """A leaf of the state that the leader loads; an index gives a part, which comes from the leader then."""
+
+    def __init__(self, shape: tuple[int, ...], ask: Callable[[Bounds], np.ndarray]) -> None:
+        self.shape = shape
+        self._ask = ask
+        # Several devices may hold the same part.
+        self._parts: dict[Bounds, np.ndarray] = {}
+
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(each.indices(size)[:2] for each, size in zip(box, self.shape, strict=True))
+        if bounds not in self._parts:
+            self._parts[bounds] = self._ask(bounds)
+        return self._parts[bounds]
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self[(slice(None),) * len(self.shape)], dtype)
 
 
 @dataclass(eq=False)
@@ -163,7 +185,7 @@ class Follower:
                 score = host.evaluate(global_step, final=final)
                 self._answer(number, reason="" if isfinite(score.loss) else score.reason)
             case commands.HostLoadState(number):
-                host.island.load_moments(self._ask_leaf)
+                host.island.load_moments(self._leaf)
                 self._answer(number)
             case commands.HostSave(number, state, kept):
                 saving = self.host.save_own(StateName.parse(json.loads(state)), kept)
@@ -203,12 +225,16 @@ class Follower:
         else:
             self._answer(command.number, reason=self.host.read(StateName.parse(json.loads(command.state))))
 
-    def _ask_leaf(self, name: str) -> np.ndarray:
-        self.group.send(commands.HostWant(name))
-        have, payload = self._received_leaves.get()
-        assert have.leaf == name, f"asked for {name}, got {have.leaf}"
+    def _leaf(self, name: str) -> "LeaderLeaf":
         leaf = self.host.island.state_layout.by_name[name]
-        return np.frombuffer(payload, np.dtype(leaf.dtype)).reshape(leaf.shape)
+
+        def ask(bounds: Bounds) -> np.ndarray:
+            self.group.send(commands.HostWant(name, *(tuple(each) for each in zip(*bounds, strict=True))))
+            have, payload = self._received_leaves.get()
+            assert have.leaf == name, f"asked for {name}, got {have.leaf}"
+            return np.frombuffer(payload, np.dtype(leaf.dtype)).reshape([stop - start for start, stop in bounds])
+
+        return LeaderLeaf(leaf.shape, ask)
 
     def _serve_link(self) -> None:
         """Obey the leader's commands for the link, and read the versions that the syncer sends."""

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
 
 import numpy as np
@@ -237,9 +237,11 @@ class LeadingHost(Host):
         return answers.payloads()
 
     def load_state(self, state: Bytes) -> None:
-        """Do what Host does; the other hosts request the leaves one at a time."""
+        """Do what Host does; the other hosts request their parts of the leaves one at a time."""
         # It is read before any host starts to load, because then no host can refuse it.
-        self._loading = leaf = self.moving.read(state)
+        leaf = self.moving.read(state)
+        # Hosts request several parts of a leaf, one after the other.
+        self._loading = lru_cache(1)(leaf)
         others = self._questions.ask(commands.HostLoadState)
         self.island.load_moments(leaf)
         others.payloads()
@@ -320,7 +322,7 @@ class LeadingHost(Host):
             case commands.HostStop():
                 log.info(f"host {item.host} was asked to end, so the island leaves the run")
                 self._stop.set()
-            case commands.HostWant(leaf):
+            case commands.HostWant(leaf, start, stop):
                 assert self._loading is not None, f"host {item.host} asks for {leaf}, but nothing is loaded"
-                value = np.ascontiguousarray(self._loading(leaf))
+                value = np.ascontiguousarray(self._loading(leaf)[tuple(map(slice, start, stop))])
                 self._group.send(commands.HostHave(leaf), value.reshape(-1).view(np.uint8).data, item.host)

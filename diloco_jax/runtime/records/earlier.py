@@ -1,4 +1,4 @@
-"""What a syncer takes from the status of the process before it.
+"""Counts that a syncer takes from the status of the process before it.
 
 It is apart from status.py because it needs the alarms, whose import would slow `diloco status`.
 """

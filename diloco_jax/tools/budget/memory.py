@@ -158,6 +158,21 @@ def held_elements(blueprint: Blueprint, fragment: Fragment, hosts: int) -> HeldE
     return HeldElements(on_host, passed)
 
 
+def moments_on_host(blueprint: Blueprint, hosts: int) -> float:
+    """Return the bytes of the state without parameters that the devices of one host hold."""
+    sizes, found = tuple(blueprint.mesh.shape.items()), 0.0
+    shapes, layouts = blueprint.state_shapes, blueprint.state_shardings
+    pairs = zip(
+        jax.tree.leaves((shapes.opt_state, shapes.other)),
+        jax.tree.leaves((layouts.opt_state, layouts.other)),
+        strict=True,
+    )
+    for leaf, layout in pairs:
+        axes = frozenset(jax.tree.leaves(tuple(layout.spec)))
+        found += _shards_of_hosts(sizes, axes, hosts)[0] * _shard_bytes(leaf, layout)
+    return found
+
+
 @functools.cache
 def _shards_of_hosts(sizes: tuple[tuple[str, int], ...], axes: frozenset[str], hosts: int) -> tuple[int, float]:
     """Return the most shards that one host holds, and the most that it gets from other hosts.

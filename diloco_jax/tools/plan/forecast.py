@@ -21,6 +21,7 @@ from diloco_jax.sim.goodput.bandwidth import (
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, Wan, expected
 from diloco_jax.sim.goodput.settings import YEAR_S
+from diloco_jax.tools.budget.memory import moments_on_host
 from diloco_jax.tools.budget.needs import link_needs, syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
 from diloco_jax.tools.plan.verdict import verdict
@@ -158,12 +159,16 @@ def recovery(case: Case) -> dict[str, Any]:
     rate = GBIT * case.usable_gbit_per_s()
     donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
     layout = case.blueprint.state_layout
-    moving, unpacked = MovingLayout(layout, case.config.wire.states), MovingLayout(layout, "float32")
+    moving = MovingLayout(layout, case.config.wire.states)
     model_bytes, state_bytes = 4 * case.parameters, moving.bytes.num_bytes
     model_s, state_s = model_bytes / rate + case.arrive_all_s, state_bytes / donor
-    # Once it is there, the leader sends every other host of its island all moments, unpacked.
-    hosts = max(each.outline.kind.island.hosts for each in case.kinds)
-    spread_s = (hosts - 1) * unpacked.bytes.num_bytes * given.island_s_per_gb * 1e-9
+    # Once it is there, the leader sends every other host of its island its moments, unpacked.
+    outlines = [each.outline for each in case.kinds]
+    hosts = [each.kind.island.hosts for each in outlines]
+    spread_bytes = max(
+        (count - 1) * moments_on_host(each.blueprint, count) for count, each in zip(hosts, outlines, strict=True)
+    )
+    spread_s = spread_bytes * given.island_s_per_gb * 1e-9
     protocol = case.config.protocol
     limit_s = protocol.transfer_steps_max * case.step_s
     arrives = state_s <= limit_s

@@ -910,10 +910,14 @@ class HostAnswer(_message.Message):
     def __init__(self, number: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class HostWant(_message.Message):
-    __slots__ = ("leaf",)
+    __slots__ = ("leaf", "start", "stop")
     LEAF_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     leaf: str
-    def __init__(self, leaf: _Optional[str] = ...) -> None: ...
+    start: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leaf: _Optional[str] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HostStop(_message.Message):
     __slots__ = ()

@@ -46,7 +46,7 @@ from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig, WatchdogConfig
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
-from diloco_jax.transport.commands import HostWarmUp
+from diloco_jax.transport.commands import HostHave, HostWarmUp
 from diloco_jax.transport.group.direct import DirectLinks
 from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import Delivery, LinkClosed, TransportConfig, TransportError
@@ -326,6 +326,30 @@ def test_a_state_of_another_model_is_refused_before_any_host_begins(pair: Pair) 
         pair.leader.load_state(b"".join(state.part(0, other.bytes.num_bytes)))
     pair.settle()
     assert pair.same()
+
+
+def test_a_follower_requests_only_the_parts_of_a_state_that_it_needs(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = list[tuple[Any, int]](), pair.leader._group.send
+
+    def count(command: Any, payload: Any = b"", to: int | None = None) -> None:
+        sent.append((command, len(payload)))
+        send(command, payload, to)
+
+    monkeypatch.setattr(pair.leader._group, "send", count)
+    leaves = pair.leader.island.state_layout.leaves
+    matrix = next(leaf for leaf in leaves if len(leaf.shape) == 2 and leaf.dtype == "float32")
+    number = next(leaf for leaf in leaves if not leaf.shape)
+    whole_leaf = np.arange(np.prod(matrix.shape), dtype=np.float32).reshape(matrix.shape)
+    pair.leader._loading = {matrix.name: whole_leaf, number.name: np.array(7, number.dtype)}.__getitem__
+    leaf, rows = pair.follower._leaf(matrix.name), slice(1, 3)
+    # Two devices hold the same part.
+    for _ in range(2):
+        np.testing.assert_array_equal(leaf[rows, slice(None)], whole_leaf[rows])
+    assert sent == [(HostHave(matrix.name), 2 * 4 * matrix.shape[1])]
+    np.testing.assert_array_equal(np.array(leaf), whole_leaf)
+    assert pair.follower._leaf(number.name)[()] == 7
 
 
 def test_hosts_save_together_and_agree_on_what_all_of_them_have(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

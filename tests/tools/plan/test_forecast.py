@@ -177,6 +177,8 @@ def test_arrival_by_hand() -> None:
     # Adam's moments, to one other host.
     back = recovery(passing)
     assert back["state_arrives"] and back["state_spread_s"] == pytest.approx(2 * 4 * passing.parameters, rel=0.01)
+    sharded = small(islands={"hosts": 2, "mesh": {"fsdp": 4}}, given=passing.given)
+    assert recovery(sharded)["state_spread_s"] == pytest.approx(back["state_spread_s"] / 2, rel=0.01)
 
 
 def test_a_site_with_two_learners_needs_twice_as_much() -> None:
