@@ -205,7 +205,7 @@ def test_a_payload_that_differs_only_between_its_samples_is_never_mixed(ends: En
     link.close(1.0)
     link = ends.connect()
     link.send(value(1, SIZE), other)
-    assert hear(listener).payload == other
+    assert hear(listener).payload == bytes(other)
 
 
 def test_syncer_that_says_what_it_cannot_hold_ends_the_session(
