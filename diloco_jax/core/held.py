@@ -153,11 +153,14 @@ def table_of(blocks: Blocks) -> Table:
 
 def expanded(table: Table) -> Blocks:
     """Return the blocks that a table describes."""
-    found = [
-        (start + stride * np.arange(count)[:, None] + np.arange(size)).reshape(-1)
-        for start, size, stride, count in table.tolist()
-    ]
-    return np.concatenate([np.empty(0, np.int64), *found])
+    # Without a loop over rows, because a peer may state many of them, and each version expands them again.
+    start, size, stride, count = table.T
+    starts = np.repeat(start - stride * (np.cumsum(count) - count), count)
+    starts += np.repeat(stride, count) * np.arange(starts.size)
+    sizes = np.repeat(size, count)
+    blocks = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    blocks += np.arange(blocks.size)
+    return blocks
 
 
 def check_table(table: Table, piece: Piece) -> None:

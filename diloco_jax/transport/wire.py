@@ -477,6 +477,9 @@ class Reader:
             raise WireError("data without a chunk")
         if not self._bulk and chunk is not None:
             raise WireError("a payload on the control connection")
+        # The memory for a chunk is taken before its message arrives.
+        if self._bulk and not self._allowed:
+            raise WireError("a payload from a side that sends none")
         if self._bulk and chunk is None:
             raise WireError(f"a {type(message).__name__} without a chunk on a bulk connection")
         if chunk is not None and chunk.message < 1:

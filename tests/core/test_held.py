@@ -63,6 +63,19 @@ def test_a_table_describes_the_blocks_that_it_was_made_from(seed: int) -> None:
     check_table(table, LAYOUT.pieces[-1])
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_table_of_any_rows_is_expanded_in_their_order(seed: int) -> None:
+    rng, rows, start = np.random.default_rng(seed), [], 0
+    for _ in range(int(rng.integers(0, 12))):
+        size, count = map(int, rng.integers(1, 5, 2))
+        stride, start = size + int(rng.integers(0, 4)), start + int(rng.integers(0, 4))
+        rows.append((start, size, stride, count))
+        start += (count - 1) * stride + size
+    blocks = [at + each * stride + n for at, size, stride, count in rows for each in range(count) for n in range(size)]
+    found = expanded(np.array(rows, np.int64).reshape(-1, 4))
+    assert found.dtype == np.int64 and found.tolist() == blocks
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("host", range(3))
 def test_a_cut_decodes_to_the_elements_of_its_blocks(format: Format, host: int) -> None:

@@ -10,7 +10,7 @@ from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import wire
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportError
-from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.partials import SAMPLE_BYTES, Partials, key_of
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls, dialled
 from diloco_jax.transport.session.stream import Outbox, Outgoing, Pieces, StreamSession
@@ -188,6 +188,24 @@ def test_another_payload_and_a_newer_process_start_again(ends: Ends, listener: G
     assert incarnation == 2 and not left.held_bytes
     link.send(value(1, SIZE, 2), payload)
     assert hear(listener).payload == payload
+
+
+def test_a_payload_that_differs_only_between_its_samples_is_never_mixed(ends: Ends, listener: GrpcListener) -> None:
+    payload = os.urandom(SIZE)
+    leave_a_part(ends, payload)
+    ((start, stop, *_),) = [(*each.start, *each.stop) for each in listener._partials["a", 0][1].announce().partials][:1]
+    other = bytearray(payload)
+    # The first sample ends before this byte, which the listener has already.
+    assert start == 0 and stop > SAMPLE_BYTES
+    other[SAMPLE_BYTES] ^= 1
+    assert key_of([memoryview(other)]) == key_of([memoryview(payload)])
+    link = ends.connect()
+    link.send(value(1, SIZE), other)
+    hear_end(listener, "is not the one whose first part was kept")
+    link.close(1.0)
+    link = ends.connect()
+    link.send(value(1, SIZE), other)
+    assert hear(listener).payload == other
 
 
 def test_syncer_that_says_what_it_cannot_hold_ends_the_session(

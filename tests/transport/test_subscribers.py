@@ -12,6 +12,7 @@ from diloco_jax.transport.endpoints.greeting import Description, ask_description
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import LEARNER_TYPES, SUBSCRIBER, TransportError
 from diloco_jax.transport.session.calls import ask_drain
+from diloco_jax.transport.session.stream import Outgoing
 from diloco_jax.transport.trust import certificates
 from tests.transport.ends import CONFIG, LIMIT, Ends, greet, hear, hear_end, hear_message
 
@@ -57,6 +58,13 @@ def test_a_subscriber_can_send_nothing_but_requests(ends: Ends, listener: GrpcLi
     link._sends = LEARNER_TYPES
     link.send(m.Heartbeat("s", 0))
     assert hear_end(listener, "cannot be used").peer == f"{SUBSCRIBER}s"
+
+
+def test_a_subscriber_cannot_fill_memory_with_a_payload_of_no_message(ends: Ends, listener: GrpcListener) -> None:
+    session = subscribe(ends)._session
+    # The chunks of a message may arrive before the message, so only their place shows that nobody waits for them.
+    assert session._outboxes[True].put(Outgoing(b"", (memoryview(bytes(LIMIT)),)))
+    assert hear_end(listener, "a payload from a side that sends none").peer == f"{SUBSCRIBER}s"
 
 
 def test_more_subscribers_than_the_limit_are_refused(ends: Ends, listener: GrpcListener) -> None:

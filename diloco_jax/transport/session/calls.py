@@ -92,6 +92,8 @@ def open_server(
         # Each connection holds a descriptor, so one that never greets must end.
         ("grpc.server_handshake_timeout_ms", round(GREETING_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+        # Without it anyone who can reach the port takes all descriptors of this process.
+        ("grpc.max_allowed_incoming_connections", 2 * config.connections_max),
     ]
     server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))

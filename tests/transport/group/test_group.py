@@ -1,5 +1,7 @@
 """The network of an island's hosts over real connections: who is let in, what arrives, and how an end is noticed."""
 
+import contextlib
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport.commands import HostAnswer, HostEnd, HostHave, HostMeet, HostStep, HostWant
 from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader, GroupMember, group_config
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.trust import certificates
 from tests.sockets import free_port
 from tests.transport.ends import WAIT_S, Ends, comes_true
@@ -131,6 +133,35 @@ def test_a_host_joins_once_and_must_fit(group: Group) -> None:
     assert hear(leader).message is GONE
     with pytest.raises(GroupError, match="host 1 joined before"):
         group.join()
+
+
+def test_strangers_that_only_connect_leave_descriptors_for_the_host(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco_jax.transport.group.group.STRANGERS_MAX", 1)
+    leader = group.lead(2)
+    member = group.join()
+    # Two connections for each of the host itself, the other one and the stranger; the other host has one of them.
+    free = 2 * (2 + 1) - 1
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(split_address(leader.address))) for _ in range(20)]
+        for stranger in strangers:
+            stranger.setblocking(False)
+        assert comes_true(lambda: sum(map(is_closed, strangers)) == len(strangers) - free)
+        leader.send(HostStep(1))
+        assert hear(member).message == HostStep(1)
+
+
+def is_closed(stream: socket.socket) -> bool:
+    """Tell whether the other side has closed a connection; it may have sent something before."""
+    try:
+        while stream.recv(1 << 12):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
 
 
 def test_nobody_answers_names_address_time_and_remedy() -> None:
