@@ -157,7 +157,7 @@ class Merger:
       down: format of the step.
       run: calls a function for every leaf; e.g. ThreadPoolExecutor.map.
       new: makes an uninitialised float32 array of the given number of elements.
-      pairs_max: the largest number of learners for which products of all pairs are computed.
+      pairs_max: products of all pairs are computed for at most this many learners.
     """
 
     def __init__(

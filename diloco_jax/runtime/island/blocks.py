@@ -51,7 +51,7 @@ class IslandBlocks:
         # By fragment: what this host holds, and what it gets from the syncer. Together the hosts get each block once.
         self.held: list[HeldBlocks] = []
         self.got: list[HeldBlocks] = []
-        # By fragment: the steps in which this host gets its other blocks from hosts, and passes blocks on.
+        # By fragment: the steps of getting the other blocks from hosts, and of passing blocks on.
         self.steps: list[list[PassingStep]] = []
         for fragment in fragments:
             self._add(whole(fragment), boxes(fragment), hosts)

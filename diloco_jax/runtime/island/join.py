@@ -54,7 +54,7 @@ class Hosts:
     count: int  # number of hosts
     # The connection to the leader, or the leader's connection to all.
     group: GroupLeader | GroupMember
-    # The connections over which hosts pass on blocks.
+    # The connections for blocks between hosts.
     direct: DirectLinks
     # The leader's incarnation counts for all hosts.
     incarnation: int

@@ -100,7 +100,7 @@ class Setup(NamedTuple):
     down: Format
     # A value's base may be this many versions of its fragment old.
     anchor_history: int
-    # The largest number of learners for which a merge computes the products of all pairs.
+    # A merge computes the products of all pairs for at most this many learners.
     pairs_max: int = PAIRS_MAX
 
     def first(self, fragment_id: int, flat: Flat) -> State:

@@ -34,7 +34,7 @@ class HostCut(NamedTuple):
 
 
 def pack_blocks(cuts: Sequence[HostCut]) -> bytes:
-    """Return the bytes in which a host states its blocks of each fragment.
+    """Return a host's statement of its blocks of each fragment, as bytes.
 
     Raises:
       ValueError: the blocks take more rows than a syncer reads.

@@ -1,4 +1,4 @@
-"""The connections over which hosts of one island pass on blocks: each host dials the hosts that send to it.
+"""Connections for blocks between the hosts of one island: each host dials the hosts that send to it.
 
 They work like the connections between the leader and the other hosts (group.py), but the leader has no special role.
 """
