@@ -4,7 +4,7 @@
 # start costs milliseconds. After an interrupted installation, .venv has the mark `.installing` and is built again.
 # Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one; DILOCO_EXTRAS the extras of
 # pyproject.toml to install (dev; CI adds parity, with PyTorch for tests of models); DILOCO_VENV names another folder below
-# the root. A script that sets keep_extras needs no extras: a new environment gets none, another keeps those it has.
+# the root. If a script sets keep_extras, a new environment gets no extras, and an existing one keeps its extras.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"

@@ -31,5 +31,5 @@ EXAMPLES = (
 
 
 def make_parser(only: str | None = None) -> Parser:
-    """Build the parser of the command line with all commands, or with the options of `only` one of them."""
+    """Build the parser of the command line; if `only` names a command, no other command gets its options."""
     return build_parser(GROUPS, HIDDEN, EXAMPLES, only)

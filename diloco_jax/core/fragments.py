@@ -46,8 +46,8 @@ class FragmentConfig:
     """Axis along which a tensor larger than a fair share is cut. Negative counts from the last axis; a tensor with
     fewer axes is cut along the nearest axis that it has. Prefer an axis that the mesh does not shard. A stack of layers
     is cut between layers. If one layer alone is larger than a fair share, every layer is cut along this axis. Change it
-    if diloco preflight names it, which happens where fragments cut along an axis that the mesh shards; it cannot be
-    changed when a run is resumed."""
+    if diloco preflight names it, because fragments then cut an axis that the mesh shards. A run that resumes must keep
+    it."""
 
     def plan(
         self, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], num_fragments: int, groups: Groups = ()

@@ -42,12 +42,12 @@ class MergeConfig:
     """Settings of the merge: the method for each tensor, and the limit for outliers."""
 
     method: Method = "rda"
-    """rda averages the directions and the norms of the islands' outer gradients separately, so that the merged one is
-    as long as those of single islands (radial-directional averaging, the paper). average is their weighted mean, which
-    becomes shorter as islands are added, because their directions differ. So average needs a higher
-    optimizer.learning_rate: 1.4 times that of rda with four islands and 0.12M parameters. Vectors and embeddings (first
-    axis `vocab`) are always averaged. Set it to average for H of 3 to 6 with up to four islands, together with a new
-    learning rate (docs/settings.md). With the same rate rda looks better than it is."""
+    """rda averages the directions and the norms of the islands' outer gradients separately, so that the merged gradient
+    is as long as the gradient of a single island (radial-directional averaging, the paper). average is the weighted
+    mean of the outer gradients. Their directions differ, so the mean becomes shorter with more islands and needs a
+    higher optimizer.learning_rate: about 1.4 times that of rda with four islands and 0.12M parameters. Vectors and
+    embeddings (first axis `vocab`) are always averaged. Set it to average for H of 3 to 6 with up to four islands,
+    together with a new learning rate (docs/settings.md). A comparison at one rate favours rda."""
     average_paths: tuple[str, ...] = ("*embed*",)
     """Parameters that are averaged with every `method`: case-sensitive patterns of the whole path, where '*' stands for
     any characters, '/' included. ('*',) averages all parameters. Set it if your model has tables that few tokens use,
@@ -60,9 +60,10 @@ class MergeConfig:
     learners in a round, a lasting change above the limit is excluded twice, then merged. Raise it if good work is
     excluded, and lower it if damaged values are merged."""
     pairs_max: int = PAIRS_MAX
-    """Most learners in a merge by rda that computes the products of all pairs of values. With more learners it reads
-    the values once more, so that the time grows with their number and not with its square. The last bits differ between
-    the two, so a run keeps its number. Leave it as it is: the default is where both take equal time."""
+    """rda computes the products of all pairs of values if a merge has at most this many learners. With more learners it
+    reads all values a second time instead, so that its time grows with the number of learners and not with the square.
+    The two ways differ in the last bits of their results, so a run keeps this number. Leave it at the default, where
+    both ways take about the same time."""
 
     def __post_init__(self) -> None:
         if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):

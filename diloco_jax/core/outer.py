@@ -31,7 +31,7 @@ class OuterConfig:
 
     optimizer: OptimizerName = "nesterov"
     """'nesterov' (DiLoCo), 'sgd' (no momentum; with learning rate 1.0 the merged value replaces the global one), or
-    'adam'. Leave it unless you compare outer optimizers: without momentum, nesterov and sgd do the same."""
+    'adam'. Leave it unless you compare outer optimizers. Without momentum, nesterov and sgd are equal."""
     learning_rate: float = 1.0
     """Size of the outer step, above 0. Below 1 the global model lags behind the learners, and above 1 it overshoots.
     With momentum mu a steady gradient moves 1 / (1 - mu) times as far; the defaults won the sweep in docs/log.md. Lower
@@ -43,7 +43,7 @@ class OuterConfig:
     module: str = ""
     """Your own function as package.module:Name, which returns an optax.GradientTransformation that includes its rate;
     it replaces the settings before this one. Each fragment has a state. Set it to try another outer optimizer. Only the
-    syncer imports the file, and it holds the optimizer's state for the whole model."""
+    syncer imports the file with the function. The syncer holds the optimizer's state for the whole model."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that function. Set it if your function takes arguments."""
 

@@ -102,7 +102,7 @@ class Values(NamedTuple):
     moved: Sequence[Flat | None]
 
     def addresses(self) -> "Addresses":
-        """Return where the values are in memory. The caller keeps them alive, and leaves them where they are."""
+        """Return the addresses of the values. The caller keeps the arrays alive, and does not move them."""
         moved = [0 if each is None else each.ctypes.data for each in self.moved]
         return Addresses(np.array([each.ctypes.data for each in self.payloads], np.uint64), np.array(moved, np.uint64))
 
@@ -111,7 +111,7 @@ class Addresses(NamedTuple):
     """The addresses of values, which a pass reads once for all leaves."""
 
     payloads: UInt64[np.ndarray, "m"]
-    # Of the arrays to add; 0 where there is none.
+    # The arrays to add; 0 for a value without one.
     moved: UInt64[np.ndarray, "m"]
 
     def at(self, leaf: slice) -> "Addresses":
@@ -157,7 +157,7 @@ class Merger:
       down: format of the step.
       run: calls a function for every leaf; e.g. ThreadPoolExecutor.map.
       new: makes an uninitialised float32 array of the given number of elements.
-      pairs_max: most learners in a merge that computes the products of all pairs.
+      pairs_max: products of all pairs are computed for at most this many learners.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Merger:
     def inspect(self, values: Values) -> list[Products]:
         """Return the products of learners for each leaf; an unusable learner's own are not finite.
 
-        Each learner's own product is always there. The others are there where a merge of these learners reads them: in
-        pieces that are not averaged, for at most `pairs_max` learners.
+        The product of each learner with itself is always computed. Those of pairs are computed only if a merge of these
+        learners reads them: for at most `pairs_max` learners, in pieces that are not averaged.
         """
         addresses = values.addresses()
 
@@ -267,7 +267,7 @@ class Merger:
         return self._units_of(list(self._run(leaf_squares, range(len(self.layout.leaves)))), math.fsum)
 
     def _units_of(self, found: Sequence[np.ndarray], total: Callable[[list[Any]], Any]) -> list[list[Any]]:
-        """Return for each unit of each piece the total of what was found in the leaves that have elements of it."""
+        """Return for each unit of each piece the total over the leaves that have elements of it."""
         units: list[dict[int, list[Any]]] = [{} for _ in self.layout.pieces]
         for leaf, of_leaf in zip(self.layout.leaves, found, strict=True):
             for number, each in enumerate(of_leaf, leaf.start // self._rules[leaf.piece].unit):

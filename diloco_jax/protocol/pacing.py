@@ -44,7 +44,7 @@ class ProtocolConfig:
     class_fragments: tuple[int, ...] = ()
     """Fragments of each class, in the order of sync_every; classes with equal periods count as one. The numbers add up
     to num_fragments. Empty: chosen by size. Leave it empty unless you repeat a run of another release, or compare
-    divisions; the choice by size sends about as many bytes in every step."""
+    divisions; the choice by size makes the bytes of all steps about equal."""
     overlap_steps: int = 2
     """tau: inner steps that a round may take while training continues; as many rounds are in flight. 0: learners
     wait. Raise it if rounds take longer than this on your link; they then merge older values."""

@@ -64,7 +64,7 @@ def groups_of(sync_every: Periods, sync_later: Mapping[int, Periods] = _NEVER_LA
     told: list[tuple[int, str, Periods]] = [(0, "sync_every", sync_every)]
     for first_step, periods in sorted(sync_later.items()):
         if first_step < 1:
-            raise ValueError(f"protocol.sync_later begins at global step {first_step}, but must at 1 or later")
+            raise ValueError(f"protocol.sync_later starts at global step {first_step}; use 1 or later")
         told.append((first_step, f"sync_later.{first_step}", periods))
     names: tuple[str, ...] = next((tuple(periods) for _, _, periods in told if not isinstance(periods, int)), (REST,))
     columns: dict[str, list[int]] = {name: [] for name in names}

@@ -33,17 +33,17 @@ class CloudConfig:
     needed for your own model, data or loop."""
     network: str = "default"
     """VPC network of all machines. Set it if your project has no network named default, or if machines must be in
-    another one."""
+    another network."""
     subnetwork: str = ""
     """Subnetwork with the same name in every region; empty: the network's name, as in auto mode. Set it if the network
     is in custom mode and its subnetworks have another name."""
     service_account: str = ""
     """E-mail address of the account that machines and, on GKE, pods run as. It needs to read the image and to read and
-    write the bucket. Set it for diloco launch on Google Cloud; an account with few permissions limits what a stolen
-    machine can do."""
+    write the bucket. Set it for diloco launch on Google Cloud; an account with few permissions limits what an attacker
+    on a machine can do."""
     tpu_image_family: str = ""
     """Image family of TPU hosts in the project ubuntu-os-accelerator-images; for gce. Set it for launch gce, which
-    refuses to start without it; the other ways do not use it."""
+    refuses to start without it. Other ways of launching do not use it."""
     bucket: str = ""
     """Cloud Storage bucket, without gs://, for what a new machine needs to continue: saved states and compiled programs
     of the islands. It also holds the data if data.path names it. Set it for diloco launch on Google Cloud. Place it in
@@ -51,24 +51,24 @@ class CloudConfig:
     capacity: Capacity = "on-demand"
     """Kind of the islands' machines. spot: spare machines, cheaper, which Google may take away at any time.
     reservation: the machines of cloud.reservation. flex-start: machines as soon as they are free (Dynamic Workload
-    Scheduler), for at most 7 days. Set it to spot to pay less for islands that come and go, and to reservation or
-    flex-start if your project has no quota on demand. Not every way of launching has all of them
-    (docs/launch-reference.md)."""
+    Scheduler), for at most 7 days. Set it to spot to pay less for islands that may lose their machines at any time. Set
+    it to reservation or flex-start if your project has no quota for machines on demand. Not every way of launching has
+    all of them (docs/launch-reference.md)."""
     reservation: str = ""
-    """Name of the reservation; with capacity: reservation. Set it together with capacity reservation."""
+    """Name of the reservation; with capacity: reservation. Set it together with cloud.capacity: reservation."""
     queue: str = ""
     """Kueue's LocalQueue in the namespace, which admits the islands' jobs; for gke. Empty: they start immediately. Set
     it if your cluster shares its TPUs through Kueue; islands then wait for their turn."""
     priority_class: str = ""
-    """Kubernetes PriorityClass of the islands' pods; for gke. Set it if pods of other users may take the islands'
-    nodes, or islands must yield to others."""
+    """Kubernetes PriorityClass of the islands' pods; for gke. Set it if pods of other users take the islands' nodes, or
+    if islands must give way to the pods of others."""
     private: bool = False
     """Give no machine a public address. The subnetwork then needs Private Google Access. Set it if your organisation
     forbids public addresses. Images and data must then be in Google's services, or cloud.nat must be set."""
     nat: str = ""
     """Name of a Cloud NAT and its router, which connect private machines to the internet; created in each region that
     has none with this name. Empty: no NAT, so everything must come from Google's APIs. Set it if private machines need
-    the internet, for example for packages or data of other clouds; NAT costs money for each GB."""
+    the internet, for example for packages or data of other clouds; Cloud NAT costs money for each GB."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the islands' processes. Set it for variables that your code or a tracker reads. The
     values are readable in the written files and in machines' metadata, so keep secrets out."""
@@ -91,7 +91,8 @@ class CloudConfig:
     release of JAX, because latest may change while a run restarts."""
     syncer_disk_gb: int = 500
     """Size in GB of the disk with the run's folder, which is kept when the syncer's machine is deleted. It must hold
-    the snapshots. Raise it if diloco launch warns that saved states need more; checkpoints.keep multiplies them."""
+    the snapshots. Raise it if diloco launch warns that saved states need more: checkpoints.keep is the number of
+    snapshots on the disk."""
     host_disk_gb: int = 200
     """Size in GB of the boot disk of TPU hosts, where an island saves its state; for gke and gce. Every host pays for
     it. Raise it if diloco launch warns that saved states need more, or if the hosts copy a large data store."""
@@ -102,10 +103,11 @@ class CloudConfig:
     """Address ranges that may reach the syncer. Set it to the addresses of your islands only, because anyone in these
     ranges can try to connect."""
     external: bool = False
-    """Give the syncer a public address, for islands outside of its network. Set it if an island is on another network,
-    such as a laptop at home, together with source_ranges; certificates then protect the run from the internet."""
+    """Give the syncer a public address, for islands outside of its network. Set it, together with cloud.source_ranges,
+    if an island is on another network, such as a laptop at home. Certificates then protect the run from strangers on
+    the internet."""
     cluster: str = "diloco"
-    """Name of the GKE cluster in each region that has islands. Set it to use a cluster that is there already."""
+    """Name of the GKE cluster in each region that has islands. Set it to use a cluster that exists already."""
     namespace: str = "diloco"
     """Kubernetes namespace. Set it if several runs or teams share a cluster."""
     restarts_max: int = 100

@@ -23,17 +23,16 @@ class IslandOverride:
     """The settings of one island that differ from the common ones. A setting that is left out has the common value."""
 
     devices: Devices | None = None
-    """See islands.devices. Set it if this island has another number of devices than the others."""
+    """See islands.devices. Set it if this island has more or fewer devices than the others."""
     hosts: int | None = None
-    """See islands.hosts. Set it if this island has another number of processes than the others."""
+    """See islands.hosts. Set it if this island has more or fewer processes than the others."""
     topology: str | None = None
-    """See islands.topology. Set it if this island's slice differs from the others; its batch should then fit its
-    speed."""
+    """See islands.topology. Set it if this island's slice differs from the slices of the others, and fit the island's
+    batch to its speed."""
     mesh: MeshConfig | None = None
-    """See islands.mesh. Set it if this island needs another division of its devices than the others."""
+    """See islands.mesh. Set it if this island must divide its devices differently from the others."""
     batch_size: int | None = None
-    """See islands.batch_size. Set it if this island is faster or slower, or has more or less memory, than the
-    others."""
+    """See islands.batch_size. Set it if this island differs from the others in speed or memory."""
     zone: str | None = None
     """See islands.zone. Set it for each island if islands are in different zones."""
 
@@ -92,8 +91,7 @@ class IslandsConfig:
     controller: Controller = "processes"
     """processes: each island has a separate process. single: one process drives all islands, each in a thread with
     separate devices; for a controller that sees several slices, such as Pathways. If that process fails, all islands
-    restart. Leave it unless a controller such as Pathways gives one process all slices: with single, islands do not
-    survive the failure of a process separately."""
+    restart. Leave it unless a controller such as Pathways gives all slices to one process."""
     pathways: bool = False
     """Let the one process of controller single see its devices through Pathways; it needs the package pathwaysutils and
     JAX_PLATFORMS=proxy. Set it only on a cluster that runs Pathways (docs/pathways.md); diloco_jax has never run
@@ -103,7 +101,7 @@ class IslandsConfig:
     After that the island is given up. Raise it if slices may return later than this."""
     profiles: str = ""
     """Folder for the results of `diloco profile` on Pathways, whose profiler writes to Cloud Storage only, such as
-    gs://bucket/profiles. Set it if you profile on Pathways. Elsewhere it is ignored, and diloco launch pathways sets
+    gs://bucket/profiles. Set it if you profile on Pathways. diloco launch pathways sets it, and other runs ignore
     it."""
     command: tuple[str, ...] = ()
     """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
@@ -112,7 +110,8 @@ class IslandsConfig:
     Set it to train your own loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """Differences of single islands by name: {island-3: {topology: v6e:16x16, batch_size: 512}}. Set it if islands
-    differ in slice, batch, mesh or zone; equal islands compile once on a machine, unequal ones each."""
+    differ in slice, batch, mesh or zone; equal islands of a machine share one compilation, and each different island
+    compiles separately."""
     generations: dict[str, Generation] = field(default_factory=dict)
     """TPU generations that the package does not know, by the first word of their topology names. libtpu must know them.
     A generation with a known name replaces the known one. Set it for a TPU that is newer than this release, with the
@@ -125,8 +124,8 @@ class IslandsConfig:
     island is given up after its first failure. Raise it if islands fail often and return, as on spot machines."""
     restart_delay_s: float = 1.0
     """Seconds between a failure of an island and its next start in a local run. While the island fails within 20 s of
-    each start, the delay doubles up to one minute. Raise it if a failed process needs a while until its devices or
-    ports are free; the island trains that much later."""
+    each start, the delay doubles up to one minute. Raise it if the devices or ports of a failed process are free only
+    after a while; the island then trains later."""
     standby: bool = False
     """Keep a spare process for each island in a local run, which replaces the island immediately when it fails. A spare
     has done its imports and, on emulated devices, has loaded the model and its programs, so it takes as much memory as

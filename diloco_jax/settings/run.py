@@ -39,8 +39,9 @@ class SyncerConfig:
 
     restarts_max: int = 20
     """How often a local run restarts a syncer that failed. The count restarts after ten minutes without a failure. 0:
-    the run ends with the first failure. Raise it if the syncer's host is restarted often. Each restart costs the time
-    to load the newest snapshot, and a syncer that can never start is given up later."""
+    the run ends with the first failure. Raise it if the syncer fails often but recovers, for example because its
+    machine lacks memory at times. Each restart takes the time to load the newest snapshot. A syncer that can never
+    start is then given up later."""
     restart_delay_s: float = 0.2
     """Seconds between a failure of the syncer and its next start. The delay grows while the syncer fails soon after
     each start. Raise it if the port or the disk needs a while to become free after a failure; islands train on their
@@ -130,8 +131,8 @@ class TrainConfig:
     """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange. So
     many training batches pass through the global model before an evaluation, without an update, so that this state fits
     the model. A share momentum^settle_batches of the initial value remains: 5 % after 300 batches with momentum 0.99.
-    0: the state keeps its initial value. Lower it if evaluations take too long and the model has no such state, or a
-    state that settles faster; with too few batches the evaluation loss is too high."""
+    0: the state keeps its initial value. Lower it if evaluations take too long and this state fits the model after
+    fewer batches; with too few batches the evaluation loss is too high."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tokens <= TOKENS_MAX:
@@ -152,7 +153,7 @@ class EvaluationConfig:
     module: str = ""
     """Your own class as package.module:Name. An object of it is called with the global model (flax.nnx.Module, in
     evaluation mode) and its global step, and returns at most 32 named numbers. Set it if the held-out loss does not
-    show what you train for. Each call keeps one island from its steps."""
+    show what you train for. One island makes no steps during each call."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the class. Set it if your class takes arguments; after a change, older numbers may not be
     comparable."""
@@ -179,8 +180,8 @@ class AdoptConfig:
     mode: Literal["overwrite", "blend", "rebase"] = "overwrite"
     """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: local
     = global + (local now - local sent), which keeps what the island learned while the fragment travelled. Leave it
-    unless you compare adoptions. In our trials blend with alpha 0.5 had a loss about 1 % higher, and rebase did not
-    differ from overwrite by more than the seeds do (docs/results/adopt.md)."""
+    unless you compare adoptions. In our trials the loss of blend with alpha 0.5 was about 1 % higher than that of
+    overwrite. rebase and overwrite differed less than two seeds do (docs/results/adopt.md)."""
     alpha: float = 0.5
     """Share of the local value that blend keeps, in [0, 1). 0 is overwrite. With a large alpha the global value has
     little effect. Lower it if blend leaves the islands too far apart; the other modes ignore it."""
@@ -250,15 +251,15 @@ class RunConfig:
     """Everything that defines a run."""
 
     name: str = "run"
-    """Name of the run and of its folder. Set it for every run; two runs of one name need different folders
+    """Name of the run and of its folder. Set it for every run. Two runs with one name need different folders
     (--run-dir)."""
     runs_dir: str = "runs"
     """Folder that holds the folders of runs. Set it to a disk with room for the snapshots; diloco plan prints their
     size."""
     algorithm: Literal["decoupled", "data_parallel"] = "decoupled"
     """decoupled: islands and a syncer. data_parallel: one process, one mesh, and gradients summed in every step. Set it
-    to data_parallel for a baseline on the same data and the same tokens; such a run has no islands that could continue
-    alone."""
+    to data_parallel for a baseline on the same data and the same tokens. Such a run has no islands, so a failure stops
+    all of it."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the data. Change it to repeat a run with other random values,
     for example to see how much a result depends on chance."""
@@ -282,7 +283,7 @@ class RunConfig:
     """How the model is cut into fragments."""
     weights: WeightScheme = "tokens2_per_step"
     """A learner's weight in a merge, from its tokens and steps since it adopted the fragment: tokens^2 / steps, tokens,
-    or equal weights. Leave it unless you compare weights. It has no effect while all islands have equal batches and
+    or equal weights. Leave it unless you compare weights. All three are equal while all islands have equal batches and
     make equal numbers of steps. With uniform, a slow or small island counts as much as a large one."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """How outer gradients become one."""
@@ -309,7 +310,7 @@ class RunConfig:
     callbacks: tuple[str, ...] = ()
     """Your own classes as package.module:Class, with methods on_step, on_round, on_eval or on_event. Set it to react to
     steps or rounds in Python, for example to send a message. Each is called in a separate thread and cannot delay the
-    run. It misses calls if more than 4,096 wait."""
+    run. If more than 4,096 calls wait for it, it misses the next ones."""
 
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and not self.name.startswith(".") and not {"/", "\\"} & {*self.name}

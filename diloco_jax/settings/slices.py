@@ -24,8 +24,8 @@ class Generation:
     """A TPU generation. Settings that only some ways of launching need may stay empty."""
 
     dims: int
-    """Dimensions of the network between chips, 2 or 3. Set it to 3 for a torus of three dimensions; it decides how many
-    sizes a topology has."""
+    """Dimensions of the network between chips, 2 or 3. Set it to 3 for a torus of three dimensions; a topology then has
+    three sizes, as 4x4x8 does."""
     chips_max: int
     """Chips of the largest slice. Set it to the vendor's limit. Larger topologies are refused before anything is
     created."""
@@ -56,8 +56,8 @@ class Generation:
     """Slices whose sizes are all multiples of this number are available too; 0: none. Set it if larger slices consist
     of cubes, such as 4 for v5p."""
     alone: tuple[int, ...] = ()
-    """Numbers of chips, other than 4, that fit on one host. Set it if slices on a single host may have fewer or more
-    than 4 chips; it decides the number of processes of an island."""
+    """Numbers of chips, other than 4, that fit on one host. Set it if a slice on a single host may have another number
+    of chips than 4. It determines the number of processes of an island."""
     accelerator: str = ""
     """First part of accelerator types in the Cloud TPU API; empty: the generation's name. Set it for launch tpu-vm if
     the name differs, as v5litepod does for v5e."""
@@ -69,7 +69,7 @@ class Generation:
     pathways, which refuses a generation without it."""
     gke_policy: bool = False
     """GKE places the hosts of a slice by a workload policy instead of a pool's topology. Set it if GKE's documentation
-    asks for a workload policy, as for TPU7x."""
+    requires a workload policy, as for TPU7x."""
     machine_family: str = ""
     """First part of machine types, which are FAMILY-Nt with N chips. Set it for launch gke, gce and pathways, which
     refuse a generation without it."""
@@ -77,14 +77,14 @@ class Generation:
     """Software version for the Cloud TPU API; empty: the API does not offer this generation. Set it for launch tpu-vm,
     which refuses a generation without it."""
     device_kinds: tuple[str, ...] = ()
-    """JAX's names of its devices. Leave it in a config: only the built-in table uses it, for MFU. Set
-    islands.peak_tflops for your own generation."""
+    """JAX's names of its devices. Leave it empty: only the built-in table uses it, for MFU. Set islands.peak_tflops for
+    your own generation."""
     libtpu_options: dict[str, str] = field(default_factory=dict)
     """Arguments that describe a slice to libtpu, beside its name. Set it if preflight reports that libtpu does not know
     the slice; v4 needs chip_config_name: megacore."""
     compiler_options: dict[str, str] = field(default_factory=dict)
     """Options of the compiler by name, for islands and preflight. Set it to options that the vendor recommends for
-    large models. Compile with diloco preflight first, which fails on options that libtpu does not know."""
+    large models, and run diloco preflight first: it fails if libtpu does not know an option."""
 
     def __post_init__(self) -> None:
         if self.dims not in (2, 3) or min(self.chips_max, self.cores_per_chip, self.devices_per_chip) < 1:

@@ -31,16 +31,16 @@ class OptimizerConfig:
 
     module: str = ""
     """Your own function as package.module:Name, which returns an optax.GradientTransformation for learning rate 1. It
-    replaces the settings from `name` to `adam_paths`, except the learning rates; the schedule stays too. Set it if
-    neither adamw nor muon is what you want. The file must be on every machine of the run."""
+    replaces the settings from `name` to `adam_paths`, except the learning rates; the schedule stays too. Set it for
+    another optimizer than adamw and muon. The file with the function must be on every machine of the run."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that function. Set it if your function takes arguments; islands with other values are
     refused."""
     name: OptimizerName = "adamw"
     """adamw, or muon: orthogonalised momentum for matrices, separately for each layer and expert, and adam for all
-    other parameters. Set it to muon for a lower loss on the same tokens, with another learning_rate and longer steps.
-    In our trials at 0.12M parameters its loss was about 2.6 % lower in data parallel, and 1.5 % lower with four islands
-    (docs/results/muon.md)."""
+    other parameters. Set it to muon for a lower loss after the same tokens; it needs another learning_rate, and its
+    steps take longer. In our trials at 0.12M parameters its loss was about 2.6 % lower than that of adamw in data
+    parallel, and 1.5 % lower with four islands (docs/results/muon.md, docs/results/merge.md)."""
     learning_rate: float = 1e-3
     """Peak rate; about 1e-3 for adamw, 2e-2 for muon at a few million parameters. Tune it first: training is slow with
     a small rate, and diverges with a large one. docs/settings.md has a rule for each merge."""
@@ -54,12 +54,12 @@ class OptimizerConfig:
     """Decay of adam's second moment, in [0, 1). Raise it if the scale of updates is noisy; it then follows changes
     later."""
     muon_beta: float = 0.95
-    """Decay of muon's momentum (Nesterov), in [0, 1). With 0 there is no momentum. Lower it if the loss oscillates with
-    muon; updates are then noisier."""
+    """Decay of muon's momentum (Nesterov), in [0, 1). With 0 there is no momentum. Lower it if the loss oscillates;
+    updates are then noisier."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices and other kernels, multiplied by the learning rate; 0 = none. Vectors, embeddings
-    (first axis `vocab`) and stacks of these never decay. Lower it for fine-tuning, so that weights do not decay away
-    from the values that you started with. Raise it if the training loss falls while the evaluation loss rises."""
+    (first axis `vocab`) and stacks of these never decay. Lower it for fine-tuning, so that the weights stay near their
+    initial values. Raise it if the training loss falls while the evaluation loss rises."""
     clip_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down; 0 = never. Lower it if single batches disturb the
     training."""
@@ -71,8 +71,8 @@ class OptimizerConfig:
     memory. Raise it if a step needs too much memory; the step then takes longer."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
     """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay). Set it to cosine
-    to compare with other work, and to constant if you will train longer later: wsd and cosine decay towards the end
-    that the config names."""
+    to compare with other work. Set it to constant if you may train longer later, because wsd and cosine decay towards
+    the end of train.steps or train.tokens."""
     warmup_steps: int = 50
     """Global steps of linear warm-up; 0 = none. With train.tokens, the warm-up ends after this number times the tokens
     of one global step. Raise it if the loss jumps in the first steps."""
@@ -80,8 +80,8 @@ class OptimizerConfig:
     """Share of all global steps (or of train.tokens), at the end, during which wsd decays linearly; 0 = never, 1 = all.
     Lower it if the rate leaves its peak too early."""
     final_fraction: float = 0.1
-    """Rate after the last step as a share of the peak; 0 = none. With 1 the rate does not decay. Lower it to 0 if the
-    model is finished after this run; keep some rate if you will train it further."""
+    """Rate after the last step as a share of the peak; 0 = none. With 1 the rate does not decay. Lower it to 0 if you
+    will not train the model further, and leave it above 0 otherwise."""
 
     def __post_init__(self) -> None:
         check_setting("optimizer", self.module, self.args)

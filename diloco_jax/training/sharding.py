@@ -63,8 +63,8 @@ class MeshConfig:
     alone does not save enough memory; these devices then exchange activations in every layer."""
     rules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Mesh axes by logical axis, such as {embed: [data, fsdp]}; other axes keep their rule of AXIS_RULES. Set it to
-    shard an axis over further devices, which saves memory, or over fewer, which saves communication. If a device holds
-    only parts of rows, it may not be able to encode its share of a fragment."""
+    shard an axis over further devices, which saves memory, or over fewer, which saves communication. A device that
+    holds only parts of rows may be unable to encode its share of a fragment."""
 
     def __post_init__(self) -> None:
         sizes = self._axes()

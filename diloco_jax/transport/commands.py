@@ -82,7 +82,7 @@ class HostSend(NamedTuple):
 
 
 class HostShared(NamedTuple):
-    """Blocks of a global fragment that the receiver holds together with others, from one of these others.
+    """Blocks of a global fragment that both the sender and the receiver hold.
 
     `number` counts the versions of this session with the syncer; runtime/island/blocks.py describes the steps.
     """
@@ -213,10 +213,10 @@ class HostHas(NamedTuple):
 
 
 class HostWant(NamedTuple):
-    """Request for a part of one leaf of the state that is being loaded: from `start` up to and without `stop`."""
+    """Request for a part of one leaf of the state that is being loaded: elements `start` to `stop` - 1 of each axis."""
 
     leaf: str
-    # One of each for each axis.
+    # One number for each axis.
     start: tuple[int, ...] = ()
     stop: tuple[int, ...] = ()
 

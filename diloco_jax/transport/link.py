@@ -151,9 +151,8 @@ class TransportConfig:
     """host:port where the syncer listens and learners connect. Port 0 lets the system choose one. Set it for islands on
     other machines, to an address that they can reach."""
     allow_plaintext: bool = False
-    """Allow an address other than loopback although nothing is encrypted. Only on a network that you trust. Set it only
-    where every machine of the network may read and change the run's messages; otherwise make certificates with diloco
-    certs."""
+    """Allow an address other than loopback although nothing is encrypted. Set it only in a network where every machine
+    may read and change the run's messages. In any other network, make certificates with diloco certs."""
     connect_timeout_s: float = 30.0
     """Seconds that a learner waits for the syncer to answer, and the syncer for the last connection of a session. Raise
     it if islands may start long before the syncer; a wrong address is then noticed later."""
@@ -182,8 +181,8 @@ class TransportConfig:
     it if peers that stall for a moment lose their session."""
     queue_payloads_max: int = 256
     """Bulk messages that may wait for one peer, in each direction. It must be at least the number of fragments, which a
-    joining learner gets. Raise it if protocol.num_fragments is larger. A peer that reads slowly then makes the sender
-    hold as many payloads in memory."""
+    joining learner gets. Raise it if protocol.num_fragments is larger. The sender holds this many payloads in memory if
+    a peer reads slowly."""
     connections_max: int = 1024
     """Connections that the syncer takes; a learner has stripes + 1, at times twice. Raise it for more islands or
     stripes; each connection is an open file."""

@@ -24,7 +24,7 @@ PARTIALS_MAX = 16
 RANGES_KEPT = 16
 HOLDINGS_BYTES_MAX = 4096
 
-# A payload is identified by so many of its bytes, at so many places.
+# Bytes of one sample, and number of samples that identify a payload.
 SAMPLE_BYTES, SAMPLES = 1 << 12, 64
 
 # (checksum of samples of the payload, its size in bytes)

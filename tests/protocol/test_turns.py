@@ -126,7 +126,7 @@ def test_a_class_without_tensors_has_no_fragment_and_the_number_of_all_is_kept()
         ({"sync_every": {"mlp": 0, "rest": 8}}, "protocol.sync_every.mlp is 0, but must be at least 1"),
         ({"sync_every": 4, "num_fragments": 4, "sync_later": {9: 0}}, "protocol.sync_later.9 is 0, but must"),
         ({"sync_every": {"mlp": 4, "rest": 10}}, "the periods 4 and 10, .* use 8 or 12 for 10"),
-        ({"sync_later": {0: 48}}, "sync_later begins at global step 0, but must at 1 or later"),
+        ({"sync_later": {0: 48}}, "sync_later starts at global step 0; use 1 or later"),
         ({"sync_later": {9: 12}}, "num_fragments is 24, but must be at most sync_every = 12"),
         ({"sync_every": {"mlp": 4, "rest": 8}, "sync_later": {9: {"mlp": 4}}}, "do not both name 'rest'"),
         ({"sync_every": {"mlp": 2, "rest": 8}}, "overlap_steps is 2, but must be less than the shortest period, 2"),

@@ -26,7 +26,7 @@ _NONE: Blocks = np.empty(0, np.int64)
 
 
 class PassingStep(NamedTuple):
-    """The blocks of a fragment that a host sends to others, and gets from others, in one step; by host."""
+    """The blocks of a fragment that a host sends to other hosts, and gets from other hosts, in one step; by host."""
 
     to: dict[int, HeldBlocks]
     of: dict[int, HeldBlocks]
@@ -51,7 +51,7 @@ class IslandBlocks:
         # By fragment: what this host holds, and what it gets from the syncer. Together the hosts get each block once.
         self.held: list[HeldBlocks] = []
         self.got: list[HeldBlocks] = []
-        # By fragment: how the rest of what this host holds arrives, and what it passes on.
+        # By fragment: the steps of getting the other blocks from hosts, and of passing blocks on.
         self.steps: list[list[PassingStep]] = []
         for fragment in fragments:
             self._add(whole(fragment), boxes(fragment), hosts)
@@ -64,7 +64,7 @@ class IslandBlocks:
 
     def _add(self, layout: Layout, boxes: Boxes, hosts: int) -> None:
         held, got = list[Blocks](), list[list[Blocks]]()
-        # (step, whether they leave, the other host) -> the blocks of each slice.
+        # (step, whether this host sends them, the other host) -> the blocks of each slice.
         moving: dict[tuple[int, bool, int], list[list[Blocks]]] = {}
 
         def move(step: int, leaves: bool, other: int, blocks: Blocks) -> None:
@@ -76,7 +76,7 @@ class IslandBlocks:
             got.append([])
             for holders, blocks in _by_holders(of_host, self.host):
                 count, mine = len(holders), holders.index(self.host)
-                # Another host is the first in each slice, because the first shares of small slices are the larger ones.
+                # The first shares of small slices are larger, so another host gets the first share in each slice.
                 for first, share in enumerate(np.array_split(blocks, count), number):
                     place = (mine - first) % count
                     if place == 0:

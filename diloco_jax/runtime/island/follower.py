@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class LeaderLeaf:
-    """A leaf of the state that the leader loads; an index gives a part, which comes from the leader then."""
+    """A leaf of the state that the leader loads. Indexing it requests that part from the leader."""
 
     def __init__(self, shape: tuple[int, ...], ask: Callable[[Bounds], np.ndarray]) -> None:
         self.shape = shape
@@ -263,7 +263,7 @@ class Follower:
         if self._link is not None:
             self._link.close(0.0)
         self._link = None
-        # The rest of these values does not come any more.
+        # The missing blocks of these values do not arrive any more.
         self._own.clear()
         self._passing.begin(command.session)
         self._taken, self._handled = 0, 0
@@ -289,7 +289,7 @@ class Follower:
     def _read(self, number: int) -> None:
         """Read and check a value whose blocks have all arrived, and tell the leader."""
         payload, cut = self._passing.take(number), self._own.pop(number, None)
-        # The leader may have handled it meanwhile, or the link is another one.
+        # The leader may have handled it meanwhile, or there is a new link.
         if payload is None or cut is None:
             return
         message = cut.value
@@ -307,7 +307,7 @@ class Follower:
         self.group.send(commands.HostHas(message, str(error)[:REASON_LENGTH_MAX]))
 
     def _drop_handled(self) -> None:
-        """Forget incomplete values that the leader has handled: it passes on nothing of what it does not want."""
+        """Forget incomplete values that the leader has handled, because the island does not adopt them."""
         self._own = {number: cut for number, cut in self._own.items() if number > self._handled}
 
     def _to_link(self, command: OfLink) -> None:

@@ -171,13 +171,13 @@ class Host:
     def complete(self, message: GlobalFragment, payload: Bytes, alive: Callable[[], bool]) -> Bytes:
         """Return all blocks that this host holds of a version that arrived; any one thread.
 
-        Blocks that several hosts hold are passed on to the others, and waited for.
+        Passes blocks on to other hosts that hold them too, and waits for blocks from other hosts.
 
         Args:
             alive: As for `wait_for_others`.
 
         Raises:
-            ValueError: The payload is damaged, or a host cannot read its own.
+            ValueError: The payload is damaged, or another host cannot read its payload.
             LinkClosed: As `wait_for_others`.
         """
         return payload

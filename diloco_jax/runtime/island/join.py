@@ -36,7 +36,7 @@ HEARTBEAT_S = int(3 * SILENCE_S)
 START_S = 300
 # All processes must end within this time after the first one.
 SHUTDOWN_S = 20
-# Two addresses and numbers.
+# Room for two addresses and two numbers of one host.
 WORDS_BYTES = 600
 METADATA_S = 2.0
 # An address of a private network; a route to it leads to other machines.
@@ -54,7 +54,7 @@ class Hosts:
     count: int  # number of hosts
     # The connection to the leader, or the leader's connection to all.
     group: GroupLeader | GroupMember
-    # The connections for blocks that hosts pass on.
+    # The connections for blocks between hosts.
     direct: DirectLinks
     # The leader's incarnation counts for all hosts.
     incarnation: int
@@ -116,7 +116,8 @@ def join(
 def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str, same: Mapping[str, str]) -> Hosts:
     """Connect the processes of an island with each other, after JAX's distributed runtime has started.
 
-    The leader listens, and every host does for blocks. JAX carries the addresses and random numbers to all hosts.
+    The leader listens for commands, and every host listens for blocks. JAX carries the addresses and random numbers to
+    all hosts.
 
     Args:
       config, learner_id, incarnation, coordinator: As for `join`.
@@ -149,7 +150,9 @@ def _exchange(words: str) -> list[str]:
     """Return the words of every process of the island, in the order of their numbers."""
     raw = words.encode()
     if len(raw) > WORDS_BYTES:
-        raise ValueError(f"{words!r} has {len(raw)} bytes, the limit is {WORDS_BYTES}: use shorter names of hosts")
+        raise ValueError(
+            f"the addresses {words!r} have {len(raw)} bytes, the limit is {WORDS_BYTES}: use shorter names of hosts"
+        )
     told = np.frombuffer(raw.ljust(WORDS_BYTES, b"\0"), np.uint8)
     return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(multihost_utils.process_allgather(told))]
 

@@ -110,7 +110,7 @@ class Arrivals:
             self._forget(message)
 
     def check(self, message: GlobalFragment, alive: Callable[[], bool]) -> None:
-        """Raise as `wait` if the value cannot come to all hosts any more."""
+        """Raise as `wait` if the value cannot reach all hosts any more."""
         with self._changed:
             self._check(message, alive)
 

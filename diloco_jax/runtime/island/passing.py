@@ -1,7 +1,7 @@
-"""The versions that arrive at one host of an island: it passes on blocks, and gets blocks that others pass on.
+"""The blocks of arriving versions at one host of an island: it passes some on to other hosts, and gets some from them.
 
-The syncer sends all hosts of an island the same versions in the same order, so a version is known by the number of the
-session and its number within it. Blocks of a later session may come before this host has its link of that session.
+The syncer sends all hosts of an island the same versions in the same order. So the number of the session and a number
+within the session identify a version. Blocks of a later session may arrive before this host has a link of that session.
 """
 
 import threading
@@ -25,7 +25,7 @@ class _Arriving:
     own: Bytes | None = None
     # From other hosts, by step and host.
     shared: dict[tuple[int, int], Bytes] = field(default_factory=dict)
-    # The next step; this host has sent in those before it.
+    # The next step; this host has sent its blocks of all earlier steps.
     step: int = 0
     complete: bool = False
 
@@ -36,7 +36,7 @@ class Passing:
     Args:
         format_of: Returns the format of a version's payload.
         send: Sends a command with its payload to another host; never blocks.
-        on_complete: Called with the number of a version when all blocks of it are here.
+        on_complete: Called with the number of a version when all its blocks have arrived.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Passing:
             self._arriving = {key: each for key, each in self._arriving.items() if key > handled}
 
     def _pass_on(self, number: int, arriving: _Arriving) -> None:
-        """Send what this host has now, in the order of the steps."""
+        """Send the blocks of each step whose blocks have arrived, in the order of the steps."""
         message = arriving.message
         steps, format = self._blocks.steps[message.fragment_id], self._format_of(message)
         while arriving.step < len(steps) and (sources := self._sources(arriving, arriving.step)) is not None:

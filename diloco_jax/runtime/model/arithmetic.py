@@ -100,7 +100,7 @@ class Setup(NamedTuple):
     down: Format
     # A value's base may be this many versions of its fragment old.
     anchor_history: int
-    # Most learners in a merge that computes the products of all pairs.
+    # A merge computes the products of all pairs for at most this many learners.
     pairs_max: int = PAIRS_MAX
 
     def first(self, fragment_id: int, flat: Flat) -> State:
@@ -229,7 +229,7 @@ class Arithmetic:
         values, products = self._inspected[fragment_id]
         found = Values([values.payloads[i] for i in chosen], [values.moved[i] for i in chosen])
         if len(values.payloads) > merger.pairs_max >= len(chosen):
-            # So many values were left out that the others are merged by products of pairs, which are not there yet.
+            # Values were excluded, so the others are few enough for products of pairs, which `inspect` did not compute.
             products = merger.inspect(found)
         else:
             products = subset(products, chosen)

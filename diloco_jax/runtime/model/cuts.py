@@ -34,7 +34,7 @@ class HostCut(NamedTuple):
 
 
 def pack_blocks(cuts: Sequence[HostCut]) -> bytes:
-    """Return the statement of a host, by fragment.
+    """Return a host's statement of its blocks of each fragment, as bytes.
 
     Raises:
       ValueError: the blocks take more rows than a syncer reads.
@@ -151,6 +151,7 @@ class ModelVersion:
 
     @property
     def value_bytes(self) -> int:
+        """Return the bytes of the value, which the version keeps in memory."""
         return self._value.nbytes
 
     def cut(self, blocks: bytes) -> tuple[int, Callable[[], list[memoryview]]]:

@@ -1,6 +1,6 @@
-"""Counts that a syncer takes from the status of the process before it.
+"""Counts that a syncer reads from the status of the process before it.
 
-It is apart from status.py because it needs the alarms, whose import would slow `diloco status`.
+This module is separate from status.py because it imports the alarms, which would slow `diloco status`.
 """
 
 from collections.abc import Sequence

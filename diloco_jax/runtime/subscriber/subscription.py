@@ -56,12 +56,12 @@ class FollowedRun(NamedTuple):
     """The run of a subscription."""
 
     resolved: ResolvedRun
-    # When the run started, in seconds since 1970. It tells a run from others of its name; 0 if its syncer does not say.
+    # When the run started, in seconds since 1970. It distinguishes runs with the same name; 0 if unknown.
     began_unix_s: float
 
     @property
     def name(self) -> str:
-        """Return the name of the run, which other runs may have too."""
+        """Return the name of the run; other runs may have the same name."""
         return self.resolved.config.name
 
 
@@ -302,12 +302,12 @@ class Subscription:
             log.info(f"attempt {self._attempts}: {error}")
 
     def _check_same_run(self) -> None:
-        """Raise Rejected if the syncer at the address serves another run now, although it may have the same name."""
+        """Raise Rejected if the syncer at the address serves another run now, which may have the same name."""
         theirs = ask_description(self._transport, self._name).began_unix_s
         if other_run(self._began_unix_s, theirs):
             raise Rejected(
                 f"the syncer at {self._transport.address} serves another run now, which started on "
-                f"{utc(theirs)}; follow it with another process and into another folder"
+                f"{utc(theirs)}; start another process to follow it, with another folder"
             )
 
     def _lose(self) -> None:

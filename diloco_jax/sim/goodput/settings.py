@@ -39,7 +39,7 @@ class Assumptions:
     syncer_gb_per_s: float = setting(4.3, "gigabytes per second, each way, that a syncer with TLS can carry", COMPUTED)
     arrival_ns: float = setting(0.75, "time of a thread to decode, add and check an element", READ)
     place_ns: float = setting(0.74, "time to copy an element that arrived to a host's devices", READ)
-    island_s_per_gb: float = setting(0.55, "time of a host per gigabyte that it sends other hosts of its island", READ)
+    island_s_per_gb: float = setting(0.55, "time of a host to send one gigabyte to other hosts of its island", READ)
     price_per_chip_hour: float = setting(0.0, "of one chip", "yours")
     price_per_egress_gb: float = setting(0.0, "of 1e9 bytes that leave a site", "yours")
 

@@ -276,7 +276,7 @@ def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
     found: list[Advice] = []
     if age_s > config.protocol.pull_timeout_s:
         wait = float(math.ceil(2 * age_s))
-        why = f"a version takes {age_s:.3g} s, and after this time a round continues without late learners"
+        why = f"a version takes {age_s:.3g} s, and a round waits for a learner's value for at most this setting"
         found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
     whole = 4 * max(each.num_elements for each in there.run.fragments)
     if whole > config.transport.payload_bytes_max:

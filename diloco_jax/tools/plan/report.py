@@ -78,10 +78,10 @@ def _rates(result: Row) -> list[str]:
         lines.append(f"  {wire:<30}" + "".join(f"{'never':>9}" if rate is None else f"{rate:>9.3g}" for rate in cells))
     if result["run"]["overlap_steps"]:
         waits = "steps wait a little" if result["link"]["wait"]["limit_s"] else "steps never wait, over any link"
-        lines.append(f"  formats, the same both ways: of the due rounds made; {waits}")
+        lines.append(f"  formats, the same both ways: share of the due rounds that are made; {waits}")
     else:
-        lines.append("  formats, the same both ways: of the time in steps; with tau = 0 learners wait")
-    return [*lines, "  data_parallel: of the time in steps. All without headers, which take 4 to 9 % more"]
+        lines.append("  formats, the same both ways: share of the time in steps; with tau = 0 learners wait")
+    return [*lines, "  data_parallel: share of the time in steps. All rates are without headers, which add 4 to 9 %"]
 
 
 def _link(link: Row, tau: int) -> list[str]:

@@ -53,12 +53,12 @@ class ImagesConfig:
     """The most soft tokens of one image, which keeps its aspect ratio; Gemma 4 supports 70, 140, 280, 560 and 1120.
     Raise it if the texts depend on fine details; samples then become longer."""
     column: str = "image"
-    """Column of Parquet with the image: its bytes, or a struct with the field `bytes`. Set it if your table names the
-    column differently; a folder of image files does not use it."""
+    """Column of Parquet with the image: its bytes, or a struct with the field `bytes`. Set it if the column has another
+    name in your table; a folder of image files does not use this setting."""
     broken: Literal["refuse", "skip"] = "refuse"
     """What happens to images that cannot be decoded. refuse: the run does not start. skip: they are left out. Set it to
-    skip if a large collection has some damaged files that you can do without; the samples of these images are then
-    missing."""
+    skip if a large collection has some damaged files that you do not need; the run then lacks the samples of these
+    images."""
     begin_token: str = "<|image>"
     """Special token of tokenizer.json before the soft tokens of an image; the tokenizer bytes uses id 256 instead. Set
     it if your tokenizer has another name for it. Its id must be the one in model.args."""
@@ -97,8 +97,8 @@ class DataConfig:
     name."""
     tokenizer: str = ""
     """A folder with tokenizer.json, train:SIZE or bytes, for text and images that become a store; for format tokens,
-    the tokenizer that produced the ids. A store contains its tokenizer. Set it for text that becomes a store. Set it
-    for format tokens if you want bits per byte and readable samples."""
+    the tokenizer that produced the ids. A store contains its tokenizer. Set it for texts that become a store, and for
+    format tokens if you want bits per byte and readable samples."""
     images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
     """Settings of samples made from images with texts, for format images."""
     documents: Literal["joined", "separate", "whole"] = "joined"
@@ -116,7 +116,7 @@ class DataConfig:
     must not be trained on. All machines must read the same files, because islands with other data are refused."""
     token_dtype: TokenDtype = "uint16"
     """Type of the ids in a token file, little-endian. Set it to uint32 if your tokenizer has more than 65,536 ids. With
-    the wrong type the file is read as other ids, which is noticed only if an id exceeds vocab_size."""
+    the wrong type all ids are wrong, and a run notices this only if an id is data.vocab_size or more."""
     vocab_size: int = 65_536
     """Upper bound of the ids in a token file or in your own source (checked on every batch); bytes always have 256. Set
     it to the number of ids of your tokenizer, so that a wrong file is noticed; model.args.vocab_size must be at least
@@ -134,7 +134,7 @@ class DataConfig:
     module: str = ""
     """Your own source as package.module:Name, instead of path and format: a class with `__len__` and `__getitem__`,
     whose samples are arrays of train.seq_len + 1 ids below vocab_size. Set it if your samples come from a database, a
-    simulation or a format that is not listed. The file must be on every machine."""
+    simulation or a format that data.format does not list. The file with the class must be on every machine."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of that class; all machines of a run must agree. Set it if your class takes arguments."""
 

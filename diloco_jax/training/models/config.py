@@ -37,16 +37,17 @@ class LoraConfig:
     then trained and exchanged."""
     alpha: float = 16.0
     """The adapters' results are multiplied by alpha / rank. A larger alpha lets a step change the model more. Change it
-    together with rank, so that alpha / rank stays the same; otherwise a new rank also needs a new learning rate."""
+    together with rank, so that alpha / rank stays the same. Otherwise tune the learning rate again for the new rank."""
     targets: tuple[str, ...] = ("all",)
     """Linear maps of a layer that get adapters: q, k, v, out, gate, up, down and others that the model has, or all.
-    Experts and routers of a mixture get none. Set it to fewer maps, such as q and v, if adapters take too much of the
-    link; the model then has fewer ways to adapt."""
+    Experts and routers of a mixture get none. Set it to fewer maps, such as q and v, if the adapters are too large for
+    the link; the model then adapts less."""
     base_dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
     """Type of the frozen weights on an island. bfloat16: of every matrix; nothing is lost if the files have it. int8
     and int4: of the layers' linear maps, in blocks of 64 with a scale each; other matrices are bfloat16. These two save
     memory only with model.args.scan_layers and a model.args.remat other than none. Set it to bfloat16 if the files have
-    it, and to int8 or int4 if the frozen weights do not fit; these two change the model's values slightly."""
+    that type. Set it to int8 or int4 if the frozen weights do not fit into memory; these two change the model's values
+    slightly."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

@@ -40,7 +40,7 @@ class Description(NamedTuple):
     coming: bool = False
     # The number of the learner that asked, from 1; 0 if it asked for none, or the syncer gives none.
     number: int = 0
-    # When the run started, in seconds since 1970. It tells a run from others of its name; 0 if unknown.
+    # When the run started, in seconds since 1970. It distinguishes runs with the same name; 0 if unknown.
     began_unix_s: float = 0.0
 
 

@@ -1,6 +1,6 @@
-"""The connections for blocks that hosts of one island pass on: each host dials those that send to it.
+"""Connections for blocks between the hosts of one island: each host dials the hosts that send to it.
 
-They are as those between the leader and the other hosts (group.py). The leader decides nothing here.
+They work like the connections between the leader and the other hosts (group.py), but the leader has no special role.
 """
 
 import threading
@@ -13,7 +13,7 @@ from diloco_jax.transport.link import Payload, TransportConfig
 
 
 class DirectLinks:
-    """One host's connections with other hosts than its leader, and with the leader for blocks.
+    """The connections of one host for blocks: it sends to hosts that dial it, and dials hosts that send to it.
 
     Args:
         config: Settings from `group_config`, with the address to listen on; port 0 lets the system choose one.

@@ -156,7 +156,7 @@ class GroupLeader:
         if (header.run_id, header.sender, header.session) != (ours.run_id, ours.sender, ours.session):
             raise Refused(f"host {header.host} is of another island, or of an earlier start of this one")
         if header.hosts != ours.hosts:
-            raise Refused(f"host {header.host} says {header.hosts} hosts, this one {ours.hosts}")
+            raise Refused(f"host {header.host} states {header.hosts} hosts, this host {ours.hosts}")
         session = self._others.get(header.host)
         if session is None or not session.bind(session.lanes[_LANE], context.cancel) or not session.open:
             raise Refused(f"host {header.host} joined before, or is none of the {ours.hosts} hosts of this island")
@@ -164,7 +164,7 @@ class GroupLeader:
 
 
 class GroupMember:
-    """The side of a host that dials the leader, or another one, for at most `config.connect_timeout_s`.
+    """A connection that a host dials, to the leader or to another host, for at most `config.connect_timeout_s`.
 
     Args:
         config: Settings from `group_config`, with the other host's address.

@@ -31,7 +31,7 @@ class _Open:
 
     def __init__(self, key: Key, digest: int, partial: Partial | None) -> None:
         self.key = key
-        # Of the whole payload, if an earlier session began it.
+        # The digest of the whole payload if an earlier session started it, else 0.
         self.digest = digest
         self.resumed = partial is not None
         self.message: Message | None = None

@@ -8,7 +8,7 @@ oldest one makes room. All of them are dropped when the sessions end.
 Each host states once which blocks of the fragments it holds (core/held.py). From then on it gets its blocks of every
 version, over its own session. Versions wait until the host has stated its blocks; if newer ones have replaced more than
 `payload_bytes_max` of them, the sessions end. If the blocks are not of the model, the listener refuses this incarnation
-of the learner from then on, because it would state the same again.
+of the learner from then on, because it would state the same blocks again.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ class HostSessions:
         limits = leader.config.queue_payloads_max, leader.config.payload_bytes_max
         self._unsent = [UnsentVersions(*limits) for _ in range(leader.hosts)]
         self._over = False
-        # Why every later session of this incarnation is refused; "" if it is not.
+        # The reason to refuse every later session of this incarnation; "" if there is none.
         self.refusal = ""
         self.add(leader)
 

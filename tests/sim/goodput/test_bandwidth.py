@@ -15,7 +15,8 @@ from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
 
 RATE, SYNC_EVERY, STEPS = 1e6, 24, 200
-MERGE_S, STEP_S = 0.01, 1.01  # steps of the simulation take 1 to 1.02 s
+# Steps of the simulation take 1 to 1.02 s.
+MERGE_S, STEP_S = 0.01, 1.01
 
 
 class TimedSyncer(Syncer):

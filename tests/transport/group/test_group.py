@@ -122,7 +122,7 @@ def test_a_host_joins_once_and_must_fit(group: Group) -> None:
     member = group.join()
     for changes, words in (
         ({}, "host 1 joined before"),
-        ({"host": 3, "hosts": 4}, "host 3 says 4 hosts, this one 3"),
+        ({"host": 3, "hosts": 4}, "host 3 states 4 hosts, this host 3"),
         ({"host": 2, "run_id": "other"}, "another island"),
         ({"host": 2, "learner_id": "island-1"}, "another island"),
         ({"host": 2, "number": 1}, "an earlier start"),
