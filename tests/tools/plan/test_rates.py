@@ -6,12 +6,14 @@ from diloco_jax.core.merge import MergeConfig, Method
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
 
-# (merge, H, best rate of islands, best rate of data parallel): 0.12M three times, 0.5M, 1M, mixture, images.
+# (merge, H, best rate of islands, best rate of data parallel): 0.12M, 0.5M, 1M, mixture, images.
 TUNED: list[tuple[Method, int, float, float]] = [
     ("average", 3, 8.0e-3, 8.0e-3),
     ("rda", 3, 5.6e-3, 8.0e-3),
     ("average", 6, 5.6e-3, 8.0e-3),
     ("rda", 6, 4.0e-3, 8.0e-3),
+    ("average", 12, 8.0e-3, 8.0e-3),
+    ("rda", 12, 4.0e-3, 8.0e-3),
     ("average", 3, 4.0e-3, 2.0e-3),
     ("rda", 6, 2.0e-3, 2.0e-3),
     ("rda", 6, 4.0e-3, 4.0e-3),
