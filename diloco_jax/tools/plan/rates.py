@@ -7,7 +7,8 @@ best rate of islands depends on the merge and on H:
     rate = f(merge) sqrt(3 / H) rate of data parallel        f(average) = 1, f(RDA) = 0.7; H from 3 to 6
 
 It was fitted to AdamW on four islands with 0.12M parameters (docs/results/merge.md). Longer periods count as 6: the best
-rate of RDA with H = 12 was that with H = 6, and that of averages 1.4 times as high. The best rates of all tuned trainings of docs/results were between half and twice that of the rule.
+rate of RDA with H = 12 was that with H = 6, and that of averages 1.4 times as high. The best rates of all tuned
+trainings of docs/results were between half and twice that of the rule.
 """
 
 import math
