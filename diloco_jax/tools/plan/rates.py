@@ -6,8 +6,8 @@ best rate of islands depends on the merge and on H:
 
     rate = f(merge) sqrt(3 / H) rate of data parallel        f(average) = 1, f(RDA) = 0.7; H from 3 to 6
 
-It was fitted to AdamW on four islands with 0.12M parameters (docs/results/merge.md). Longer periods count as 6: the best
-rate of RDA with H = 12 was that with H = 6, and that of averages 1.4 times as high. The best rates of all tuned
+It was fitted to AdamW on four islands with 0.12M parameters (docs/results/merge.md). Longer periods count as 6: the
+best rate of RDA with H = 12 was that with H = 6, and that of averages 1.4 times as high. The best rates of all tuned
 trainings of docs/results were between half and twice that of the rule.
 """
 
@@ -16,7 +16,7 @@ import math
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 
-# The periods to which the rule was fitted.
+# The rule was fitted to these periods.
 SHORTEST, LONGEST = 3, 6
 _OF_MERGE = {"average": 1.0, "rda": 0.7}
 # The best rates that were found are within this factor of the rule.
