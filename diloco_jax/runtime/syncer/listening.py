@@ -1,6 +1,7 @@
 """The start of the syncer's listener, and the announcements that it makes to learners."""
 
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from diloco_jax.transport.link import split_address
 # A restarted syncer waits so long until the process before it has freed its ports.
 LISTEN_PATIENCE_S = 30.0
 LISTEN_RETRY_S = 0.5
+# Open files that a syncer allows itself, if the system does.
+FILES_MAX = 1 << 16
 
 ResultT = TypeVar("ResultT")
 
@@ -39,11 +42,25 @@ class Life(NamedTuple):
     number_of: Callable[[str], int] = lambda _: 0
 
 
+def files_allowed() -> int:
+    """Return how many files this process may open, once its soft limit is raised: the hard limit, or FILES_MAX."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files, which is often 1,024: strangers that connect would soon use these up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < files_allowed():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_allowed(), hard))
+
+
 def open_listener(config: RunConfig, run_dir: Path, life: Life) -> GrpcListener:
     """Open the syncer's listener, after a failover at the old address, where learners look for it.
 
     ValueError if the address is in use or not allowed.
     """
+    raise_file_limit()
     transport, file = config.transport, run_dir / ADDRESS_FILE
     # Learners know the address of a process before this one.
     known = life.mode == FAILOVER or config.model.own

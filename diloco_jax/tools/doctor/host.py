@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from diloco_jax.runtime.local import check_input, machine
 from diloco_jax.runtime.local.machine import chip_of, count_of
 from diloco_jax.runtime.model.arithmetic import make_setup
 from diloco_jax.runtime.model.evaluation import Scorer
+from diloco_jax.runtime.syncer.listening import files_allowed
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.figures import size
@@ -208,11 +208,11 @@ def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
 
 
 def check_files(connections: int) -> Check:
-    """Compare the limit of open files with the need of this process's connections."""
-    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], connections + FILES_OF_PROCESS
+    """Compare the hard limit of open files, which a syncer uses, with the need of its connections."""
+    limit, need = files_allowed(), connections + FILES_OF_PROCESS
     found = f"{limit} open files allowed, up to {need} needed"
-    if limit != resource.RLIM_INFINITY and limit < need:
-        fix = f"raise the limit: ulimit -n {2 * need}, or LimitNOFILE of its service"
+    if limit < need:
+        fix = f"raise the limit: ulimit -Hn {2 * need} as root, or LimitNOFILE of its service"
         return Check("open files", "fail", found, fix)
     return Check("open files", "ok", found)
 
