@@ -52,7 +52,8 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 
 PARTS_IN_FLIGHT = 4
 # A receiver waits for this many times the longest wait so far before it repeats a request. A part that a narrow link
-# still carries is then not requested twice. The second number limits the wait, in multiples of silence_s.
+# still carries is then not requested twice. The second number limits the wait, in multiples of silence_s; a learner
+# waits as long at most for a value that it lacks while other payloads arrive.
 PATIENCE = 2.0
 PATIENCE_SILENCES = 4.0
 # Copies that a donor keeps at a time.
@@ -288,6 +289,11 @@ class Receiver:
             return
         self._resend_wait_s = max(self._resend_wait_s, min(2 * self._resend_wait_s, self._config.silence_s))
         self._repeat(now_s)
+
+    def on_receiving(self, clock: int, now_s: float) -> None:
+        """Wait longer for requested parts while a payload arrives, unless the transfer takes too long already."""
+        if self.resend_s is not None and self._asked and clock - self._clock <= self._config.transfer_steps_max:
+            self._wait(now_s)
 
     def _repeat(self, now_s: float) -> None:
         # The clock stays the same. With a newer one the donor would copy its state again, and the part in transit

@@ -122,6 +122,10 @@ class Link(Protocol):
     def open(self) -> bool:
         """Tell whether the session is not over."""
 
+    @property
+    def receiving(self) -> bool:
+        """Tell whether a payload has arrived in part, or waits to be read."""
+
     def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         """Queue a message; never blocks.
 

@@ -303,6 +303,32 @@ def test_after_the_end_nothing_happens() -> None:
     assert learner.on_connected(3.0) == [] and learner.on_tick(99.0) == [] and learner.next_deadline_s() is None
 
 
+def test_a_joining_learner_does_not_greet_again_while_payloads_arrive() -> None:
+    learner = new(2, 4, 4)
+    learner.on_connected(0.0)
+    learner.on_message(Welcome(0, (0,) * 4, 1), 0.0)
+    # resend_s is 3.
+    for now_s in (3.0, 9.0, 15.0):
+        assert learner.on_receiving(now_s) == []
+        assert Hello not in map(type, sent(learner.on_tick(now_s)))
+    learner.on_message(fragment(0, 0, 0), 20.0)
+    assert learner.on_receiving(26.0) == [] and Hello not in map(type, sent(learner.on_tick(26.0)))
+    assert [type(m) for m in sent(learner.on_tick(99.0))] == [Hello, Heartbeat], "nothing arrives any more"
+
+
+def test_a_joining_learner_greets_again_if_a_value_was_damaged_or_never_comes() -> None:
+    learner = new(2, 4, 4)
+    learner.on_connected(0.0)
+    learner.on_corrupt(1.0)
+    learner.on_receiving(3.0)
+    assert Hello in map(type, sent(learner.on_tick(3.0))), "only another greeting brings it"
+    patience_s = 3.0 + 4 * learner.contact.config.silence_s
+    learner.on_receiving(patience_s - 1.0)
+    assert Hello not in map(type, sent(learner.on_tick(patience_s - 1.0)))
+    learner.on_receiving(patience_s + 10.0)
+    assert Hello in map(type, sent(learner.on_tick(patience_s + 10.0))), "within a limit"
+
+
 def test_leave_says_goodbye_if_there_is_a_link() -> None:
     learner = trained(1)
     assert sent(learner.leave("asked to", 1.0)) == [Leave("a", 1, "asked to")]

@@ -16,7 +16,7 @@ from diloco_jax.protocol.messages import (
     StateUnavailable,
 )
 from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT, PARTS_MAX, STATES_MAX, Donor
-from tests.protocol.recovery_inputs import Alone, H, begun, part, receiver
+from tests.protocol.recovery_inputs import Alone, H, begun, config, part, receiver
 
 
 def request(number: int = 0, donor: str = "", step: int = 0, clock: int = 10) -> StateRequest:
@@ -122,6 +122,17 @@ def test_a_part_makes_it_as_patient_as_parts_took() -> None:
     it.on_part(part(2), 10, 21.0)
     it.on_part(part(3), 10, 71.0)
     assert it.resend_s == 71.0 + 4 * 20.0, "at most four leases"
+
+
+def test_waits_longer_while_payloads_arrive_unless_the_transfer_takes_too_long() -> None:
+    it = begun(part(0))
+    for now_s in (1.0, 2.0, 3.0):
+        it.on_receiving(10, now_s)
+        assert it.on_tick(10, now_s) == []
+    assert it.resend_s == 5.0
+    it.on_receiving(11 + config().transfer_steps_max, 4.0)
+    assert it.resend_s == 5.0, "another attempt begins in time"
+    assert receiver().resend_s is None
 
 
 def test_what_a_narrow_link_still_carries_is_not_asked_for_twice() -> None:

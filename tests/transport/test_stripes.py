@@ -243,3 +243,18 @@ def test_a_heartbeat_does_not_wait_behind_payloads(ends: Ends) -> None:
     assert len(waiting) == 2
     assert {type(hear(listener).message) for _ in range(2)} == {FragmentValue, Heartbeat}
     assert [hear(listener).message for _ in range(2)] == [value(1, 700_000), value(2, 700_000)]
+
+
+def test_a_link_tells_that_a_payload_arrives(ends: Ends, listener: GrpcListener) -> None:
+    with Relay(listener.address) as relay:
+        link = ends.meet(to=relay.address)
+        assert not link.receiving
+        relay.change(bytes_per_s=RATE)
+        assert listener.send("a", GlobalFragment(1, 0, 1, SIZE, 1, 0), os.urandom(SIZE))
+        assert comes_true(lambda: link.receiving)
+        relay.change(bytes_per_s=0.0)
+        # It has arrived, and nobody has read it.
+        assert comes_true(lambda: link._session.waiting_bytes == SIZE) and link.receiving
+        hear(link)
+        assert comes_true(lambda: not link.receiving)
+        link.close(1.0)

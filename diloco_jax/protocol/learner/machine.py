@@ -15,17 +15,18 @@ States:  joining -> recovering (only when it joins a run that is under way) -> t
 
 Each part of the machine has its own subject: Anchors and Heads the global values held and read (anchors.py), Stager the
 copies (stager.py), FragmentWait the wait for a fragment (waiting.py), Start and Donor the states of learners
-(recovery.py), Allotment the data (leases.py). Contact, Examination and ScheduleClock are in this file.
+(recovery.py), Allotment the data (leases.py). Contact is in contact.py, Examination and ScheduleClock
+are in this file.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import assert_never
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Effects, EvaluateModel, Finish, SaveState, Send
 from diloco_jax.protocol.learner.anchors import GAP, USEFUL, Anchors, Heads
+from diloco_jax.protocol.learner.contact import Contact
 from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.waiting import FragmentWait
 from diloco_jax.protocol.leases import Allotment, Batch
@@ -63,76 +64,6 @@ class ScheduleClock:
     def at(self, global_step: int) -> int:
         """Return the step of the schedule at a global step."""
         return max(self._least, global_step + self._lead)
-
-
-@dataclass(slots=True)
-class Contact:
-    """A learner's link to the syncer, and the times of the next greeting, repetition and heartbeat."""
-
-    effects: Effects
-    learner_id: str
-    incarnation: int
-    # What both sides must agree on.
-    fingerprint: tuple[tuple[str, str], ...]
-    config: ProtocolConfig
-    # Whether the driver can evaluate the global model.
-    evaluates: bool
-    connected: bool = False
-    # When the newest message of the syncer was taken, or the link was opened.
-    heard_s: float = 0.0
-    # Inner steps since then.
-    unheard_steps: int = 0
-    # When to repeat what has no answer; None if everything has one.
-    resend_at_s: float | None = None
-    heartbeat_at_s: float | None = None
-    # Local step of the newest greeting.
-    hello_step: int = 0
-    # The newest report, in case the syncer lost it.
-    report: StepReport | None = None
-    resend_wait_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.resend_wait_s = self.config.resend_s
-
-    def connect(self, now_s: float) -> None:
-        """Record that the link is open."""
-        self.connected = True
-        self.heard_s, self.unheard_steps = now_s, 0
-        self.resend_wait_s = self.config.resend_s
-        self.heartbeat_at_s = now_s + self.config.heartbeat_s
-
-    def fall_silent(self) -> None:
-        """Plan no repetition and no heartbeat, because there is no link or the learner has stopped."""
-        self.resend_at_s = self.heartbeat_at_s = None
-
-    def ask_again(self, now_s: float) -> None:
-        """Restart the wait for an answer."""
-        self.resend_at_s = now_s + self.resend_wait_s
-
-    def answered(self) -> None:
-        """Repeat nothing, because everything has an answer."""
-        self.resend_at_s, self.resend_wait_s = None, self.config.resend_s
-
-    def greet(self, anchors: Anchors, allotment: Allotment, local_step: int, now_s: float) -> None:
-        """Greet the syncer, which answers with whatever is missing here."""
-        self.ask_again(now_s)
-        self.hello_step = local_step
-        # The answer may be slow, and not lost.
-        self.resend_wait_s = min(2 * self.resend_wait_s, self.config.silence_s)
-        versions, digests = anchors.versions, tuple(anchors.digests)
-        who = (self.learner_id, self.incarnation, self.fingerprint)
-        data = (allotment.step_samples, allotment.granted)
-        hello = messages.Hello(*who, versions, digests, anchors.epoch, *data)
-        self.effects.append(Send(SYNCER, hello._replace(evaluates=self.evaluates)))
-
-    def lost_track(self, now_s: float) -> bool:
-        """Return whether the syncer has been silent for so long that it may have forgotten this learner."""
-        return now_s - self.heard_s >= self.config.silence_s and self.resend_at_s is None
-
-    def send_heartbeat(self, now_s: float) -> None:
-        """Send a sign of life."""
-        self.heartbeat_at_s = now_s + self.config.heartbeat_s
-        self.effects.append(Send(SYNCER, messages.Heartbeat(self.learner_id, self.incarnation)))
 
 
 class Examination:
@@ -295,6 +226,7 @@ class Learner:
 
         The greeting is sent later and once, because its answer may be damaged too.
         """
+        self.contact.damaged = True
         if self.contact.connected and self.state != STOPPED and self.contact.resend_at_s is None:
             self.contact.ask_again(now_s)
 
@@ -560,6 +492,16 @@ class Learner:
                 # The syncer may have forgotten this learner, which then has to join again.
                 self._greet(now_s)
             contact.send_heartbeat(now_s)
+        return self._effects.drain()
+
+    def on_receiving(self, now_s: float) -> list[Effect]:
+        """Wait longer for missing values while a payload arrives: on a narrow link they follow it.
+
+        Another greeting would make the syncer send all of them again.
+        """
+        if self.state == JOINING:
+            self.contact.wait_longer(now_s)
+        self.start.receiver.on_receiving(self.global_step, now_s)
         return self._effects.drain()
 
     def on_busy(self, now_s: float) -> list[Effect]:

@@ -30,7 +30,7 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.transport.endpoints.dialler import Dialler
-from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError
+from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError, is_bulk
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 # A thread that waits for messages wakes up this often to notice the end.
@@ -323,6 +323,10 @@ class LinkKeeper(NamedTuple):
         timeout_s = IDLE_S if deadline_s is None else min(IDLE_S, max(0.0, deadline_s - time.monotonic()))
         delivery = link.receive(timeout_s)
         if deadline_s is not None and time.monotonic() >= deadline_s:
+            came = None if delivery is None else delivery.message
+            # What is missing may be on its way behind this payload.
+            if link.receiving or (came is not None and is_bulk(came)):
+                self.decisions.apply(Learner.on_receiving)
             self.decisions.apply(Learner.on_tick)
         if delivery is None:
             return

@@ -81,6 +81,10 @@ class GrpcLink:
     def open(self) -> bool:
         return self._session.open
 
+    @property
+    def receiving(self) -> bool:
+        return self._session.waiting_bytes > 0 or self._session.assembly.receiving
+
     def wake(self) -> None:
         """Make a waiting `receive` return None at once; any thread may call it."""
         self._session.inbox.wake()

@@ -233,6 +233,11 @@ class Assembly:
                 self._next += 1
                 self._changed.notify_all()
 
+    @property
+    def receiving(self) -> bool:
+        """Tell whether a payload has arrived in part, or is complete and not delivered."""
+        return bool(self._open)
+
     def _forget(self, number: int) -> None:
         self.claimed_bytes -= self._open.pop(number).key[1]
 
